@@ -156,3 +156,25 @@ def test_what_is_being_copied_is_not_deleted_however_long_it_takes(
     assert (tmp_path / "remote" / MANIFEST).exists()
     client.prune(1).result(LIMIT)
     assert not step_dir(root, 1).exists()
+
+
+def test_what_an_engine_copies_after_the_commit_waits_for_no_other(
+    root: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.utils import hdfs_io
+
+    from trinity_sync.integrations.verl.megatron_manager import MegatronCheckpointManager
+
+    asked, kept = list[str](), list[int | None]()
+    monkeypatch.setattr(remote_copies, "_managers", [SimpleNamespace(follow=lambda path, then: asked.append(path))])
+    monkeypatch.setattr(hdfs_io, "copy", remote_copies.instead_of(remote.copy))
+    monkeypatch.setattr(hdfs_io, "makedirs", lambda path, exist_ok: None)
+    rank: Any = SimpleNamespace(_root=root, register_checkpoint=lambda path, limit: kept.append(limit))
+    path = saved_by_trainer(root, 1)
+    MegatronCheckpointManager._follow_commit(rank, path, str(remote.place), 2)
+    assert {file.name for file in remote.place.iterdir()} == {"data_0.pt"}
+    assert (asked, kept) == ([], [2])
+    shutil.rmtree(remote.place)
+    remote.refuses = True
+    with pytest.raises(RunError, match="global_step_1 could not be copied to "):
+        MegatronCheckpointManager._follow_commit(rank, path, str(remote.place), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -60,6 +61,20 @@ def test_a_copy_whose_thread_cannot_start_lets_training_go_on_and_fails_the_save
     copying.wait_until_copied(1)
     with pytest.raises(RunError, match="a state could not be copied: can't start new thread"):
         copying.wait_whole(1)
+
+
+def test_a_source_that_nobody_else_keeps_is_there_until_its_stream_has_read_it() -> None:
+    """A stand-in for CUDA's streams, which copy after they were asked to."""
+    sources = [torch.ones(3), torch.ones(3)]
+    kept = [weakref.ref(source) for source in sources]
+    alive: list[bool] = []
+    stream = SimpleNamespace(synchronize=lambda: alive.extend(one() is not None for one in kept))
+    copying = Copying(zip(sources, [torch.empty(3), torch.empty(3)], strict=True), CPU, "a state")
+    copying._streams = {torch.device("cuda"): stream}  # type: ignore[dict-item]
+    del sources
+    copying.copy(in_background=False)
+    assert alive == [True, True]
+    assert [one() for one in kept] == [None, None]
 
 
 def test_places_have_storages_of_their_own_and_are_the_same_at_the_next_save() -> None:

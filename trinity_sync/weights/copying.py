@@ -82,9 +82,11 @@ class Copying:
             raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
 
     def _copy(self) -> None:
+        held = []  # nobody else may keep a source, which is read until its stream has come so far
         try:
             with torch.no_grad():
                 for source, target in self._pairs:
+                    held.append(source)
                     with torch.cuda.stream(self._streams.get(source.device)):
                         self._copy_one(source.detach().reshape(-1), target.view(-1))
             for stream in self._streams.values():
@@ -93,6 +95,7 @@ class Copying:
             self._error = error
         finally:
             self._pairs = ()
+            held.clear()  # also where an error keeps this frame
             self._copied.set()
 
     def _copy_one(self, source: torch.Tensor, target: torch.Tensor) -> None:

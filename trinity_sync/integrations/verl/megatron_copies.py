@@ -40,7 +40,7 @@ class Copies:
 
     def __init__(self, manager: MegatronCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
         self._manager = manager
-        self._lazily = lazily and not trees.has_buffers(manager.model)
+        self._lazily = lazily
         self._copying: Copying | None = None
         self._trees = trees.Trees(manager)
         self._meetings = Meetings.of_default_group(timeout_s)
@@ -87,10 +87,11 @@ class Copies:
         pending = self._trees.plan(folder, trees_to_save(self._manager))
 
         limit = self._meetings.timeout_s
+        lazily = self._lazily and not trees.has_buffers(self._manager.model)
 
         def copy() -> None:
-            self._copying = self._trees.copy(pending, in_background=self._lazily)
-            if not self._lazily:
+            self._copying = self._trees.copy(pending, in_background=lazily)
+            if not lazily:
                 self._copying.wait_whole(limit)
 
         together(f"copy the state of step {step}", copy)

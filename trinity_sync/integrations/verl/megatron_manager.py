@@ -8,6 +8,7 @@ verl itself has saved as well. See `saves` for the way of a save.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         if hdfs_path is not None:
             with held_throughout(self._root, local_path, "the copy to hdfs_path"):
                 hdfs_io.makedirs(hdfs_path, exist_ok=True)
-                if not hdfs_io.copy(src=local_path, dst=hdfs_path, dirs_exist_ok=True):
+                copy = inspect.unwrap(hdfs_io.copy)  # not what waits for the commit, which is there
+                if not copy(src=local_path, dst=hdfs_path, dirs_exist_ok=True):
                     raise RunError(f"{local_path} could not be copied to {hdfs_path}")
         self.register_checkpoint(local_path, max_ckpt_to_keep)
 
