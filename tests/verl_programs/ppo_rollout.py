@@ -1,4 +1,4 @@
-"""What stands in for vLLM in verl's PPO program on CPUs, where vLLM's server asks for GPUs: a rollout named
+"""What stands in for vLLM's server in verl's PPO program on CPUs, on which that was not tried: a rollout named
 `transformers`, registered with verl as any other is. Named by `VERL_USE_EXTERNAL_MODULES`, after `on_cpu`.
 
 verl's: when weights move and how, replicas, load balancer, agent loops. The test's: how tokens come of weights. Each

@@ -42,7 +42,7 @@ MEGATRON = (
 )
 """What Megatron needs on CPUs, where it has no kernels of its own."""
 
-LIMIT = 300.0
+LIMIT = 600.0
 """Limit of one program, seconds; most of what it takes is imports."""
 
 _ROOT = Path(__file__).parents[2]

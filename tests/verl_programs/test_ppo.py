@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,8 @@ from tests.verl_programs.ppo_rollout import NAME, VERSIONS
 from tests.verl_programs.programs import PLUGIN, Program
 from tests.verl_programs.test_ray import END_S, MODULES, ON_CPU, events
 from tests.verl_programs.test_sft import assert_whole
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.layout import MANIFEST, step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor
 from trinity_sync.integrations.verl.vendor import CALLBACK
 
@@ -25,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transfer_queue") is None, reason="verl's V1 trainer needs TransferQueue"),
 ]
 
-STEPS = 4
+STEPS = 6
 
 
 class Ppo(Program):
@@ -85,7 +87,18 @@ def prepare(folder: Path) -> None:
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
 
 
-def test_each_step_is_committed_and_its_weights_are_what_the_rollout_has(tmp_path: Path) -> None:
+def assert_moved(program: Program, steps: range) -> None:
+    """The rollout was given what is in the checkpoints of these steps."""
+    for step in steps:
+        moved = torch.load(program.folder / f"versions/version_{step}.pt")
+        file = step_dir(program.checkpoints, step) / "actor/model_world_size_1_rank_0.pt"
+        saved = torch.load(file, weights_only=False)
+        assert len(saved) > 0
+        for name, tensor in saved.items():
+            assert torch.equal(moved[name], tensor.to_local().bfloat16()), name
+
+
+def test_a_killed_program_goes_on_and_the_rollout_has_the_weights_of_each_step(tmp_path: Path) -> None:
     """verl logs with a keyword that `logging` refuses where there is no hybrid engine, so it may not log that."""
     prepare(tmp_path)
     versions = tmp_path / "versions"
@@ -96,14 +109,24 @@ def test_each_step_is_committed_and_its_weights_are_what_the_rollout_has(tmp_pat
         "VERL_LOGGING_LEVEL": "WARN",
     }
     program = Ppo(folder=tmp_path, environment=environment, ranks=1)
-    assert program.run() == 0, program.said()
+    with program.started() as running:
+        committed = step_dir(program.checkpoints, 2) / MANIFEST
+        running.wait_until(
+            lambda: committed.exists() and (versions / "version_2.pt").exists(), "commit and version of step 2"
+        )
+        # Its end here is a SIGKILL of the driver, of Ray and of all workers.
     assert has_no_monitor(program.checkpoints, END_S)
-    steps = list(range(1, STEPS + 1))
-    assert_whole(program.checkpoints, steps)
-    assert events(program)[:3] == [("commit", step) for step in steps[:3]]
-    assert {data["weight_sync/mode_memory"] for data in program.logged().values()} == {1}
-    for step in steps:
-        moved = torch.load(versions / f"version_{step}.pt")
-        file = step_dir(program.checkpoints, step) / "actor/model_world_size_1_rank_0.pt"
-        for name, tensor in torch.load(file, weights_only=False).items():
-            assert torch.equal(moved[name], tensor.to_local().bfloat16()), name
+    newest = max(info.step for info in catalog.scan(program.checkpoints) if info.kind is not None)
+    assert 2 <= newest < STEPS
+    assert_whole(program.checkpoints, [*range(1, newest + 1)])
+    assert_moved(program, range(1, 3))
+    shutil.rmtree(versions)
+    assert program.run() == 0, program.said()
+    assert f"trinity-sync: going on from {step_dir(program.checkpoints, newest)}" in program.said()
+    assert has_no_monitor(program.checkpoints, END_S)
+    assert_whole(program.checkpoints, [*range(1, STEPS + 1)])
+    assert_moved(program, range(newest, STEPS + 1))
+    assert [step for event, step in events(program) if event == "commit"][:-1] == [*range(1, STEPS)]
+    logged = program.logged()
+    assert sorted(logged) == [*range(newest + 1, STEPS + 1)]
+    assert {data["weight_sync/mode_memory"] for data in logged.values()} == {1}
