@@ -59,9 +59,9 @@ def commit(
 
 
 def names(folder: Path) -> set[str]:
-    """All files below a folder but its monitor's lock and its note of the last commit, relative."""
+    """All files below a folder but its monitor's lock, the note of its last commit and its mark, relative."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return files - {".monitor.lock", ".committed"}
+    return files - {".monitor.lock", ".committed", ".run.json"}
 
 
 def verls(root: Path, step: int = 30, *, ranks: int = 2, version: int = 2, place: str = "actor") -> Path:

@@ -15,8 +15,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.cli.stand_in import Computing, standing_in
-from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.owner import Owner, write_mark
 from trinity_sync.cli import main as cli
+from trinity_sync.tracking.record import run_id
 
 Capture = pytest.CaptureFixture[str]
 RESUME, REPRODUCE, BUNDLE = ["resume"], ["reproduce"], ["reproduce", "--bundle"]
@@ -219,17 +220,12 @@ def test_a_file_that_was_not_moved_along_is_named(
 
 
 def test_a_copy_of_a_run_goes_on_beside_it(launcher: Computing, run: Path, tmp_path: Path, capsys: Capture) -> None:
-    with locked(run / "checkpoints", run):
-        pass
+    write_mark(run / "checkpoints", Owner.new(run_id(run / "run.json"), run))
     copy = shutil.copytree(run, tmp_path / "copy")
     assert cli.main(["resume", str(copy)]) == 0
-    with locked(run / "checkpoints", copy):
-        pass
-    setting("checkpoint.dir", str(run / "checkpoints"))(copy)
-    assert cli.main(["resume", str(run)]) == 2, "that saves here"
-    assert f"{run}/checkpoints has the checkpoints of {run}, but the run in {copy} saves there" in (
-        capsys.readouterr().err
-    )
+    write_mark(run / "checkpoints", Owner.new(run_id(run / "run.json"), copy))
+    assert cli.main(["resume", str(run)]) == 2, "the copy has taken it over"
+    assert f"{run}/checkpoints belongs to the run in {copy}, and {run} is a copy of that run" in capsys.readouterr().err
     assert cli.main(["resume", str(run), f"checkpoint.dir={run}/checkpoints"]) == 0
 
 

@@ -21,18 +21,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 import launch
+from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import StandIn, standing_in
 from tests.model_folders import bare_model
 from tests.test_conf_files import given
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
-from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.owner import Owner, write_mark
 from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
 from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import app, elsewhere, messages, settings
-from trinity_sync.launch.resume import Resume
+from trinity_sync.launch.resume import Resume, written_places
+from trinity_sync.tracking.record import run_id
 from trinity_sync.tracking.run_folder import RunFolder
 
 ROOT = Path(launch.__file__).parent
@@ -625,15 +627,63 @@ def test_the_checkpoints_of_another_run_are_not_taken_over_unasked(
 ) -> None:
     place = f"checkpoint.dir={tmp_path}/kept"
     owner, foreign = first_run(place, folder="owner"), first_run(place, folder="foreign")
-    for run in (foreign, owner):
-        with locked(tmp_path / "kept", run):
-            pass
-    assert cli.main(["resume", str(foreign)]) == 2
-    assert f"the run in {owner} saves there" in capsys.readouterr().err
+    write_mark(tmp_path / "kept", Owner.new(run_id(owner / "run.json"), owner))
+    commit(tmp_path / "kept", 1)
+    for more in ([], [place]):
+        assert cli.main(["resume", str(foreign), *more]) == 2
+        assert f"{tmp_path}/kept belongs to another run" in capsys.readouterr().err
     assert cli.main(["resume", str(owner)]) == 0
-    assert cli.main(["resume", str(foreign), place]) == 0
     owner.rename("moved")
     assert cli.main(["resume", "moved"]) == 0
+
+
+def test_a_resume_uses_the_places_that_were_recorded(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEPT", f"{tmp_path}/kept")
+    folder = first_run("checkpoint.dir=${oc.env:KEPT}", "checkpoint.mirror=${oc.env:KEPT}/far")
+    places = written_places(launcher.calls[0].cfg, folder.absolute())
+    assert places == {"checkpoint.dir": f"{tmp_path}/kept", "checkpoint.mirror": f"{tmp_path}/kept/far"}
+    record(folder, places=places)
+    for change in (lambda: monkeypatch.setenv("KEPT", "/elsewhere"), lambda: monkeypatch.delenv("KEPT")):
+        change()
+        assert cli.main(["resume", str(folder)]) == 0
+        assert written_places(launcher.calls[-1].cfg, folder.absolute()) == places
+    assert cli.main(["resume", str(folder), "checkpoint.dir=new", "checkpoint.mirror=null"]) == 0
+    assert written_places(launcher.calls[-1].cfg, folder.absolute()) == {
+        "checkpoint.dir": f"{tmp_path}/new",
+        "checkpoint.mirror": None,
+    }
+
+
+def test_a_recorded_place_inside_the_runs_folder_moves_with_it(launcher: StandIn, tmp_path: Path) -> None:
+    folder = first_run(f"checkpoint.dir={tmp_path}/run/kept", folder="run")
+    record(folder, places=written_places(launcher.calls[0].cfg, folder.absolute()))
+    folder.rename("moved")
+    assert cli.main(["resume", "moved"]) == 0
+    assert launcher.calls[-1].cfg.checkpoint.dir == f"{tmp_path}/moved/kept"
+
+
+def test_a_password_is_not_recorded_and_its_place_must_be_the_same(
+    launcher: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAR", "ftp://me:secret@host/run")
+    folder = first_run("checkpoint.mirror=${oc.env:FAR}")
+    places = written_places(launcher.calls[0].cfg, folder.absolute())
+    assert places["checkpoint.mirror"] == "ftp://me:***@host/run"
+    record(folder, places=places)
+    assert cli.main(["resume", str(folder)]) == 0
+    assert launcher.calls[-1].cfg.checkpoint.mirror == "ftp://me:secret@host/run"
+    for change in (lambda: monkeypatch.setenv("FAR", "ftp://me:secret@host/other"), lambda: monkeypatch.delenv("FAR")):
+        change()
+        assert cli.main(["resume", str(folder)]) == 2
+        assert "checkpoint.mirror was ftp://me:***@host/run" in capsys.readouterr().err
+
+
+def record(folder: Path, **more: object) -> None:
+    """Add to a run's record."""
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
 REWARD = "task.reward._target_=my_rewards.mine"

@@ -327,7 +327,7 @@ def settings(entered: list[bool]) -> Iterator[None]:
 def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"attempt": 0}')
     (run / "metrics.jsonl").write_text('{"step": 15}\n')
     (run / "events.jsonl").write_text('{"event": "commit", "step": 20, "kind": "full"}\n')
     saved(run / "checkpoints", 10)

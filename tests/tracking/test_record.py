@@ -10,7 +10,7 @@ import pytest
 
 from tests.tracking.synthetic import START, Clock
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.record import RunRecord, git_state, read_record
+from trinity_sync.tracking.record import RunRecord, git_state, read_record, run_id
 
 
 def new(path: Path, clock: Clock, **other: Any) -> RunRecord:
@@ -127,3 +127,27 @@ def test_versions_are_known_without_importing_the_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_run_has_one_id_in_all_its_attempts(tmp_path: Path) -> None:
+    first = new(tmp_path, Clock())
+    first.start()
+    assert len(first.id) == 32
+    assert read_record(tmp_path / "run.json")["id"] == first.id
+    assert new(tmp_path, Clock()).id == first.id
+    (tmp_path / "run.json").unlink()
+    assert new(tmp_path, Clock()).id != first.id
+
+
+def test_a_run_of_an_earlier_release_gets_an_id_that_stays(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"attempt": 3, "status": "failed"}))
+    made = run_id(tmp_path / "run.json")
+    assert run_id(tmp_path / "run.json") == made
+    assert read_record(tmp_path / "run.json")["status"] == "failed"
+
+
+@pytest.mark.parametrize("id", ["", "../../x", "A" * 32, "a" * 31, 7])
+def test_an_id_that_is_none_is_refused(tmp_path: Path, id: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"attempt": 0, "id": id}))
+    with pytest.raises(ConfigError, match="is not the record of a run: id is"):
+        read_record(tmp_path / "run.json")

@@ -21,6 +21,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
+from trinity_sync.checkpoint.owner import read_mark
 from trinity_sync.checkpoint.tracker_files import TRACKERS, Tracker, newest_finished
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.listing import walk
@@ -91,9 +92,9 @@ def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
             looked at; None: it is read now.
 
     Raises:
-        UnreadableError: the folder cannot be listed now.
+        UnreadableError: the folder cannot be listed now, or its mark cannot be read now.
     """
-    finished = newest_finished(root, tracker)
+    finished, run = newest_finished(root, tracker), _run_of(root)
     try:
         with os.scandir(root) as entries:
             named = [(step_of(entry.name), entry) for entry in entries]
@@ -106,15 +107,20 @@ def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
         return []
     except OSError as error:
         raise read_error(root, error) from error
-    return [_look(step, path, finished) for step, path in sorted(found.items())]
+    return [_look(step, path, finished, run) for step, path in sorted(found.items())]
 
 
 def look_at(root: Path, step: int) -> CheckpointInfo:
     """Describe the folder of one step as `scan` does."""
-    return _look(step, step_dir(root, step), newest_finished(root))
+    return _look(step, step_dir(root, step), newest_finished(root), _run_of(root))
 
 
-def _look(step: int, path: Path, finished: int | None) -> CheckpointInfo:
+def _run_of(root: Path) -> str | None:
+    mark = read_mark(root)
+    return mark.run if mark is not None else None
+
+
+def _look(step: int, path: Path, finished: int | None, run: str | None) -> CheckpointInfo:
     manifest = None
     try:
         manifest = read_manifest(path)
@@ -128,6 +134,9 @@ def _look(step: int, path: Path, finished: int | None) -> CheckpointInfo:
         fault = read_error(path, error) if manifest is None else None
     if fault is not None:
         return CheckpointInfo(step, path, None, fault.state, (str(fault),))
+    if manifest is not None and None is not run != manifest.run is not None:
+        problem = f"{path} is a checkpoint of another run, {manifest.run}"
+        return CheckpointInfo(step, path, None, "foreign", (problem,))
     return CheckpointInfo(step, path, manifest)
 
 

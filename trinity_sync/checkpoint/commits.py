@@ -50,7 +50,7 @@ from trinity_sync.protocol.files import FileEntry
 _COPY_BELOW = 1 << 20
 
 #: What a commit does not take the place of, leased or not.
-_NOT_OURS = ("newer", "verl", "unreadable")
+_NOT_OURS = ("newer", "verl", "unreadable", "foreign")
 
 
 def prepare_staging(root: Path, step: int, attempt: int) -> Path:
@@ -132,7 +132,7 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
     target = step_dir(root, step)
     if target.exists():
         info = look_at(root, step)
-        check_ours([info], ("newer",))
+        check_ours([info], ("newer", "foreign"))
         target.rename(abandoned_dir(root, step, info.attempt))
     source.rename(target)
     sync_folder(root)
@@ -150,6 +150,7 @@ def _commit_in_place(
         raise
     if (target / MANIFEST).exists():
         read_manifest(target)  # one that cannot be read is not written over
+        check_ours([look_at(target.parent, draft.step)], ("foreign",))
     replacement.check_replaces(target.parent, target, manifest, clock)
     if durable:
         sync_tree(target)

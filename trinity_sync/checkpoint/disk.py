@@ -9,11 +9,12 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
 from trinity_sync.actors.monitor import Committed
-from trinity_sync.checkpoint import catalog, commits, recovery, trash
+from trinity_sync.checkpoint import catalog, commits, owner, recovery, trash
 from trinity_sync.checkpoint.deletion_notes import read_deletion, unlink_notes
 from trinity_sync.checkpoint.layout import (
     STAGING,
@@ -38,6 +39,7 @@ from trinity_sync.checkpoint.tracker_files import (
 )
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
+from trinity_sync.host.logs import story
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Commit, Decision
 from trinity_sync.protocol.files import FileEntry
@@ -58,6 +60,7 @@ class CheckpointDisk:
         fsync: whether commits are durable.
         clock: Unix seconds.
         writer: the run that may write in the folder, see `lock.lock_as_writer`; None: any.
+        of_run: the run id; None: that of the folder.
     """
 
     root: Path | None
@@ -67,6 +70,16 @@ class CheckpointDisk:
     fsync: bool
     clock: Callable[[], float]
     writer: str | None = None
+    of_run: str | None = None
+
+    @cached_property
+    def run(self) -> str | None:
+        """The run id, which every manifest names. None: there is no checkpoint folder.
+
+        Raises:
+            UnreadableError: the mark of the folder cannot be read now.
+        """
+        return self.of_run or (None if self.root is None else owner.adopt(self.root))
 
     # ---- commits
 
@@ -108,6 +121,7 @@ class CheckpointDisk:
             left_out=meta.get("left_out"),
             reference=meta.get("reference"),
             base=Base.from_json(base) if (base := meta.get("base")) is not None else None,
+            run=self.run,
         )
         if self.root is None:
             return draft
@@ -292,6 +306,7 @@ class CheckpointDisk:
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
         lock = lock_as_writer(self.root, self.writer)
+        story.info("the checkpoints in %s belong to run %s", self.root, self.run)
         journals, problems = self._read_journals() if restarted else ([], [])
         failures = self._read_failed() if restarted else {}
         journals = [dumped for dumped in journals if dumped["step"] not in failures]

@@ -13,6 +13,7 @@
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
       .condemned-..., .trash-..., .replaced-...                              on their way out, see `deletion`, `trash`
       .lock, .monitor.lock                                                   who is at work here, see `lock`
+      .run.json                                                              the mark of its run, see `owner`
       .monitor.json, .monitor.log                                            a monitor without Ray, see `daemon`
 """
 
@@ -56,9 +57,10 @@ _STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d+)")
 _ABANDONED_NAME = re.compile(rf"{ABANDONED_PREFIX}{STEP_PREFIX}\d+-attempt_(\d+)(-\d+)?")
 
 
-State = Literal["committed", "damaged", "unreadable", "newer", "no_manifest", "verl"]
+State = Literal["committed", "damaged", "unreadable", "newer", "foreign", "no_manifest", "verl"]
 """What a step folder is: a checkpoint; one whose contents are wrong; one that cannot be read now and may be read later;
-one that a newer version of this program wrote; a folder without a manifest; and such a one that verl itself wrote."""
+one that a newer version of this program wrote; one of another run; a folder without a manifest; and such a one that
+verl itself wrote."""
 
 #: What the system says of a path that is not, or not as it was: looking again would find the same.
 _WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -118,6 +120,7 @@ class Manifest:
         wire: the dtypes of which `digest` is; None where it is not known.
         left_out: tensors of the model's folder that an export takes from there; None: there are none.
         reference: what the policy was held near to; None: nothing, or the base of the adapter.
+        run: the run id; None in checkpoints of earlier releases.
     """
 
     step: int
@@ -134,6 +137,7 @@ class Manifest:
     wire: Wire | None = None
     left_out: LeftOut | None = None
     reference: Compared | None = None
+    run: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -182,6 +186,8 @@ class Manifest:
             body["left_out"] = dict(self.left_out)
         if self.reference is not None:
             body["reference"] = dict(self.reference)
+        if self.run is not None:
+            body["run"] = self.run
         return body | {"self": canonical_digest(body)}
 
     def to_text(self) -> str:
@@ -222,6 +228,7 @@ class Manifest:
             wire=Wire.from_json(body["wire"]) if "wire" in body else None,
             left_out=left_out_of(body["left_out"]) if "left_out" in body else None,
             reference=reference_of(body["reference"]) if "reference" in body else None,
+            run=None if body.get("run") is None else str(body["run"]),
         )
 
 

@@ -77,6 +77,7 @@ class MonitorConfig:
         log_dir: folder of the actor's log; None: Ray's own logs.
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
+        run: the run id, for manifests; None: that in the mark of the checkpoint folder, which gets one if it has none.
         writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails where
             that is another one by now.
     """
@@ -90,6 +91,7 @@ class MonitorConfig:
     log_dir: str | None = None
     writer: str | None = None
     roles: Sequence[str] = ()
+    run: str | None = None
 
 
 class CheckpointMonitor(Writers):
@@ -179,6 +181,7 @@ class CheckpointMonitor(Writers):
             fsync=config.fsync,
             clock=clock,
             writer=config.writer,
+            of_run=config.run,
         )
         self._events = EventLog(config.attempt, clock)
         restarted = host.restarted

@@ -21,9 +21,10 @@ def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
         of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
 
     Raises:
-        RunError: a later one was written by a newer version of this program, or by verl.
+        RunError: a later one was written by a newer version of this program, by another run, or by verl.
     """
-    check_ours([info for info in scan(root) if info.step > step], ("newer", "verl") if of_verl else ("newer",))
+    others = ("newer", "foreign", "verl") if of_verl else ("newer", "foreign")
+    check_ours([info for info in scan(root) if info.step > step], others)
 
 
 def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:

@@ -28,7 +28,12 @@ from trinity_sync.tracking import units
 from trinity_sync.tracking.afterwards import note_prunes
 from trinity_sync.tracking.progress import Progress, progress_bar
 
-_VERDICTS = {"committed": "good", "unreadable": "CANNOT BE READ NOW", "newer": "OF A NEWER VERSION"}
+_VERDICTS = {
+    "committed": "good",
+    "unreadable": "CANNOT BE READ NOW",
+    "newer": "OF A NEWER VERSION",
+    "foreign": "OF ANOTHER RUN",
+}
 
 PATH_HELP = "folder of a run, of its checkpoints, or of one step"
 

@@ -176,9 +176,8 @@ def _go_on(
     folder: Path, invocation: Invocation, overrides: Sequence[str], allowed: Sequence[str], resume: Resume
 ) -> int:
     from trinity_sync import config
-    from trinity_sync.checkpoint.lock import other_run
     from trinity_sync.cli.invocation import saved_settings
-    from trinity_sync.launch.resume import committed_steps
+    from trinity_sync.launch.resume import check_owned, committed_steps, used_settings
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
     from trinity_sync.tracking.record import read_record
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
@@ -186,19 +185,15 @@ def _go_on(
     read_record(folder / "run.json")
     before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)
-    cfg = config.anchored(settings.cfg, invocation.started_in)
+    named = {text.lstrip("+~").partition("=")[0] for text in overrides}
+    resume = replace(resume, started_in=invocation.started_in, named=named)
+    cfg = used_settings(settings.cfg, folder, resume)
     config.check(cfg)
     config.check_inputs(cfg)
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
-    resume = replace(resume, started_in=invocation.started_in)
     checkpoints = checkpoint_folder(cfg, folder)
-    given = any(text.lstrip("+").startswith("checkpoint.dir=") for text in overrides)
-    if not given and (other := other_run(checkpoints, folder)) and _saves_in(checkpoints, other):
-        raise ConfigError(
-            f"{checkpoints} has the checkpoints of {folder}, but the run in {other} saves there; where this one is to "
-            f"take it over, give checkpoint.dir={checkpoints}"
-        )
+    check_owned(folder, checkpoints, named=resume.names("checkpoint.dir"))
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     _tell_changes(config.config_diff(before, settings.cfg))
     with settings.only_trusted():  # Hydra composes it once more
@@ -216,19 +211,6 @@ def _tell_changes(changes: Sequence[Difference]) -> None:
         changes = [change for change in changes if change.old != config.ABSENT]
     for change in changes:
         print(f"changed: {change.key}: {change.old} -> {change.new}", file=sys.stderr)
-
-
-def _saves_in(checkpoints: Path, run: Path) -> bool:
-    """Whether a run saves in a folder, as far as is known; not where that is a copy of its own."""
-    from trinity_sync import config
-    from trinity_sync.cli.invocation import Invocation, saved_settings
-    from trinity_sync.launch.start import checkpoint_folder
-
-    try:
-        cfg = config.anchored(saved_settings(run), Invocation.read(run).started_in)
-    except ConfigError:
-        return True
-    return checkpoint_folder(cfg, run).resolve() == checkpoints.resolve()
 
 
 def _report(options: argparse.Namespace) -> int:

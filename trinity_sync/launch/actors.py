@@ -25,6 +25,7 @@ from trinity_sync.checkpoint.lora_resume import check_base, noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.checkpoint.owner import Owner
 from trinity_sync.checkpoint.reference_resume import OF_ADAPTER, check_same
 from trinity_sync.config import retention_policies, typed
 from trinity_sync.config.lora import travels
@@ -77,6 +78,7 @@ class Setup:
         last_step: after which the run is over.
         stop: set where the step under way is to be the last one.
         scanned: what its loop trains and validates on.
+        owner: the run, as it marks its places.
     """
 
     cfg: DictConfig
@@ -89,6 +91,7 @@ class Setup:
     last_step: int
     stop: threading.Event
     scanned: Scanned = NOTHING
+    owner: Owner | None = None
 
 
 class Actors:
@@ -121,6 +124,7 @@ class Actors:
         self._folder = folder
         self._start = start
         self._recorder = setup.recorder
+        self._owner = setup.owner
         self._cluster = setup.cluster
         self._run_key = setup.run_key
         self._use_gpu = setup.use_gpu
@@ -304,6 +308,7 @@ class Actors:
                 timeout_s=cfg.checkpoint.timeout_s,
                 mirror=mirror.settings if mirror is not None else MirrorSettings(),
                 log_dir=self._logs,
+                run=self._owner.run if self._owner is not None else None,
             ),
             own=own,
         )

@@ -33,7 +33,7 @@ from trinity_sync.launch import elsewhere
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.new_folder import NewFolder
-from trinity_sync.launch.resume import Resume
+from trinity_sync.launch.resume import Resume, used_settings
 from trinity_sync.launch.settings import changed_settings
 from trinity_sync.launch.sweeps import composed_before, for_each_job, note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import hold, holds_run, let_go, lock_owner
@@ -197,7 +197,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         if elsewhere.has_completed(run_dir):
             return DONE
         resume = Resume(started_in=started_in)
-    used = config.anchored(cfg, started_in)
+    used = config.anchored(cfg, started_in) if resume is None else used_settings(cfg, run_dir, resume)
     config.check(used)
     config.check_inputs(used)
     from trinity_sync.launch import launcher

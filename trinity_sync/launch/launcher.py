@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
+from trinity_sync.checkpoint.owner import Owner, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.interrupts import failing_of_it, interruptible, shielded
@@ -30,9 +31,10 @@ from trinity_sync.launch.beforehand import check_beforehand, needed_processors
 from trinity_sync.launch.cluster import cluster, has_gpus
 from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
-from trinity_sync.launch.resume import Resume, committed_steps
+from trinity_sync.launch.resume import Resume, check_owned, committed_steps, written_places
 from trinity_sync.launch.row_scan import Scanned, scanned_task
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
+from trinity_sync.tracking.record import run_id
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder, holds_run
 from trinity_sync.tracking.trackers import Tracker, build_trackers
@@ -82,15 +84,19 @@ def run(
             committed = committed_steps(folder.events, checkpoints)
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
+        if resume is not None:
+            check_owned(folder.path, checkpoints, named=resume.names("checkpoint.dir"))
+        owner = Owner.new(run_id(folder.run_json), folder.path)
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
+        _mark(checkpoints, owner)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
-        recorder = _recorder(cfg, folder, start, threads, last_step)
+        recorder = _recorder(cfg, folder, start, owner, threads, last_step)
         try:
             with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
                 if scanned.counts is not None:
                     recorder.event("rows", **scanned.counts._asdict())
                 with failing_of_it():
-                    _run(job or Job, cfg, scanned, folder, start, recorder, threads, last_step, stop)
+                    _run(job or Job, cfg, scanned, folder, start, owner, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130
     return 0
@@ -115,7 +121,14 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
     run_trackers(cfg)
 
 
-def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, last_step: int) -> Recorder:
+def _mark(checkpoints: Path, owner: Owner) -> None:
+    try:
+        write_mark(checkpoints, owner)
+    except OSError as error:
+        raise ConfigError(f"checkpoint.dir={checkpoints} cannot be written: {error.strerror or error}") from error
+
+
+def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, owner: Owner, threads: int, last_step: int) -> Recorder:
     from trinity_sync.report import write_report
 
     return Recorder.start(
@@ -130,6 +143,8 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
         config=plain(cfg),
         reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or _on_cpus(cfg)),
         resumed_from=start.step if start.resumed else None,
+        id=owner.run,
+        places=written_places(cfg, folder.path),
         view=cfg.live,
         trackers=run_trackers(cfg),
         report=write_report,
@@ -166,6 +181,7 @@ def _run(
     scanned: Scanned,
     folder: RunFolder,
     start: Start,
+    owner: Owner,
     recorder: Recorder,
     threads: int,
     last_step: int,
@@ -194,6 +210,7 @@ def _run(
                 scanned=scanned,
                 folder=folder,
                 start=start,
+                owner=owner,
                 recorder=recorder,
                 cluster=ray_cluster,
                 run_key=run_key,

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync.checkpoint import owner
 from trinity_sync.checkpoint.deletion_notes import noted_deletions
+from trinity_sync.config import anchored
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.urls import absolute, shown
 from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.record import read_record
+
+_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
 
 
 @dataclass(frozen=True)
@@ -17,11 +28,86 @@ class Resume:
         from_scratch: begin again at step 1, whatever was committed; what is there is set aside.
         skip_unreadable: go on from an older one though newer ones cannot be read now, or are gone.
         started_in: where the run was started first, from which its relative paths count.
+        named: config keys and groups that the user has just given.
     """
 
     from_scratch: bool = False
     skip_unreadable: bool = False
     started_in: Path = Path()
+    named: Collection[str] = ()
+
+    def names(self, key: str) -> bool:
+        """Return whether the user has just given a setting, by its key or by an option of its group."""
+        return key in self.named or key.partition(".")[0] in self.named
+
+
+def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
+    """Return the places of checkpoints by config key, for run.json: resolved, and without passwords.
+
+    Args:
+        run: the run's folder. A place inside it is relative to it, so that it moves with the run.
+    """
+    folder, mirror = cfg.checkpoint.dir, cfg.checkpoint.mirror
+    if folder is not None:
+        folder = Path(folder).absolute()
+        folder = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
+    return {_DIR: folder, _MIRROR: None if mirror is None else shown(absolute(mirror))}
+
+
+def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
+    """Return the settings of a run that goes on: its places are those in run.json, except those just given.
+
+    Args:
+        cfg: composed.
+        run: the run's folder, absolute.
+
+    Raises:
+        ConfigError: run.json cannot be read, or the place in it had a password and is another one now.
+    """
+    used = anchored(cfg, resume.started_in)
+    recorded = read_record(run / "run.json").get("places") or {}
+    for key in (_DIR, _MIRROR):
+        if key not in recorded or resume.names(key):
+            continue
+        place = recorded[key]
+        if not isinstance(place, str | None):
+            raise ConfigError(f"{run / 'run.json'} is not the record of a run: {key} is {place!r:.60}")
+        if place is not None and key == _DIR:
+            place = str(run / place)
+        if place is None or "***" not in place:  # of a URL, for the password
+            OmegaConf.update(used, key, place)
+        elif place != (now := _shown_now(used, key)):
+            raise ConfigError(f"{key} was {place} and is {now} now; where the run is to use it, give {key}=... again")
+    return used
+
+
+def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:
+    """Check that a checkpoint folder is that of the run in a folder. Writes nothing.
+
+    Args:
+        named: the user has just given `checkpoint.dir`.
+
+    Raises:
+        ConfigError: it belongs to another run, or that cannot be read now, or run.json cannot be read.
+    """
+    id = read_record(run / "run.json").get("id", "")  # of an earlier release there is none yet
+    events = [event for event in jsonl.read(run / "events.jsonl") if event.get("event") == "commit"]
+    commits = {
+        commit
+        for commit in (
+            (event.get("step"), event.get("attempt"), event.get("digest"), event.get("bytes")) for event in events
+        )
+        if all(isinstance(value, int | str | None) for value in commit)
+    }
+    owner.check(checkpoints, owner.Owner.new(id, run), recorded=commits, named=named)
+
+
+def _shown_now(cfg: DictConfig, key: str) -> str | None:
+    try:
+        place = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        return None
+    return None if place is None else shown(absolute(str(place)))
 
 
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:

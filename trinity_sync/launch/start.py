@@ -16,6 +16,7 @@ from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, read_mani
 from trinity_sync.checkpoint.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.checkpoint.owner import check_free
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain, typed
 from trinity_sync.config.lora import adapter_of
@@ -81,11 +82,7 @@ class Start:
         mirror = run_mirror(cfg, logs)
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed)
-        if catalog.scan(checkpoints):
-            raise ConfigError(
-                f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
-                f"or go on with that run: trinity-sync resume RUN_DIR"
-            )
+        check_free(checkpoints)
         start = cls._first(cfg, checkpoints, None)
         if mirror is not None:
             mirror.check(checkpoints)

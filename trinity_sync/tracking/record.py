@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -28,9 +30,10 @@ ENDINGS = ("completed", "failed", "interrupted")
 FORMAT = 1
 """Of run.json. A newer one means other things by the same names, so it is refused."""
 
+_ID = re.compile(r"[0-9a-f]{32}")
 _KINDS: dict[str, type | UnionType] = {
-    **dict.fromkeys(("git", "packages", "hardware"), dict),
-    **dict.fromkeys(("status", "host", "error"), str),
+    **dict.fromkeys(("git", "packages", "hardware", "places"), dict),
+    **dict.fromkeys(("id", "status", "host", "error"), str),
     **dict.fromkeys(("started", "ended"), int | float),
 }
 """Of what a record says, as far as commands count on it."""
@@ -101,6 +104,8 @@ class RunJson(AttemptJson, total=False):
     """The content of run.json: the current attempt, what it is run from, and all attempts."""
 
     format: int
+    id: str
+    places: dict[str, str | None]
     seed: int | None
     git: GitState | None
     packages: dict[str, str]
@@ -117,6 +122,7 @@ class RunRecord:
 
     Attributes:
         path: run.json.
+        id: the run id, see `run_id`.
         attempt: 0 for a fresh run, one more for each resume.
         command: the command line, quoted for a shell.
         seed: the run's seed.
@@ -128,12 +134,14 @@ class RunRecord:
         config_digest: the digest of the resolved config.
         reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
         last_version: the newest version of the weights, once the attempt has ended.
+        places: the places outside of logs that the run writes, by config key, resolved; see `places`.
         started, ended: Unix seconds of this attempt; `ended` is None while it runs.
         error: why the attempt failed.
         attempts: the earlier attempts, oldest first.
     """
 
     path: Path
+    id: str
     attempt: int
     command: str
     seed: int | None
@@ -150,6 +158,7 @@ class RunRecord:
     ended: float | None = None
     error: str | None = None
     last_version: VersionJson | None = None
+    places: dict[str, str | None] = field(default_factory=dict)
     attempts: list[AttemptJson] = field(default_factory=list)
     clock: Callable[[], float] = time.time
 
@@ -164,6 +173,8 @@ class RunRecord:
         threads: int | Mapping[str, int] | None,
         reproducible: bool = True,
         resumed_from: int | None = None,
+        id: str | None = None,
+        places: Mapping[str, str | None] | None = None,
         source: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> RunRecord:
@@ -174,6 +185,8 @@ class RunRecord:
             command: as typed; a sequence is quoted and joined.
             seed, config_digest, threads, reproducible: see the class.
             resumed_from: the step a resume starts from.
+            id: the run id; None: that of run.json, or a new one.
+            places: see the class.
             source: the folder whose git commit counts; the working directory by default.
             clock: gives Unix seconds.
 
@@ -183,6 +196,7 @@ class RunRecord:
         earlier = _earlier_attempts(read_record(path)) if path.exists() else []
         return cls(
             path=path,
+            id=id or run_id(path),
             attempt=max((item["attempt"] for item in earlier), default=-1) + 1,
             command=command if isinstance(command, str) else shlex.join(command),
             seed=seed,
@@ -194,6 +208,7 @@ class RunRecord:
             config_digest=config_digest,
             reproducible=reproducible,
             resumed_from=resumed_from,
+            places=dict(places or {}),
             attempts=earlier,
             clock=clock,
         )
@@ -228,6 +243,7 @@ class RunRecord:
         """Return the content of run.json."""
         return {
             "format": FORMAT,
+            "id": self.id,
             "status": self.status,
             "attempt": self.attempt,
             "command": self.command,
@@ -240,6 +256,7 @@ class RunRecord:
             "config_digest": self.config_digest,
             "reproducible": self.reproducible,
             "last_version": self.last_version,
+            "places": self.places,
             "started": self.started,
             "ended": self.ended,
             "error": self.error,
@@ -309,6 +326,31 @@ def check_shape(record: Mapping[str, object], path: Path) -> None:
     for name, kinds in _NUMBERS.items():
         if not isinstance(record.get(name), kinds):
             raise ConfigError(f"{path} is not the record of a run: {name} is {record.get(name)!r:.60}")
+    if (id := record.get("id")) is not None and not is_run_id(id):
+        raise ConfigError(f"{path} is not the record of a run: id is {id!r:.60}")
+
+
+def is_run_id(text: object) -> bool:
+    """Return whether a text is a run id, which may be the name of a file."""
+    return isinstance(text, str) and _ID.fullmatch(text) is not None
+
+
+def run_id(path: Path) -> str:
+    """Return the run id of a run.json; a new one where there is no file.
+
+    An earlier release wrote no id. Then one is made and saved, so that the next call returns the same.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        RunError: the disk refuses.
+    """
+    made = uuid.uuid4().hex
+    if not path.exists():
+        return made
+    record = read_record(path)
+    if "id" not in record:
+        write_json(path, record | {"id": made})
+    return record.get("id") or made
 
 
 def package_versions() -> dict[str, str]:

@@ -117,6 +117,8 @@ class Recorder:
         config: Mapping[str, object] | None = None,
         reproducible: bool = True,
         resumed_from: int | None = None,
+        id: str | None = None,
+        places: Mapping[str, str | None] | None = None,
         view: Mode = "auto",
         trackers: Iterable[Tracker] = (),
         report: Callable[[Path], object] | None = None,
@@ -128,7 +130,7 @@ class Recorder:
 
         Args:
             folder: the run folder, which this process has locked.
-            command, seed, config_digest, threads, reproducible: for run.json, see `RunRecord`.
+            command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
             total_steps: the last step of the run, None if it is open.
             name, subtitle: title of the view, and what stands beside it (backend, sync mode).
             config: the resolved config, for the trackers.
@@ -154,6 +156,8 @@ class Recorder:
             threads=threads,
             reproducible=reproducible,
             resumed_from=resumed_from,
+            id=id,
+            places=places,
             clock=clock,
         )
         tracked = TrackedRun(

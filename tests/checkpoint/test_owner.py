@@ -1,0 +1,265 @@
+"""Whose a checkpoint folder is: its mark, what a mark forbids, and folders of earlier releases, which have none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.helpers import commit, stage, unreadable, verls
+from trinity_sync.checkpoint import catalog, commits, owner, resume_point, rollback
+from trinity_sync.checkpoint.layout import Manifest, UnreadableError, read_manifest, step_dir, write_manifest
+from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.owner import MARK, Owner
+from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.retention import KeepLast
+
+OURS, THEIRS = "a" * 32, "b" * 32
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return begun(tmp_path / "run", OURS)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "elsewhere"
+
+
+def begun(folder: Path, id: str) -> Path:
+    """The folder of a run."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"attempt": 0, "id": id}))
+    return folder
+
+
+def of_run(root: Path, step: int, id: str | None) -> Manifest:
+    """A checkpoint that names a run; None: as earlier releases wrote it."""
+    manifest = replace(commit(root, step), run=id)
+    write_manifest(step_dir(root, step), manifest)
+    return manifest
+
+
+def recorded(manifest: Manifest) -> owner.Recorded:
+    return [(manifest.step, manifest.attempt, manifest.digest, manifest.bytes)]
+
+
+# ---- the mark
+
+
+def test_a_mark_says_who_owns_the_folder(root: Path, run: Path) -> None:
+    mine = Owner.new(OURS, run)
+    owner.write_mark(root, mine)
+    assert owner.read_mark(root) == mine
+
+
+def test_each_start_of_a_run_is_a_session_of_its_own(run: Path) -> None:
+    assert Owner.new(OURS, run).session != Owner.new(OURS, run).session
+
+
+def test_a_mark_inside_the_runs_folder_moves_with_it(run: Path, tmp_path: Path) -> None:
+    owner.write_mark(run / "checkpoints", Owner.new(OURS, run))
+    run.rename(tmp_path / "moved")
+    mark = owner.read_mark(tmp_path / "moved" / "checkpoints")
+    assert mark is not None
+    assert mark.folder == str(tmp_path / "moved")
+
+
+def test_a_mark_behind_a_link_does_not_move_with_the_runs_folder(run: Path, root: Path, tmp_path: Path) -> None:
+    root.mkdir()
+    (run / "checkpoints").symlink_to(root)
+    owner.write_mark(run / "checkpoints", Owner.new(OURS, run))
+    copy = shutil.copytree(run, tmp_path / "copy", symlinks=True)
+    with pytest.raises(ConfigError, match="is a copy of that run"):
+        owner.check(copy / "checkpoints", Owner.new(OURS, copy))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"run": "x"}', '{"run": 1, "folder": 2}'])
+def test_a_damaged_mark_is_no_mark_of_anybody(root: Path, text: str) -> None:
+    root.mkdir()
+    (root / MARK).write_text(text)
+    with pytest.raises(UnreadableError, match=rf"{MARK} is not the mark of a run"):
+        owner.read_mark(root)
+
+
+def test_a_mark_that_cannot_be_read_now_is_not_taken_for_none(root: Path, run: Path) -> None:
+    owner.write_mark(root, Owner.new(OURS, run))
+    unreadable(root / MARK)
+    commit(root, 10)
+    with pytest.raises(UnreadableError, match="cannot be read now"):
+        catalog.scan(root)
+    with pytest.raises(ConfigError, match="cannot be read now"):
+        owner.check(root, Owner.new(OURS, run))
+
+
+def test_a_program_without_a_run_folder_keeps_the_id_of_its_folder(root: Path) -> None:
+    root.mkdir()
+    first = owner.adopt(root)
+    assert owner.adopt(root) == first
+    assert len(first) == 32
+
+
+def test_a_program_whose_mark_was_lost_keeps_the_id_of_its_checkpoints(root: Path) -> None:
+    of_run(root, 10, OURS)
+    of_run(root, 20, None)
+    assert owner.adopt(root) == OURS
+
+
+# ---- whose folder it is
+
+
+def test_an_empty_folder_is_anybodys(root: Path, run: Path) -> None:
+    owner.check(root, Owner.new(OURS, run))
+    owner.check_free(root)
+
+
+def test_a_folder_of_another_run_is_refused(root: Path, run: Path, tmp_path: Path) -> None:
+    owner.write_mark(root, Owner.new(THEIRS, tmp_path / "theirs"))
+    commit(root, 10)
+    for named in (False, True):
+        with pytest.raises(ConfigError, match=rf"belongs to another run: run {THEIRS} in {tmp_path}/theirs"):
+            owner.check(root, Owner.new(OURS, run), named=named)
+
+
+def test_a_mark_of_a_run_that_saved_nothing_is_in_nobodys_way(root: Path, run: Path, tmp_path: Path) -> None:
+    owner.write_mark(root, Owner.new(THEIRS, tmp_path / "theirs"))
+    with locked(root, tmp_path / "theirs"):
+        pass
+    owner.check(root, Owner.new(OURS, run))
+    owner.check_free(root)
+
+
+def test_a_moved_run_keeps_its_folder(root: Path, run: Path, tmp_path: Path) -> None:
+    owner.write_mark(root, Owner.new(OURS, run))
+    commit(root, 10)
+    run.rename(tmp_path / "moved")
+    owner.check(root, Owner.new(OURS, tmp_path / "moved"))
+
+
+def test_a_copied_run_does_not_get_the_folder_of_the_first_one(root: Path, run: Path, tmp_path: Path) -> None:
+    owner.write_mark(root, Owner.new(OURS, run))
+    commit(root, 10)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    with pytest.raises(ConfigError, match=rf"belongs to the run in {run}, and {copy} is a copy"):
+        owner.check(root, Owner.new(OURS, copy))
+    owner.check(root, Owner.new(OURS, copy), named=True)
+    owner.check(root, Owner.new(OURS, run))
+
+
+def test_a_run_in_the_place_of_a_moved_one_does_not_count_for_it(root: Path, run: Path, tmp_path: Path) -> None:
+    owner.write_mark(root, Owner.new(OURS, run))
+    run.rename(tmp_path / "moved")
+    begun(run, THEIRS)
+    owner.check(root, Owner.new(OURS, tmp_path / "moved"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda root: commit(root, 10),
+        lambda root: commit(root, 10) and (root / "global_step_10").rename(root / "abandoned-global_step_10"),
+        lambda root: verls(root, 10),
+        lambda root: stage(root, 10, {"x": "x"}),
+        lambda root: (root / "latest_checkpointed_iteration.txt").write_text("10"),
+        lambda root: (root / ".trash-precious").mkdir(),
+        lambda root: (root / ".versions" / "1").mkdir(parents=True),
+    ],
+)
+def test_a_new_run_begins_in_no_folder_whose_files_it_would_touch(root: Path, make: Callable[[Path], object]) -> None:
+    root.mkdir()
+    make(root)
+    with pytest.raises(ConfigError, match="holds checkpoints of another run already"):
+        owner.check_free(root)
+
+
+# ---- folders of earlier releases
+
+
+def test_a_folder_without_a_mark_is_a_runs_whose_record_lists_its_checkpoints(root: Path, run: Path) -> None:
+    manifest = of_run(root, 10, None)
+    with pytest.raises(ConfigError, match="holds checkpoints of an unknown run"):
+        owner.check(root, Owner.new(OURS, run))
+    owner.check(root, Owner.new(OURS, run), named=True)
+    owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest))
+
+
+def test_one_checkpoint_of_other_bytes_shows_that_a_folder_is_anothers(root: Path, run: Path) -> None:
+    first, second = of_run(root, 10, None), of_run(root, 20, None)
+    with pytest.raises(ConfigError, match="holds checkpoints of an unknown run"):
+        owner.check(root, Owner.new(OURS, run), recorded=[*recorded(first), (second.step, second.attempt, "x", 1)])
+
+
+def test_a_folder_without_a_mark_whose_checkpoints_name_another_run_is_refused(root: Path, run: Path) -> None:
+    manifest = of_run(root, 10, THEIRS)
+    with pytest.raises(ConfigError, match=f"holds the checkpoint of step 10 of another run, {THEIRS}"):
+        owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest), named=True)
+
+
+def test_a_folder_without_a_mark_in_which_another_run_wrote_last_is_refused(
+    root: Path, run: Path, tmp_path: Path
+) -> None:
+    manifest = of_run(root, 10, None)
+    with locked(root, begun(tmp_path / "theirs", THEIRS)):
+        pass
+    with pytest.raises(ConfigError, match=rf"holds checkpoints of the run in {tmp_path}/theirs"):
+        owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest))
+
+
+def test_a_folder_without_a_mark_inside_the_runs_own_folder_is_its_own(run: Path) -> None:
+    of_run(run / "checkpoints", 10, None)
+    owner.check(run / "checkpoints", Owner.new(OURS, run))
+
+
+# ---- a checkpoint of another run in a folder of ours
+
+
+@pytest.fixture
+def mixed(root: Path, run: Path) -> Path:
+    """A folder of ours with steps 10 (of an earlier release), 20 (ours) and 30 (another run's)."""
+    owner.write_mark(root, Owner.new(OURS, run))
+    for step, id in ((10, None), (20, OURS), (30, THEIRS)):
+        of_run(root, step, id)
+    return root
+
+
+def test_a_checkpoint_of_another_run_is_known_for_one(mixed: Path) -> None:
+    assert [info.state for info in catalog.scan(mixed)] == ["committed", "committed", "foreign"]
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_from(mixed: Path) -> None:
+    said: list[str] = []
+    found = resume_point.find(mixed, say=said.append)
+    assert found is not None
+    assert found.step == 20
+    assert THEIRS in said[0]
+
+
+def test_a_checkpoint_of_another_run_is_neither_deleted_nor_moved(mixed: Path) -> None:
+    plan = prune_plan(mixed, [KeepLast(1)], now=0.0)
+    assert [deleted.step for deleted in prune(mixed, plan, now=0.0)[0]] == [10]
+    with pytest.raises(RunError, match="it is left where it is"):
+        rollback.set_start(mixed, 20, 1)
+    assert read_manifest(step_dir(mixed, 30)).run == THEIRS
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_checkpoint_of_another_run_is_not_replaced(mixed: Path, staged: bool) -> None:
+    if staged:
+        stage(mixed, 30, {"actor/model.pt": "ours"})
+    with pytest.raises(RunError, match="it is left where it is"):
+        commits.commit_folder(mixed, Manifest(step=30, attempt=0, kind=FULL, run=OURS))
+    assert read_manifest(step_dir(mixed, 30)).run == THEIRS
+
+
+def test_a_manifest_names_its_run(root: Path) -> None:
+    manifest = of_run(root, 10, OURS)
+    assert read_manifest(step_dir(root, 10)) == manifest
+    assert manifest.to_json()["run"] == OURS
+    assert "run" not in replace(manifest, run=None).to_json()
