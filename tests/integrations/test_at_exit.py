@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -60,3 +64,254 @@ def test_a_failure_is_told_and_is_the_exit_code_and_the_others_are_finished() ->
 def run(failure: str, end: str) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(failure=failure, end=end)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
+SIGNALLED = """
+import ctypes, os, signal, subprocess, sys, threading, time
+from trinity_sync.integrations.verl import at_exit
+
+class Manager:
+    calls = 0
+
+    def settle_at_exit(self):
+        pass
+
+    def finish_at_exit(self):
+        pass
+
+    def finish_at_signal(self):
+        Manager.calls += 1
+        print("finishes", Manager.calls, flush=True)
+        sys.stdin.readline()
+        print("committed", flush=True)
+
+def in_a_collective_call():
+    mutex = ctypes.create_string_buffer(64)  # which no signal interrupts
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+def heed():
+    at_exit.finish_at_exit(Manager())
+
+def ready():
+    print("ready", os.getpid(), flush=True)
+"""
+"""A program whose save is committed when it reads a line."""
+
+
+class Signalled:
+    """Such a program."""
+
+    def __init__(self, source: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SIGNALLED + textwrap.dedent(source)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def says(self, expected: str) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line.startswith(expected), line or self.process.communicate()[1]
+        return line
+
+    def sends(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def commits(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.says("committed")
+
+    def ends(self) -> int:
+        """Return the exit code."""
+        self.rest = self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], Signalled]]:
+    started: list[Signalled] = []
+
+    def start(source: str) -> Signalled:
+        started.append(Signalled(source))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("main", ["in_a_collective_call()", "time.sleep(60)"])
+def test_a_signal_ends_the_program_when_its_save_is_committed(
+    start: Callable[[str], Signalled], number: signal.Signals, main: str
+) -> None:
+    program = start(f"heed(); ready(); {main}")
+    program.says("ready")
+    program.sends(number)
+    program.says("finishes 1")
+    program.commits()
+    assert program.ends() == -number
+
+
+def test_the_same_signal_twice_is_one(start: Callable[[str], Signalled]) -> None:
+    """torchrun passes on what a queue has sent to all processes."""
+    program = start("heed(); ready(); time.sleep(60)")
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.sends(signal.SIGTERM)
+    program.sends(signal.SIGHUP)
+    program.commits()
+    assert (program.ends(), program.rest[0]) == (-signal.SIGTERM, "")
+
+
+def test_a_save_that_is_not_committed_in_time_is_told_and_the_program_ends(start: Callable[[str], Signalled]) -> None:
+    slow = "Manager.finish_at_signal = lambda self: time.sleep(60)"
+    program = start(f"at_exit.SIGNAL_S = at_exit._SILENT_S = 0.2; {slow}; heed(); ready(); in_a_collective_call()")
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    assert program.ends() == -signal.SIGTERM
+    assert "SIGTERM: a checkpoint was lost: it was not committed within 0.2 s" in program.rest[1]
+
+
+def test_a_save_that_fails_after_a_signal_is_told_and_changes_no_exit_code(start: Callable[[str], Signalled]) -> None:
+    program = start("Manager.finish_at_signal = lambda self: 1 / 0; heed(); ready(); time.sleep(60)")
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    assert program.ends() == -signal.SIGTERM
+    assert "a checkpoint was lost at the end of the program: division by zero" in program.rest[1]
+
+
+def test_the_handler_of_before_is_called_once_when_the_save_is_committed(start: Callable[[str], Signalled]) -> None:
+    program = start("""
+        def before(number, frame):
+            print("before", number, flush=True)
+            sys.exit(3)
+
+        signal.signal(signal.SIGTERM, before)
+        heed()
+        ready()
+        time.sleep(60)
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.commits()
+    assert (program.ends(), program.rest[0]) == (3, "before 15\n")
+
+
+def test_a_handler_that_goes_on_gets_the_next_signal_after_the_next_save(start: Callable[[str], Signalled]) -> None:
+    program = start("""
+        signal.signal(signal.SIGTERM, lambda number, frame: print("before", flush=True))
+        heed()
+        ready()
+        while True:
+            time.sleep(60)
+    """)
+    program.says("ready")
+    for count in (1, 2):
+        program.sends(signal.SIGTERM)
+        program.says(f"finishes {count}")
+        program.commits()
+        program.says("before")
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_handler_that_the_program_sets_later_decides(start: Callable[[str], Signalled], chain: bool) -> None:
+    program = start(f"""
+        heed()
+
+        def later(number, frame):
+            print("later", flush=True)
+            if {chain}:
+                ours(number, frame)
+            else:
+                sys.exit(4)
+
+        ours = signal.signal(signal.SIGTERM, later)
+        ready()
+        time.sleep(60)
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("later")
+    if chain:
+        program.says("finishes 1")
+        program.commits()
+    assert program.ends() == (-signal.SIGTERM if chain else 4)
+
+
+def test_a_signal_that_is_ignored_stays_ignored(start: Callable[[str], Signalled]) -> None:
+    """As under nohup."""
+    program = start("signal.signal(signal.SIGHUP, signal.SIG_IGN); heed(); ready(); sys.stdin.readline()")
+    program.says("ready")
+    program.sends(signal.SIGHUP)
+    assert program.process.stdin is not None
+    program.process.stdin.write("\n")
+    assert (program.ends(), program.rest) == (0, ("", ""))
+
+
+def test_a_main_thread_that_fails_after_the_signal_ends_by_the_signal(start: Callable[[str], Signalled]) -> None:
+    """Its peers are gone, so its collective call fails."""
+    program = start("""
+        heed()
+        ready()
+        while not Manager.calls:
+            time.sleep(0.01)
+        raise RuntimeError("a peer is gone")
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.commits()
+    assert program.ends() == -signal.SIGTERM
+
+
+def test_a_fork_ends_at_once_and_its_parent_does_not(start: Callable[[str], Signalled]) -> None:
+    program = start("""
+        heed()
+        child = os.fork()
+        if not child:
+            ready()
+            time.sleep(60)
+        print("ended by", -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), Manager.calls, flush=True)
+        os._exit(0)
+    """)
+    child = int(program.says("ready").split()[1])
+    os.kill(child, signal.SIGTERM)
+    program.says("ended by 15 0")
+    assert program.ends() == 0
+
+
+def test_a_process_outside_the_main_thread_keeps_its_signals(start: Callable[[str], Signalled]) -> None:
+    program = start("thread = threading.Thread(target=heed); thread.start(); thread.join(); ready(); time.sleep(60)")
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    assert (program.ends(), program.rest[0]) == (-signal.SIGTERM, "")
+
+
+def test_the_waker_of_an_event_loop_stays(start: Callable[[str], Signalled]) -> None:
+    program = start("""
+        import asyncio
+
+        async def main():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: print("usr1", flush=True))
+            heed()
+            ready()
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """)
+    program.says("ready")
+    program.sends(signal.SIGUSR1)
+    program.says("usr1")
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.commits()
+    assert program.ends() == -signal.SIGTERM

@@ -148,21 +148,21 @@ class Running:
 
     def __init__(self, program: Program, process: psutil.Popen) -> None:
         self._program = program
-        self._process = process
+        self.process = process
 
     def wait(self) -> int:
         """Return its exit code."""
-        return int(self._process.wait(LIMIT))
+        return int(self.process.wait(LIMIT))
 
     def ranks(self) -> list[psutil.Process]:
         """Its ranks, by number."""
         found = {}
-        for one in self._process.children(recursive=True) if self._process.is_running() else []:
+        for one in self.process.children(recursive=True) if self.process.is_running() else []:
             try:
                 number = one.environ().get("RANK")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            if number is not None and one.ppid() == self._process.pid:
+            if number is not None and one.ppid() == self.process.pid:
                 found[int(number)] = one
         return [found[number] for number in sorted(found)]
 
@@ -170,7 +170,7 @@ class Running:
         """Wait for something that it does, for its files tell of it alone."""
         deadline = time.monotonic() + LIMIT
         while not reached():
-            assert self._process.poll() is None, f"it ended before {what}:\n{self._program.said()[-3000:]}"
+            assert self.process.poll() is None, f"it ended before {what}:\n{self._program.said()[-3000:]}"
             assert time.monotonic() < deadline, f"no {what} after {LIMIT:g} s"
             time.sleep(0.005)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 
 from tests.verl_programs.programs import PLUGIN, WITHOUT_US, Program, prepare
 from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.daemon import rendezvous
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from trinity_sync.checkpoint.lock import has_no_monitor
 from trinity_sync.checkpoint.verification import verify
 from trinity_sync.weights.torch_file import tensors
 
@@ -121,6 +124,37 @@ def test_a_kill_at_any_instant_of_a_save_costs_no_step_that_was_whole(
     assert program.run() == 0, program.said()
     assert_goes_on(program, uninterrupted, [0, 2, 4])
     assert_whole(program.checkpoints, [2, 4, 6])
+
+
+@pytest.mark.all  # the signal: tests/integrations/test_at_exit.py; the save: tests/integrations/test_signals.py
+@pytest.mark.parametrize("to", ["torchrun", "all", "monitor too", "rank 1"])
+def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
+    prepared: Path, uninterrupted: Program, tmp_path: Path, to: str
+) -> None:
+    program = make(prepared, tmp_path, PLUGIN)
+    with replace(program, script="sft_that_is_slow.py").started() as running:
+        for rank in range(2):
+            running.wait_until((tmp_path / f"writing-{rank}").exists, f"the save of step 4 by rank {rank}")
+        ranks = running.ranks()
+        found = rendezvous.find(program.checkpoints)
+        assert found is not None
+        monitor = psutil.Process(found.pid)
+        sent = {"torchrun": [running.process], "all": [running.process, *ranks], "rank 1": [ranks[1]]}
+        for one in sent.get(to) or [monitor, *ranks, running.process]:
+            one.send_signal(signal.SIGTERM)
+        running.wait_until(lambda: "the program ends when its checkpoint is committed" in program.said(), "signal")
+        assert not step_dir(program.checkpoints, 4).joinpath("manifest.json").exists()
+        (tmp_path / "go").touch()
+        codes = [one.wait(60.0) for one in ranks]
+        assert running.wait() != 0
+    if to != "rank 1":
+        assert set(codes) <= {None, -signal.SIGTERM}  # None: torchrun, their parent, has seen it
+    assert_whole(program.checkpoints, [2, 4])
+    assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert "checkpoint was lost" not in program.said()
+    assert has_no_monitor(program.checkpoints, 30.0)
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [4])
 
 
 @pytest.mark.all

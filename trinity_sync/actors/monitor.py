@@ -124,6 +124,10 @@ class MonitorClient(Client):
         """Wait until the step is committed, its trackers have moved and retention has run."""
         return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
 
+    def finish_saves(self, timeout_s: float) -> Pending[None]:
+        """Wait until what is being saved now is committed; for a program that a signal ends."""
+        return self._call("commit what is being saved", "finish_saves", timeout_s)
+
     def fail_step(self, step: int, error: str, *, attempt: int | None) -> Pending[None]:
         """Give a step up, whatever its parts say."""
         return self._call(f"give step {step} up", "fail_step", step, error, attempt)

@@ -38,7 +38,7 @@ from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.writers import Writers
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 ACTOR_NAME = "checkpoint_monitor"
 
 _ENDING = ("the checkpoint monitor", "carry out what was decided")
+
+#: The files of verl's trainer are looked at so often, seconds.
+_LOOK_S = 0.1
 
 #: Waits of ranks and driver that the actor holds at a time.
 _MAX_CALLS = 16_384
@@ -308,6 +311,27 @@ class CheckpointMonitor(Writers):
             lambda: ("the checkpoint monitor", f"finish; still open: {self._book.open_steps() or 'background work'}"),
             self._timeout_s if timeout_s is None else timeout_s,
         )
+
+    async def finish_saves(self, timeout_s: float) -> None:
+        """Wait until the steps that are being saved now are committed; for a program that a signal ends. What verl's
+        trainer writes beside a step's files is in as soon as `end` would take it as in: the trainer says so too late.
+
+        Raises:
+            RunError: a step failed; says why.
+            WaitTimeout: a step is not committed; names what is missing.
+        """
+        deadline, steps = time.monotonic() + timeout_s, self._book.open_steps()
+        for step in steps:
+            while not self._settled(step, None):
+                if time.monotonic() > deadline:
+                    raise WaitTimeout(*self._missing(step, None), timeout_s)
+                if await asyncio.to_thread(self._disk.named_by_verl) == step:
+                    await self.notify_beside(step)
+                await asyncio.sleep(_LOOK_S)
+        left = max(0.0, deadline - time.monotonic())
+        await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, left)
+        for step in steps:
+            await self.wait_committed(step, timeout_s=0.0)
 
     async def end(self, why: str, timeout_s: float) -> None:
         """Come to an end, as nobody is left who could write: the steps whose parts are all in are committed, the others

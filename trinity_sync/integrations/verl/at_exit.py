@@ -1,12 +1,32 @@
-"""The end of a verl program, which waits for nothing: what was saved last is finished first, and a failure is one."""
+"""The end of a verl program, which waits for nothing: what was saved last is finished first, and a failure is one.
+
+SIGTERM and SIGHUP end such a program at once. Here they first wait for the save under way, while the trainer goes on:
+it may be inside a collective call of that save. The program then ends as it would have ended without us.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import select
+import signal
 import sys
 import threading
-from collections.abc import Callable
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from trinity_sync.integrations.verl.vendor import say
+
+SIGNAL_S = 20.0
+"""After a signal, saves under way have so long to be committed, seconds. Slurm and torchrun kill after 30 s."""
+
+_SILENT_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_BY_HANDLER = 128
+"""Added to the number of a signal in the pipe: our handler has written it, and not the interpreter."""
 
 
 class Saves(Protocol):
@@ -20,15 +40,27 @@ class Saves(Protocol):
         """Return when all saves are complete, or have failed."""
         ...
 
+    def finish_at_signal(self) -> None:
+        """Return when the saves under way are complete. Runs on a thread of its own, while the trainer goes on."""
+        ...
+
 
 # Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.
 _managers: list[Saves] = []
 _failed = False
 _process = 0
 
+_before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
+"""The handlers that ours stand in for."""
+_pipe: tuple[int, int] | None = None
+_due: set[int] = set()
+"""Signals after which the saves are finished, so that the handler of before is called."""
+_no_signal = threading.Event()
+_no_signal.set()
+
 
 def finish_at_exit(manager: Saves) -> None:
-    """Have the process end only when all saves of this manager are complete, or have failed."""
+    """Have the process end only when all saves of this manager are complete, or have failed; see `heed_signals`."""
     global _process
     if not _managers:
         # Not `atexit`: from Python 3.12 on no thread can be started in what that calls. The interpreter waits for this
@@ -36,6 +68,7 @@ def finish_at_exit(manager: Saves) -> None:
         threading.Thread(target=_finish_after_main, name="saves-at-exit", daemon=False).start()
     _process = os.getpid()
     _managers.append(manager)
+    heed_signals()
 
 
 def end_as_failed() -> None:
@@ -48,16 +81,111 @@ def end_as_failed() -> None:
 
 def _finish_after_main() -> None:
     threading.main_thread().join()
+    _no_signal.wait()  # at most `SIGNAL_S`
     for manager in list(_managers):
         _aloud(manager.settle_at_exit)
     for manager in list(_managers):
         _aloud(manager.finish_at_exit)
 
 
-def _aloud(do: Callable[[], None]) -> None:
+def _aloud(do: Callable[[], None], *, fails_the_program: bool = True) -> None:
     global _failed
     try:
         do()
     except Exception as error:
-        _failed = True
-        print(f"trinity-sync: a checkpoint was lost at the end of the program: {error}", file=sys.stderr, flush=True)
+        _failed = _failed or fails_the_program
+        say(f"a checkpoint was lost at the end of the program: {error}")
+
+
+# ---- signals
+
+
+def heed_signals() -> None:
+    """Have SIGTERM and SIGHUP wait for the saves under way, once in a process. Nothing changes outside the main thread,
+    where Python sets no handlers, and for a signal that is ignored.
+
+    The handler that was there before is called afterwards. A handler that the program sets later replaces ours: it
+    decides, and may call ours.
+    """
+    global _pipe
+    if _pipe is not None or threading.current_thread() is not threading.main_thread():
+        return
+    _pipe = reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for number in _SIGNALS:
+        before = signal.getsignal(number)
+        if callable(before) or before == signal.SIG_DFL:
+            _before[number] = before
+            signal.signal(number, _on_signal)
+    # The interpreter writes to it at once. Our handler has to wait until the main thread leaves a collective call.
+    another = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if another != -1:  # of an event loop, in which the main thread waits for signals
+        signal.set_wakeup_fd(another)
+    threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
+    os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    before = _before[number]
+    if number in _due and callable(before):
+        _due.discard(number)
+        before(number, frame)
+    elif _pipe is not None:
+        with contextlib.suppress(BlockingIOError):  # full of signals, of which the first is enough
+            os.write(_pipe[1], bytes([number + _BY_HANDLER]))
+
+
+def _watch(reading: int) -> None:
+    first = True
+    while read := os.read(reading, 1):
+        number = read[0] % _BY_HANDLER
+        # A handler that replaced ours decides. Where it calls ours, that writes to the pipe, too. After the first
+        # signal, the interpreter also writes when we send one.
+        if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
+            first = False
+            _finish_saves(number)
+            if callable(_before[number]):
+                _due.add(number)
+            else:
+                ctypes.CDLL(None).signal(number, None)  # SIG_DFL; `signal.signal` is for the main thread only
+            while select.select([reading], [], [], 0)[0]:  # what came meanwhile is the same signal
+                os.read(reading, 1)
+            os.kill(os.getpid(), number)
+            _no_signal.set()
+
+
+def _finish_saves(number: int) -> None:
+    _no_signal.clear()
+    name, until = signal.Signals(number).name, time.monotonic() + SIGNAL_S
+    ends = [
+        threading.Thread(target=_aloud, args=(one.finish_at_signal,), kwargs={"fails_the_program": False}, daemon=True)
+        for one in list(_managers)
+    ]
+    for end in ends:
+        end.start()
+    if _any_lasts(ends, time.monotonic() + _SILENT_S):
+        say(f"{name}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now")
+    if _any_lasts(ends, until):
+        say(f"{name}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s")
+
+
+def _any_lasts(threads: Sequence[threading.Thread], until: float) -> bool:
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return any(thread.is_alive() for thread in threads)
+
+
+def _forget_signals() -> None:
+    """A fork saves nothing: signals mean to it what they meant before. The pipe is its parent's."""
+    global _pipe
+    if _pipe is None:
+        return
+    another = signal.set_wakeup_fd(-1)
+    if another not in (-1, _pipe[1]):
+        signal.set_wakeup_fd(another)
+    for number, before in _before.items():
+        if signal.getsignal(number) is _on_signal:
+            signal.signal(number, before)
+    for descriptor in _pipe:
+        os.close(descriptor)
+    _pipe = None

@@ -122,6 +122,11 @@ class _Record:
         if self._lost:
             raise self._lost[0]
 
+    def finish_at_signal(self) -> None:
+        """Return when all steps are recorded; errors as for `finish_at_exit`."""
+        self._ending.set()
+        self.finish_at_exit()
+
     def _follow(self, step: int) -> None:
         log = EventLog(self._attempt, time.time)
         try:

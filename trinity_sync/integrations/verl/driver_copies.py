@@ -53,6 +53,8 @@ class DriverCopies:
         """
         self._commits.wait()
 
+    finish_at_signal = finish_at_exit
+
 
 _of_folders: dict[Path, DriverCopies] = {}
 

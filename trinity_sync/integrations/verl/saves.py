@@ -12,6 +12,7 @@ One save, on every rank:
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl.at_exit import SIGNAL_S
 from trinity_sync.integrations.verl.beside import Beside
 from trinity_sync.integrations.verl.beside import names as names_beside
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
@@ -99,6 +101,7 @@ class CommittedSaves(ABC):
         self._root: Path | None = None
         self._opens: OpensMonitor | None = None
         self._last_loaded: str | None = None
+        self._saving = threading.Lock()
         self._beside: Beside | None = None
         if isinstance(run, str):
             self._use(RunMonitor.in_namespace(run, timeout_s))
@@ -136,6 +139,12 @@ class CommittedSaves(ABC):
         Raises:
             ConfigError, RunError: on every rank; also for what an earlier save failed of.
         """
+        with self._saving:
+            self._begin_save(local_path, step, kind, names, max_ckpt_to_keep)
+
+    def _begin_save(
+        self, local_path: str, step: int, kind: Kind, names: list[str], max_ckpt_to_keep: int | None
+    ) -> None:
         self._open(local_path)
         self._check_earlier(step)
         if kind == FULL:
@@ -233,6 +242,20 @@ class CommittedSaves(ABC):
             self.finish_writing()
         else:
             self.wait_on_save_thread()
+
+    def finish_at_signal(self) -> None:
+        """Return when the saves under way are committed, and copied where that is asked for. The trainer goes on, on
+        another thread: it writes its own files, and takes part in the collective calls of a save that has begun.
+
+        Raises:
+            RunError: one failed, or the monitor is gone.
+            WaitTimeout: one is not committed after `SIGNAL_S`.
+        """
+        with self._saving:
+            pass
+        if self._root is not None:
+            self._monitor.finish_saves(SIGNAL_S).result(SIGNAL_S)
+            self._commits.wait()
 
     def finish_writing(self) -> None:
         """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
