@@ -77,7 +77,7 @@ class Manager:
         pass
 
     def finish_at_exit(self):
-        pass
+        print("finishes at exit", flush=True)
 
     def finish_at_signal(self):
         Manager.calls += 1
@@ -206,6 +206,24 @@ def test_the_handler_of_before_is_called_once_when_the_save_is_committed(start: 
     assert (program.ends(), program.rest[0]) == (3, "before 15\n")
 
 
+def test_a_handler_that_is_not_of_python_ends_the_program(start: Callable[[str], Signalled]) -> None:
+    """As that of Ray in its drivers, though Python believes that its own is there."""
+    program = start("""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(signal.SIGTERM, ctypes.cast(libc.abort, ctypes.c_void_p))
+        heed()
+        ready()
+        in_a_collective_call()
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.commits()
+    assert program.ends() == -signal.SIGABRT
+
+
 def test_a_handler_that_goes_on_gets_the_next_signal_after_the_next_save(start: Callable[[str], Signalled]) -> None:
     program = start("""
         signal.signal(signal.SIGTERM, lambda number, frame: print("before", flush=True))
@@ -254,7 +272,7 @@ def test_a_signal_that_is_ignored_stays_ignored(start: Callable[[str], Signalled
     program.sends(signal.SIGHUP)
     assert program.process.stdin is not None
     program.process.stdin.write("\n")
-    assert (program.ends(), program.rest) == (0, ("", ""))
+    assert (program.ends(), program.rest) == (0, ("finishes at exit\n", ""))
 
 
 def test_a_main_thread_that_fails_after_the_signal_ends_by_the_signal(start: Callable[[str], Signalled]) -> None:

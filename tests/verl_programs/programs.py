@@ -19,13 +19,14 @@ import verl
 
 from tests.chat_models import make_chat_model
 
+MODULES = "VERL_USE_EXTERNAL_MODULES"
 PLUGIN = {
-    "VERL_USE_EXTERNAL_MODULES": "trinity_sync.integrations.verl.plugin",
+    MODULES: "trinity_sync.integrations.verl.plugin",
     "VERL_ENGINE_VENDOR": "trinity",
 }
 """What a user sets."""
 
-WITHOUT_US = {"VERL_USE_EXTERNAL_MODULES": "trinity_sync.backends.cpu_platform"}
+WITHOUT_US = {MODULES: "trinity_sync.backends.cpu_platform"}
 """verl as it is; the module is what verl calls a platform, for CPUs."""
 
 FSDP2 = ("+model.override_config.attn_implementation=eager", "engine.strategy=fsdp2")

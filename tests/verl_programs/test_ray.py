@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.chat_models import make_chat_model
-from tests.verl_programs.programs import PLUGIN, WITHOUT_US, Program, prepare
+from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, prepare
 from tests.verl_programs.test_sft import assert_goes_on, assert_whole, make
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor
@@ -18,7 +20,6 @@ from trinity_sync.integrations.verl.retention import RETENTION
 from trinity_sync.integrations.verl.vendor import CALLBACK
 
 ON_CPU = "tests.verl_programs.on_cpu"
-MODULES = "VERL_USE_EXTERNAL_MODULES"
 WITH_US = {**PLUGIN, MODULES: f"{ON_CPU},{PLUGIN[MODULES]}"}
 BY_VERL = {MODULES: f"{ON_CPU},{WITHOUT_US[MODULES]}"}
 END_S = 60.0
@@ -97,6 +98,25 @@ def test_a_program_that_dies_within_a_save_goes_on_from_what_is_whole_for_both_r
     }
     assert has_no_monitor(program.checkpoints, END_S)
     assert_whole(program.checkpoints, [2, 4, 6])
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("callback", [CALLBACK, ""])
+def test_a_signal_to_the_driver_ends_the_program_when_the_save_of_both_roles_is_committed(
+    tmp_path: Path, callback: str
+) -> None:
+    program = actor_and_critic(tmp_path, SLOW=str(tmp_path), CALLBACK=callback)
+    modules = f"tests.verl_programs.slow_saves,{WITH_US[MODULES]}"
+    with replace(program, environment={**program.environment, MODULES: modules}).started() as running:
+        running.wait_until((tmp_path / "writing-4-0").exists, "the save of step 4")
+        tracker = program.checkpoints / "latest_checkpointed_iteration.txt"
+        running.wait_until(lambda: tracker.read_text() == "4", "the tracker of step 4")
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(3.0)  # without us all is over by then
+        (tmp_path / "go-4").touch()
+        assert running.wait() == -signal.SIGABRT, program.said()  # as Ray's drivers do
+    assert has_no_monitor(program.checkpoints, END_S)
+    assert_whole(program.checkpoints, [2, 4])
 
 
 @pytest.mark.all

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.verl_programs.programs import PLUGIN, WITHOUT_US, Program, prepare
+from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, prepare
 from trinity_sync.checkpoint import catalog
 from trinity_sync.checkpoint.daemon import rendezvous
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
@@ -132,9 +132,10 @@ def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
     prepared: Path, uninterrupted: Program, tmp_path: Path, to: str
 ) -> None:
     program = make(prepared, tmp_path, PLUGIN)
-    with replace(program, script="sft_that_is_slow.py").started() as running:
+    slow = {MODULES: f"tests.verl_programs.slow_saves,{PLUGIN[MODULES]}", "SLOW": str(tmp_path)}
+    with replace(program, environment={**PLUGIN, **slow}).started() as running:
         for rank in range(2):
-            running.wait_until((tmp_path / f"writing-{rank}").exists, f"the save of step 4 by rank {rank}")
+            running.wait_until((tmp_path / f"writing-4-{rank}").exists, f"the save of step 4 by rank {rank}")
         ranks = running.ranks()
         found = rendezvous.find(program.checkpoints)
         assert found is not None
@@ -144,7 +145,7 @@ def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
             one.send_signal(signal.SIGTERM)
         running.wait_until(lambda: "the program ends when its checkpoint is committed" in program.said(), "signal")
         assert not step_dir(program.checkpoints, 4).joinpath("manifest.json").exists()
-        (tmp_path / "go").touch()
+        (tmp_path / "go-4").touch()
         codes = [one.wait(60.0) for one in ranks]
         assert running.wait() != 0
     if to != "rank 1":

@@ -50,17 +50,36 @@ _managers: list[Saves] = []
 _failed = False
 _process = 0
 
-_before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
-"""The handlers that ours stand in for."""
+_libc = ctypes.CDLL(None)
+_SIGACTION_BYTES = 256  # more than any libc's
+_before: dict[int, tuple[Any, bytes]] = {}
+"""What ours stand in for: the handler as Python knows it, and what the kernel calls, of which Python may not know: Ray
+has a handler of its own.
+"""
 _pipe: tuple[int, int] | None = None
 _due: set[int] = set()
 """Signals after which the saves are finished, so that the handler of before is called."""
-_no_signal = threading.Event()
+_no_signal, _ended = threading.Event(), threading.Event()
 _no_signal.set()
 
 
+class SavesOfWorkers:
+    """The saves of a program under Ray, for its driver: at the driver's end Ray kills the workers at once."""
+
+    def settle_at_exit(self) -> None:
+        """Do nothing: workers go on until the driver has ended."""
+
+    def finish_at_exit(self) -> None:
+        """Return when the saves under way are committed; errors as for `local_run.finish_saves_of_workers`."""
+        from trinity_sync.integrations.verl.local_run import finish_saves_of_workers  # loads torch
+
+        finish_saves_of_workers(SIGNAL_S)
+
+    finish_at_signal = finish_at_exit
+
+
 def finish_at_exit(manager: Saves) -> None:
-    """Have the process end only when all saves of this manager are complete, or have failed; see `heed_signals`."""
+    """Have the process end only when all saves of this manager are complete, or have failed; see `_heed_signals`."""
     global _process
     if not _managers:
         # Not `atexit`: from Python 3.12 on no thread can be started in what that calls. The interpreter waits for this
@@ -68,7 +87,7 @@ def finish_at_exit(manager: Saves) -> None:
         threading.Thread(target=_finish_after_main, name="saves-at-exit", daemon=False).start()
     _process = os.getpid()
     _managers.append(manager)
-    heed_signals()
+    _heed_signals()
 
 
 def end_as_failed() -> None:
@@ -82,6 +101,8 @@ def end_as_failed() -> None:
 def _finish_after_main() -> None:
     threading.main_thread().join()
     _no_signal.wait()  # at most `SIGNAL_S`
+    if _ended.is_set():
+        return
     for manager in list(_managers):
         _aloud(manager.settle_at_exit)
     for manager in list(_managers):
@@ -100,7 +121,7 @@ def _aloud(do: Callable[[], None], *, fails_the_program: bool = True) -> None:
 # ---- signals
 
 
-def heed_signals() -> None:
+def _heed_signals() -> None:
     """Have SIGTERM and SIGHUP wait for the saves under way, once in a process. Nothing changes outside the main thread,
     where Python sets no handlers, and for a signal that is ignored.
 
@@ -113,10 +134,10 @@ def heed_signals() -> None:
     _pipe = reading, writing = os.pipe()
     os.set_blocking(writing, False)
     for number in _SIGNALS:
-        before = signal.getsignal(number)
-        if callable(before) or before == signal.SIG_DFL:
-            _before[number] = before
+        action = _action(number)
+        if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None):
             signal.signal(number, _on_signal)
+            _before[number] = before, action
     # The interpreter writes to it at once. Our handler has to wait until the main thread leaves a collective call.
     another = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if another != -1:  # of an event loop, in which the main thread waits for signals
@@ -126,10 +147,13 @@ def heed_signals() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    before = _before[number]
-    if number in _due and callable(before):
+    if number in _due:
         _due.discard(number)
-        before(number, frame)
+        try:
+            _before[number][0](number, frame)
+        except BaseException:  # such as SystemExit: it ends the program
+            _ended.set()
+            raise
     elif _pipe is not None:
         with contextlib.suppress(BlockingIOError):  # full of signals, of which the first is enough
             os.write(_pipe[1], bytes([number + _BY_HANDLER]))
@@ -144,14 +168,26 @@ def _watch(reading: int) -> None:
         if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
             first = False
             _finish_saves(number)
-            if callable(_before[number]):
+            if _of_python(number):
                 _due.add(number)
             else:
-                ctypes.CDLL(None).signal(number, None)  # SIG_DFL; `signal.signal` is for the main thread only
+                _libc.sigaction(number, _before[number][1], None)  # `signal.signal` is for the main thread only
             while select.select([reading], [], [], 0)[0]:  # what came meanwhile is the same signal
                 os.read(reading, 1)
             os.kill(os.getpid(), number)
             _no_signal.set()
+
+
+def _action(number: int) -> bytes:
+    """Return the C library's ``struct sigaction``, which begins with the address of the handler."""
+    action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    _libc.sigaction(number, None, action)
+    return action.raw
+
+
+def _of_python(number: int) -> bool:
+    size = ctypes.sizeof(ctypes.c_void_p)
+    return _action(number)[:size] == _before[number][1][:size]
 
 
 def _finish_saves(number: int) -> None:
@@ -183,9 +219,10 @@ def _forget_signals() -> None:
     another = signal.set_wakeup_fd(-1)
     if another not in (-1, _pipe[1]):
         signal.set_wakeup_fd(another)
-    for number, before in _before.items():
+    for number, (before, action) in _before.items():
         if signal.getsignal(number) is _on_signal:
             signal.signal(number, before)
+            _libc.sigaction(number, action, None)
     for descriptor in _pipe:
         os.close(descriptor)
     _pipe = None

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.daemon import rendezvous
+from trinity_sync.checkpoint.daemon.connecting import connect, wait_until_ended
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.integrations.verl.program import this_program
+from trinity_sync.integrations.verl.program import this_program, under_ray
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.integrations.verl.vendor import say
 
 ANSWER_S = 30.0
 """What a process without an engine gives the monitor for an answer, seconds: it is there when a save has returned."""
 
 COMMIT_S = MonitorConfig().timeout_s
 """What such a process gives a commit, seconds."""
+
+_CHECKPOINTS = "trinity-sync-checkpoints-"
+"""Key of the checkpoint folder in Ray's store, before the word of the program."""
 
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
@@ -33,6 +41,29 @@ def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     program = this_program()
     handle = connect(root, program=program.word, may_start=False, timeout_s=timeout_s, address=program.address)
     return RunMonitor.of(handle, timeout_s)
+
+
+def finish_saves_of_workers(timeout_s: float) -> None:
+    """Wait until the saves under way of the engines of a program under Ray are committed. For its driver, without an
+    engine; returns at once where no engine has saved through us.
+
+    Args:
+        timeout_s: limit of each wait, seconds.
+
+    Raises:
+        RunError: one failed.
+        WaitTimeout: one is not committed.
+    """
+    said = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
+    if said is not None:
+        wait_until_ended(said.decode(), timeout_s=timeout_s, on_wait=say)
+        if rendezvous.find(Path(said.decode())) is not None:
+            join_alone(said.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
+
+
+def internal_kv() -> Any:
+    """Return the module of Ray, which runs in this process."""
+    return importlib.import_module("ray.experimental.internal_kv")
 
 
 def join_run(
@@ -73,6 +104,8 @@ def join_run(
             address=program.address,
         )
         found.append(RunMonitor.of(handle, timeout_s))
+        if first and under_ray():
+            internal_kv()._internal_kv_put(_CHECKPOINTS + program.word, str(Path(root).absolute()))
 
     # Rank 0 before the others: where it fails they have nothing to wait for.
     together("open the checkpoint folder", join if first else lambda: None)

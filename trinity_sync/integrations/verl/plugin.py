@@ -25,6 +25,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from trinity_sync.integrations.verl import at_exit
 from trinity_sync.integrations.verl.vendor import TESTED, is_on, is_tested, say
 
 
@@ -63,13 +64,27 @@ def _weight_sync(_: ModuleType) -> None:
     weight_sync.register()
 
 
+def _driver(module: ModuleType) -> None:
+    """Ray takes the signals to itself when it starts."""
+    rays = module.init
+
+    @functools.wraps(rays)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        started = rays(*args, **kwargs)
+        at_exit.finish_at_exit(at_exit.SavesOfWorkers())
+        return started
+
+    module.init = init  # type: ignore[attr-defined]
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "verl.workers.engine.fsdp.transformer_impl": _engines,
     "verl.workers.engine.megatron.transformer_impl": _engines,
     "verl.utils.checkpoint.checkpoint_manager": _resume,
     "verl.utils.hdfs_io": _remote_copies,
+    "ray": _driver,
 }
-"""What is done for a module of verl's once it is imported, where the engines are to be ours."""
+"""What is done for a module of verl's, or Ray, once it is imported, where the engines are to be ours."""
 
 _ALWAYS: dict[str, Callable[[ModuleType], None]] = {"verl.checkpoint_engine.base": _weight_sync}
 """What is done in any case: it is chosen by its name."""
@@ -111,17 +126,11 @@ def register() -> None:
             say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")
         return
     if is_on():
-        atexit.register(_end)  # so early that it runs last
+        atexit.register(at_exit.end_as_failed)  # so early that it runs last
     if os.environ.get("VERL_PLATFORM") == "cpu":
         importlib.import_module("trinity_sync.backends.cpu_platform")  # verl asks for it in a moment
     for name, do in (_ALWAYS | _HOOKS if is_on() else _ALWAYS).items():
         register_post_import_hook(_aloud(do), name)
-
-
-def _end() -> None:
-    ends = sys.modules.get("trinity_sync.integrations.verl.at_exit")
-    if ends is not None:
-        ends.end_as_failed()
 
 
 register()
