@@ -219,6 +219,59 @@ def test_counted_saves_move_the_trackers(monitor: Any, coordinator: CheckpointCo
     assert read_tracker(root, STATE_DICT).step == 7
 
 
+def test_a_step_waits_for_every_part_that_was_begun_however_few_are_registered(
+    monitor: Any, coordinator: CheckpointCoordinator, root: Path
+) -> None:
+    second = CheckpointCoordinator(monitor, job_id="rank-1", timeout_s=LIMIT)
+    folder = coordinator.staged(step_dir(root, 20), 20)
+    folder.mkdir(parents=True)
+    go = threading.Event()
+    write = writer(folder, "second.pt")
+    second.save_async("model", lambda: write() if go.wait(LIMIT) else None, 20, True, part="model-1")
+    while call(monitor, "status", 20)["awaited"] != ["model-1"]:
+        pass
+    monitor_step(coordinator, 20, True, 1)
+    coordinator.save_sync(writer(folder, "first.pt"), 20, True, part="model-0")
+    assert call(monitor, "status", 20)["state"] == "open"
+    go.set()
+    second.wait_all()
+    call(monitor, "wait_committed", 20, None, LIMIT)
+    assert names(step_dir(root, 20)) == {"first.pt", "second.pt", "manifest.json"}
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_a_rank_that_saves_after_the_commit_gets_an_error_and_the_step_fails(
+    monitor: Any, coordinator: CheckpointCoordinator, root: Path, collective: bool
+) -> None:
+    folder = coordinator.staged(step_dir(root, 20), 20)
+    folder.mkdir(parents=True)
+    monitor_step(coordinator, 20, True, 1)
+    coordinator.save_sync(writer(folder, "first.pt"), 20, True, part="model-0")
+    call(monitor, "wait_committed", 20, None, LIMIT)
+    with pytest.raises(RunError, match="'model-1' came after the commit of step 20"):
+        coordinator.save_sync(lambda: (), 20, True, part="model-1", queues=not collective)
+    assert "came after the commit" in call(monitor, "status", 20)["error"]
+
+
+def test_parts_that_are_announced_are_waited_for_and_a_rank_that_gives_up_fails_the_step(
+    monitor: Any, coordinator: CheckpointCoordinator, root: Path
+) -> None:
+    folder = coordinator.staged(step_dir(root, 20), 20)
+    folder.mkdir(parents=True)
+    coordinator.announce(20, ["model-0", "model-1"], is_state_dict=True)
+    monitor_step(coordinator, 20, True, 1)
+    coordinator.save_sync(writer(folder, "first.pt"), 20, True, part="model-0")
+    assert call(monitor, "status", 20)["awaited"] == ["model-1"]
+    coordinator.fail(20, None, RunError("rank 1 is gone"))
+    with pytest.raises(RunError, match="rank 1 is gone"):
+        call(monitor, "wait_committed", 20, None, LIMIT)
+
+
+def test_a_part_that_is_handed_over_needs_a_name(coordinator: CheckpointCoordinator) -> None:
+    with pytest.raises(ValueError, match="needs a name"):
+        coordinator.save_async("full", lambda: None, 20, hands_over=True)
+
+
 def test_counts_given_with_the_mark_are_added(monitor: Any, coordinator: CheckpointCoordinator) -> None:
     call(monitor, "register_thread_count", 7, state_dict_thread_count=1)
     monitor_step(coordinator, 7, True, 1, 0)

@@ -237,7 +237,7 @@ def test_a_step_whose_weights_were_committed_before_verl_saved_it_is_verls(tmp_p
     put_in_order(tmp_path, None)
     commit(tmp_path, 4)
     disk(tmp_path).move_tracker(FULL, 4)
-    commit(tmp_path, 8, {"actor/model_world_size_2_rank_0.pt": "x"}, kind=STATE_DICT)
+    commit(tmp_path, 8, {f"actor/model_world_size_2_rank_{rank}.pt": "x" for rank in range(2)}, kind=STATE_DICT)
     verls(tmp_path, 8)
     if finished:
         write_tracker(tmp_path, FULL, 8)

@@ -55,6 +55,21 @@ def test_sharded_weights_are_committed_as_the_trainer_registered_them(
         assert state_digest(merged(folder / "actor"), "BF16") == every(ranks, "digest", strategy)[0]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_shards_of_all_ranks_are_committed_though_the_trainer_registers_one_part(
+    ranks: list[Any], run: VerlRun, root: Path, step: int, first: int
+) -> None:
+    coordinator = CheckpointCoordinator(run.monitor, timeout_s=LIMIT)
+    asyncio.run(coordinator.register_and_monitor(step, True, state_dict_thread_count=1))
+    folder = step_dir(root, step)
+    saving = ranks if first == 0 else ranks[::-1]
+    ray.get([rank.save_weights.remote("fsdp2", str(folder / "actor"), step, run.monitor) for rank in saving])
+    ray.get(run.monitor.wait_committed.remote(step, None, LIMIT), timeout=LIMIT)
+    assert verification.verify(folder).ok
+    shards = {entry.path for entry in read_manifest(folder).files if "rank" in entry.path}
+    assert shards == {f"actor/model_world_size_{WORLD}_rank_{rank}.pt" for rank in range(WORLD)}
+
+
 @BOTH
 def test_the_full_weights_reach_the_synchronizer_in_wire_dtype(
     ranks: list[Any], run: VerlRun, step: int, strategy: str

@@ -120,6 +120,11 @@ class MonitorClient(Client):
             f"register the parts of step {step}", "register_thread_count", step, attempt=attempt, **counts
         )
 
+    def announce(self, step: int, parts: Sequence[str], *, weights: bool, attempt: int | None) -> Pending[None]:
+        """Name parts that are going to be saved; the step is not committed without them."""
+        what = f"wait for {len(parts)} parts of step {step}"
+        return self._call(what, "announce", step, list(parts), weights=weights, attempt=attempt)
+
     def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Pending[Committed]:
         """Wait until the step is committed, its trackers have moved and retention has run."""
         return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
@@ -154,6 +159,7 @@ class MonitorClient(Client):
         *,
         step: int,
         part: str | None,
+        weights: bool,
         attempt: int | None,
         ticket: str,
         life: str,
@@ -168,6 +174,7 @@ class MonitorClient(Client):
             job_id,
             step=step,
             part=part,
+            weights=weights,
             attempt=attempt,
             ticket=ticket,
             life=life,

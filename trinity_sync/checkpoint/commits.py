@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trinity_sync.checkpoint import folders, replacement
+from trinity_sync.checkpoint import folders, replacement, verl_folders
 from trinity_sync.checkpoint.catalog import check_ours, committed_manifest, files_of, look_at
 from trinity_sync.checkpoint.deletion_notes import unlink_note
 from trinity_sync.checkpoint.layout import (
@@ -83,7 +83,8 @@ def commit_folder(
         The manifest that was written, with all files.
 
     Raises:
-        RunError: a reported file is missing or has another size; or what is visible must not be replaced by this.
+        RunError: a reported file or that of a rank is missing, or one has another size; or what is visible must not be
+            replaced by this.
         OSError: the disk refused; nothing became visible.
     """
     place = versions_dir(root, draft.attempt) if beside else root
@@ -103,7 +104,7 @@ def commit_folder(
         check_ours([look_at(place, draft.step)], _NOT_OURS)
     source = _link_reported(root, staging, draft) if partial else staging
     adopted = _adopt(root, target, source, draft, partial)
-    manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
+    manifest = _whole(source, replace(draft, files=_collect(source, draft.files, adopted, everything=not partial)))
     replacement.check_replaces(place, target, manifest, clock)
     if durable:
         sync_tree(source)
@@ -143,7 +144,7 @@ def _commit_in_place(
 ) -> Manifest:
     target.mkdir(parents=True, exist_ok=True)
     try:
-        manifest = replace(draft, files=_collect(target, draft.files, {}, everything=not partial))
+        manifest = _whole(target, replace(draft, files=_collect(target, draft.files, {}, everything=not partial)))
     except RunError:
         with suppress(OSError):  # not empty
             target.rmdir()
@@ -213,6 +214,14 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
             if path in earlier:
                 adopted[path] = earlier[path]
     return adopted
+
+
+def _whole(folder: Path, manifest: Manifest) -> Manifest:
+    """Return the manifest. RunError where it lacks the file of a rank, which nobody reported and which is not there."""
+    missing = verl_folders.missing_files(folder, [entry.path for entry in manifest.files])
+    if missing:
+        raise RunError(f"{missing[0]} is missing from {folder}: a checkpoint needs the files of all ranks")
+    return manifest
 
 
 def _collect(

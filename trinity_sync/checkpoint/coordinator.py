@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ class CheckpointCoordinator:
             name: saves of one name never overlap: the earlier one is waited for first.
             is_state_dict: the save writes weights.
             part: the part's name; None: the part is only counted.
-            hands_over: `save_fn` gives the part to another writer, which has its turn when `save_fn` returns and
+            hands_over: `save_fn` gives the named part to another writer, which has its turn when `save_fn` returns and
                 reports the part's end. Until then this process answers for the part; it takes no turn of its own.
             on_failure: called with what ends the save, also before `save_fn` had its turn.
 
@@ -130,6 +130,8 @@ class CheckpointCoordinator:
                 reported failed.
             WaitTimeout: the earlier save does not end; as above.
         """
+        if hands_over and part is None:
+            raise ValueError(f"the save {name!r} hands its part over, so the part needs a name")
         saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
         try:
             self._finish_earlier(name)
@@ -174,8 +176,17 @@ class CheckpointCoordinator:
         saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
         self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
 
-    def fail(self, global_step: int, part: str, error: BaseException) -> None:
-        """Report that this process cannot save its part, and has not begun to."""
+    def announce(self, global_step: int, parts: Sequence[str], is_state_dict: bool = False) -> None:
+        """Name parts that processes are going to save, before the first of them is written: the step is not committed
+        without them, however few parts are registered.
+
+        Raises:
+            RunError: the step has failed.
+        """
+        self._answered(self._monitor.announce(global_step, parts, weights=is_state_dict, attempt=self._attempt))
+
+    def fail(self, global_step: int, part: str | None, error: BaseException) -> None:
+        """Report that this process cannot save its part, and has not begun to; None: the step fails, whatever is in."""
         self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), error)
 
     def wait_all(self) -> None:
@@ -295,18 +306,21 @@ class CheckpointCoordinator:
             written: object = ()
             if not (queues and part.name is not None and self.is_saved(part.name, part.step)):
                 written = save_fn()
-            files = self._entries(part.step, written) if reports else None
+            if not reports:
+                ended = self._monitor.notify_handed_over(part.ticket, part.step)
+            else:
+                ended = self._monitor.notify_finished(
+                    part.step,
+                    weights=part.is_state_dict,
+                    part=part.name,
+                    attempt=self._attempt,
+                    files=self._entries(part.step, written),
+                    ticket=part.ticket,
+                )
+            self._answered(ended)
         except BaseException as error:
             self._report_failed(part, error)
             raise
-        if not reports:
-            self._answered(self._monitor.notify_handed_over(part.ticket, part.step))
-            return
-        name, kind, ticket = part.name, part.is_state_dict, part.ticket
-        finished = self._monitor.notify_finished(
-            part.step, weights=kind, part=name, attempt=self._attempt, files=files, ticket=ticket
-        )
-        self._answered(finished)
 
     def _ask_for_turn(self, part: _Part, collective: bool) -> Pending[None]:
         """Return the call that is answered when the turn has come."""
@@ -316,6 +330,7 @@ class CheckpointCoordinator:
             self._job_id,
             step=part.step,
             part=part.name,
+            weights=part.is_state_dict,
             attempt=self._attempt,
             ticket=part.ticket,
             life=self._life,

@@ -247,11 +247,7 @@ class CheckpointMonitor(Writers):
             RunError: the step has failed before, or all these parts are committed, or there is no checkpoint folder.
         """
         # A commit of the step's weights takes its staging folder away; the new parts get a new one afterwards.
-        await self._changes.wait(
-            lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
-            lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
-            self._timeout_s,
-        )
+        await self._after_commit(step)
         decisions = self._book.begin(
             step, kind, parts, weights_parts=weights_parts, meta=meta, durable=durable, attempt=attempt
         )

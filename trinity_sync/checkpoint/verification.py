@@ -1,4 +1,6 @@
-"""Whether checkpoints are as they were committed: sizes and digests of all of their files. Reads only."""
+"""Whether checkpoints are whole and as they were committed: the files of all ranks, their sizes and digests. Reads
+only.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class VerifyReport:
 
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Check sizes and digests of all files of a step folder, and the manifest's digest of itself.
+    """Check sizes and digests of all files of a step folder, the manifest's digest of itself, and that it lists the
+    files of all ranks.
 
     Args:
         progress: called with (bytes checked, bytes in all) every few MB and after each file.
@@ -68,6 +71,9 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
         checked += entry.bytes
         if progress is not None:
             progress(checked, manifest.bytes)
+    with suppress(OSError):  # a file that cannot be read is a fault already
+        needed = verl_folders.missing_files(path, [entry.path for entry in manifest.files])
+        faults += [ManifestError(f"{path / name} belongs to the checkpoint, but was not committed") for name in needed]
     faults.sort(key=lambda fault: fault.state == "unreadable")
     listed = {entry.path for entry in manifest.files}
     unlisted: tuple[str, ...] = ()

@@ -16,11 +16,15 @@ from pathlib import Path
 
 from trinity_sync.checkpoint.layout import MANIFEST, TRAINER_STATE
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import missing_rank_files
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 _PARTS = ("model", "optim", "extra_state")
 _STATE = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _MEGATRON = "ckpt_contents.json"
+_METADATA = ".metadata"
+_DISTRIBUTED = (f"/{_METADATA}", ".distcp")
+_CHUNKS = rb"__\d+_\d+\.distcp"
 
 
 def wrote(folder: Path) -> bool:
@@ -63,6 +67,29 @@ def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
             if absent and (part == "model" or len(absent) < ranks):
                 return absent[0].relative_to(folder).as_posix()
     return None
+
+
+def missing_files(folder: Path, files: Collection[str]) -> list[str]:
+    """Return files that some of these cannot be read without: those of other ranks, by name; and those that
+    torch.distributed.checkpoint and Megatron name in their ``.metadata``.
+
+    Args:
+        folder: the step folder.
+        files: paths relative to it.
+
+    Raises:
+        OSError: a ``.metadata`` file cannot be read.
+    """
+    missing = missing_rank_files(files)
+    for place in sorted({path.rpartition("/")[0] for path in files if path.endswith(_DISTRIBUTED)}):
+        metadata = f"{place}/{_METADATA}"
+        named = {metadata}
+        if metadata in files:
+            # A pickle, which is not loaded: it holds the names of the files as they are.
+            found = re.findall(_CHUNKS, (folder / metadata).read_bytes())
+            named = {f"{place}/{name.decode()}" for name in found}
+        missing += sorted(named.difference(files))
+    return missing
 
 
 def has_written(folder: Path, file: str | None) -> bool:

@@ -78,6 +78,12 @@ class Writers:
         )
         await self._execution.note(step)
 
+    async def announce(self, step: int, parts: Sequence[str], *, weights: bool, attempt: int | None = None) -> None:
+        """Wait for parts of these names before the step is committed; see `CommitBook.announce`."""
+        await self._after_commit(step)
+        self._book.announce(step, parts, weights=weights, attempt=attempt)
+        await self._execution.note(step)
+
     async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
         """Have the step committed, as weights only or as a full checkpoint, as soon as its parts are in."""
         self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
@@ -94,6 +100,7 @@ class Writers:
         *,
         step: int | None = None,
         part: str | None = None,
+        weights: bool | None = None,
         attempt: int | None = None,
         ticket: str | None = None,
         life: str = "",
@@ -104,13 +111,15 @@ class Writers:
 
         Args:
             node_id, job_id: the writer's node and process.
-            step, part, ticket, life: given by a `CheckpointCoordinator`, which also lets itself be watched.
+            step, part, weights, ticket, life: given by a `CheckpointCoordinator`, which also lets itself be watched.
             collective: the save holds barriers with its peers and does not queue.
 
         Raises:
-            RunError: the step has failed meanwhile.
+            RunError: the step has failed meanwhile, or was committed without the part.
             WaitTimeout: its turn did not come.
         """
+        if step is not None and part not in self._book.awaited(step):
+            await self._after_commit(step)
         name = ticket or self._host.call_id()
         self._execution.apply(
             self._book.started(
@@ -119,12 +128,15 @@ class Writers:
                 job_id,
                 step=step,
                 part=part,
+                weights=weights,
                 life=life,
                 collective=collective,
                 anonymous=ticket is None,
                 attempt=attempt,
             )
         )
+        if step is not None and not self._book.turn(name):
+            await self._execution.note(step)
         try:
             await self._changes.wait(
                 lambda: self._book.turn(name) is not False,
@@ -159,12 +171,15 @@ class Writers:
                 one of all that is saved of the step.
             digest: the version digest of the weights.
             ticket: the ticket of its `notify_started`.
+
+        Raises:
+            RunError: the step was committed without the part.
         """
         told = None
         if files is not None:
             told = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
-        self._execution.apply(
-            self._book.finished(
+        try:
+            decisions = self._book.finished(
                 step,
                 weights=is_state_dict,
                 part=part,
@@ -174,7 +189,10 @@ class Writers:
                 ticket=ticket,
                 attempt=attempt,
             )
-        )
+        except RunError:
+            self._execution.apply(self._book.cancel(ticket))
+            raise
+        self._execution.apply(decisions)
         await self._execution.note(step)
 
     async def notify_beside(self, step: int, *, attempt: int | None = None) -> None:
@@ -201,6 +219,14 @@ class Writers:
     async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
         """Take somebody's word that a writer's process (without a `job_id`: every one of the node) is gone."""
         self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
+
+    async def _after_commit(self, step: int) -> None:
+        """Wait until no commit of the step is under way: it takes the staging folder away."""
+        await self._changes.wait(
+            lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
+            lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
+            self._timeout_s,
+        )
 
     # ---- watching the writers
 

@@ -8,8 +8,9 @@ How a step goes through the book, in any order unless said otherwise:
 1. Its parts become known: by name (`begin`) or as a number (`register`).
 2. A kind of commit is asked for (`begin` or `mark`).
 3. A writer asks for its turn (`started`), gets a `Grant` when the save strategy allows, reports `finished` or `failed`.
-4. When the parts of a kind that was asked for are in, the book decides `Commit`; the caller does it and answers with
-   `commit_done` or `commit_failed`. Only then do trackers move (`MoveTracker`), and never backwards.
+4. When the parts of a kind that was asked for are in, and no announced part is out, the book decides `Commit`; the
+   caller does it and answers with `commit_done` or `commit_failed`. Only then do trackers move (`MoveTracker`), and
+   never backwards.
 5. One failed part, lost writer or failed commit, or silence for too long, ends the step for good: one `Fail`, and
    nothing of it is committed afterwards. What had been committed before (its weights, say) stays.
 """
@@ -81,7 +82,9 @@ class CommitBook:
     def awaited(self, step: int) -> list[str]:
         """Names of the announced parts of a step that are not in."""
         entry = self._steps.get(step)
-        return [] if entry is None else [name for name in entry.parts.expected if name not in entry.parts.done]
+        if entry is None:
+            return []
+        return [name for name in (*entry.parts.expected, *entry.parts.announced) if name not in entry.parts.done]
 
     def turn(self, ticket: str) -> bool | None:
         """Return whether this ticket has its turn. None: not known; its step failed or its writer is lost."""
@@ -146,6 +149,18 @@ class CommitBook:
         entry.parts.register(weights, checkpoint, report)
         return self._evaluate(entry)
 
+    def announce(self, step: int, parts: Iterable[str], *, weights: bool, attempt: int | None = None) -> None:
+        """Name parts that writers are going to start: the step waits for them, whatever was registered.
+
+        Raises:
+            RunError: the step has failed.
+        """
+        entry = self._announced(step, attempt)
+        if entry.failed is not None:
+            raise RunError(f"step {step} has already failed, nothing more is saved of it: {entry.failed}")
+        for name in parts:
+            entry.parts.announce(name, weights)
+
     def mark(self, step: int, kind: Kind, *, attempt: int | None = None) -> list[Decision]:
         """Note that the step is to be committed as `kind` as soon as its parts are in."""
         entry = self._announced(step, attempt)
@@ -162,23 +177,26 @@ class CommitBook:
         *,
         step: int | None = None,
         part: str | None = None,
+        weights: bool | None = None,
         life: str = "",
         collective: bool = False,
         anonymous: bool = False,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """Note that a writer asks for its turn. The `Grant` may be among the decisions or come later.
+        """Note that a writer asks for its turn. The `Grant` may be among the decisions or come later. The step waits
+        for the part from now on.
 
         Args:
             ticket: the caller's name for this turn; asking again with the same one is the same turn.
             node_id, job_id: name the writing process.
+            weights: whether it writes a weights part; None: not known, every commit of the step waits for it.
             life: tells the process from an earlier one with the same node_id and job_id.
             collective: the save has barriers with its peers, so it does not queue.
             anonymous: the writer will report its end without the ticket.
 
         Raises:
-            RunError: the step has failed already, so that writing for it is pointless. A collective save is let
-                through: its peers may be in it already.
+            RunError: the step has failed already, so that writing for it is pointless; or the part comes after the
+                commit, see `finished`. A collective save is let through: its peers may be in it already.
         """
         if step is not None:
             entry = self._open(step, attempt)
@@ -186,6 +204,11 @@ class CommitBook:
                 raise RunError(f"step {step} has already failed, nothing more is saved of it: {entry.failed}")
             if ticket in entry.ended:
                 return []  # a late double of the question: nobody would ever end a turn that it gets
+            late = entry.late(part, weights) if part is not None else None
+            if late is not None and not collective:
+                raise RunError(late)
+            if late is None and not (anonymous and part is None):
+                entry.parts.announce(part or f"#{ticket}", weights)
         known = self._turns.get(ticket)
         if known is not None and known.granted:
             return [Grant(ticket)]
@@ -204,7 +227,7 @@ class CommitBook:
         )
         return self._grants()
 
-    def cancel(self, ticket: str) -> list[Decision]:
+    def cancel(self, ticket: str | None) -> list[Decision]:
         """Note that a writer no longer wants its turn, or has ended without a report."""
         self._turns.release(ticket)
         return self._grants()
@@ -231,10 +254,16 @@ class CommitBook:
             files: what was written for it; None: not told.
             digest: the version digest of the weights; two different ones fail the step.
             ticket: the turn that ends with this; None: there was none.
+
+        Raises:
+            RunError: the part comes after the commit that it belongs to, and was neither announced nor registered.
         """
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")
         entry = self._open(step, attempt)
+        late = entry.late(part, weights) if part is not None and entry.failed is None else None
+        if late is not None:
+            raise RunError(late)
         entry.ended |= {ticket} if ticket is not None else set()
         decisions = self._release(ticket) if part != DIGEST_PART else []
         if entry.failed is not None:

@@ -6,6 +6,7 @@ export). A state-dict commit needs the weights parts, a full one needs all of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypedDict
@@ -23,6 +24,26 @@ BESIDE_PART = "beside"
 
 #: A file of a part: (path relative to the checkpoint folder, bytes, xxh3_128 hex).
 FileTuple: TypeAlias = tuple[str, int, str]
+#: The file of one rank, of one of the contents that verl's FSDP engines save.
+_RANK_FILE = re.compile(r"(.*_world_size_)([1-9]\d{0,5})_rank_(\d{1,6})\.pt", re.DOTALL)
+
+
+def missing_rank_files(paths: Iterable[str]) -> list[str]:
+    """Return the files of other ranks that belong to these by their names, of each set the first that is missing.
+
+    Every rank of an FSDP engine writes its own file of each content, replicas of a hybrid mesh too. Where sets of
+    several world sizes lie side by side, one whole set is enough.
+    """
+    worlds: dict[str, dict[int, set[int]]] = {}
+    for path in paths:
+        if match := _RANK_FILE.fullmatch(path):
+            worlds.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(int(match[3]))
+    missing: list[str] = []
+    for name, sets in sorted(worlds.items()):
+        absent = [(size, next((rank for rank in range(size) if rank not in sets[size]), None)) for size in sets]
+        if all(rank is not None for _, rank in absent):
+            missing.append("{}{}_rank_{}.pt".format(name, *absent[0]))
+    return missing
 
 
 def covers(committed: Kind, wanted: Kind) -> bool:
@@ -66,8 +87,10 @@ class PartsDump(TypedDict):
     expected: dict[str, bool]
     registered: tuple[int, int]
     registrations: list[str]
+    announced: dict[str, bool | None]
     done: dict[str, tuple[bool, tuple[FileTuple, ...] | None, str | None]]
     again: tuple[list[str], list[str]]
+    settled: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -76,34 +99,50 @@ class StepParts:
 
     Args:
         expected: named parts, and whether each is a weights part.
+        announced: parts that a writer has announced and not reported yet, by name or by ``#`` and the ticket of the
+            save, and whether each is a weights part; None: not known. They need no registration.
         registered: how many parts were announced without a name, for weights (True) and others (False).
         registrations: ids of the announcements, so that a doubled one is recognised.
         done: the parts that are in, by name or by ``#`` and the id of the report.
+        settled: how many parts were registered when the last commit began.
         again: tickets of saves whose part was committed before; they stand for announcements that came with them.
     """
 
     expected: dict[str, bool] = field(default_factory=dict)
     registered: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     registrations: set[str] = field(default_factory=set)
+    announced: dict[str, bool | None] = field(default_factory=dict)
+    settled: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     done: dict[str, DonePart] = field(default_factory=dict)
     again: dict[bool, set[str]] = field(default_factory=lambda: {True: set(), False: set()})
 
     @property
     def any(self) -> bool:
         """Whether anything of this step was announced or written."""
-        return bool(self.expected or self.done or self.registered[True] or self.registered[False])
+        return bool(self.expected or self.announced or self.done or self.registered[True] or self.registered[False])
 
     @property
     def more_than_weights(self) -> bool:
         """Whether there are checkpoint parts."""
-        named = any(not weights for weights in self.expected.values())
+        named = any(weights is False for named in (self.expected, self.announced) for weights in named.values())
         return named or self.registered[False] > 0 or any(not done.weights for done in self.done.values())
 
     def expect(self, name: str, weights: bool) -> None:
         """Wait for a part of this name. What it was reported as before gives way."""
         self.expected[name] = weights
+        self.announced.pop(name, None)
         if name in self.done:
             self.done[name].weights = weights
+
+    def announce(self, key: str, weights: bool | None) -> None:
+        """Wait for a part that a writer is about to write."""
+        if key not in self.expected and key not in self.done:
+            self.announced.setdefault(key, weights)
+
+    def awaits(self, key: str, weights: bool | None) -> bool:
+        """Return whether the part is known, or parts of its class were registered since the last commit."""
+        known = key in self.expected or key in self.announced or key in self.done
+        return known or any(self.registered[of] > self.settled[of] for of in (True, False) if weights in (None, of))
 
     def register(self, weights: int, checkpoint: int, report: str | None) -> None:
         """Wait for so many more parts; a doubled `report` id counts once."""
@@ -116,6 +155,7 @@ class StepParts:
 
     def add(self, key: str, weights: bool, files: Sequence[FileTuple] | None, ticket: str | None = None) -> None:
         """Note that a part is in; the second time counts for nothing."""
+        self.announced.pop(key, None)
         weights = self.expected.get(key, weights or key == DIGEST_PART)
         self.done.setdefault(key, DonePart(weights, None if files is None else tuple(files), ticket))
 
@@ -153,23 +193,38 @@ class StepParts:
         classes = (True, False) if kind == FULL else (True,)
         wanted = {name: weights for name, weights in self.expected.items() if weights in classes}
         missing = [f"part {name!r}" for name in wanted if name not in self.done]
+        missing += [
+            describe_part(key) for key, weights in self.announced.items() if weights is None or weights in classes
+        ]
         for weights in classes:
             label = "weights" if weights else "checkpoint"
-            count, got = self.registered[weights], self._counted(weights)
-            left = count - got - len(self.again[weights])
+            count, counted = self.registered[weights], self._counted(weights)
+            left = count - len(counted) - len(self.again[weights])
+            # A named part needs no registration of its own where the step has one.
+            unregistered = counted if not count else [key for key in counted if key.startswith("#")][count:]
             if left > 0:
                 missing.append(f"{left} of {count} counted {label} parts")
-            elif got > count:
-                missing.append(f"the registration of {got - count} {label} part(s) that were reported")
-        if not missing and not (wanted.keys() - {DIGEST_PART}) and not any(self.registered[c] for c in classes):
+            elif unregistered:
+                missing.append(f"the registration of {len(unregistered)} {label} part(s) that were reported")
+        counts = any(self.registered[weights] for weights in classes)
+        if not missing and not (wanted.keys() - {DIGEST_PART}) and not counts:
             missing.append("the registration of its parts")
+        if not missing and counts:  # the count may be too small; where all parts are named the commit checks the files
+            missing += self._missing_rank_files(kind)
         return missing
 
-    def _counted(self, weights: bool) -> int:
-        return sum(
-            done.weights is weights and key not in self.expected and key != DIGEST_PART
+    def _missing_rank_files(self, kind: Kind) -> list[str]:
+        told = [self.done[key].files for key in self.keys(kind) if key != DIGEST_PART]
+        if None in told:
+            return []  # the commit looks at the folder
+        return missing_rank_files(path for files in told for path, *_ in files or ())
+
+    def _counted(self, weights: bool) -> list[str]:
+        return [
+            key
             for key, done in self.done.items()
-        )
+            if done.weights is weights and key not in self.expected and key != DIGEST_PART
+        ]
 
     def dump(self) -> PartsDump:
         """Return all of it as JSON values."""
@@ -177,8 +232,10 @@ class StepParts:
             "expected": self.expected,
             "registered": (self.registered[True], self.registered[False]),
             "registrations": sorted(self.registrations),
+            "announced": self.announced,
             "done": {key: (done.weights, done.files, done.ticket) for key, done in self.done.items()},
             "again": (sorted(self.again[True]), sorted(self.again[False])),
+            "settled": (self.settled[True], self.settled[False]),
         }
 
     @classmethod
@@ -192,7 +249,9 @@ class StepParts:
             expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},
             registered={True: int(dumped["registered"][0]), False: int(dumped["registered"][1])},
             registrations={str(report) for report in dumped["registrations"]},
+            announced=dict(dumped["announced"]),
             again={True: set(dumped["again"][0]), False: set(dumped["again"][1])},
+            settled={True: int(dumped["settled"][0]), False: int(dumped["settled"][1])},
         )
         for key, (weights, files, ticket) in dumped["done"].items():
             told = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]

@@ -17,6 +17,7 @@ from trinity_sync.protocol.parts import (
     PartsDump,
     StepParts,
     covers,
+    describe_part,
 )
 from trinity_sync.protocol.turns import TurnDump
 
@@ -158,6 +159,23 @@ class Step:
             self.durable[kind] = durable or self.durable.get(kind, False)
         self.marks.add(kind)
 
+    def late(self, key: str, weights: bool | None) -> str | None:
+        """Return a sentence if a part comes after the commit that it belongs to, and was not announced; else None.
+
+        Args:
+            key: of the part.
+            weights: whether it is a weights part; None: not known.
+        """
+        done = FULL if FULL in (self.committing, self.committed) else self.committing or self.committed
+        if done is None or key == DIGEST_PART or not covers(done, STATE_DICT if weights else FULL):
+            return None
+        if self.parts.awaits(key, weights):
+            return None
+        return (
+            f"{describe_part(key)} came after the commit of step {self.step} as {done}, which lacks it; announce or "
+            "register all parts of a step before the last of them is written"
+        )
+
     def add(
         self, key: str, weights: bool, files: Iterable[FileTuple] | None, digest: str | None, ticket: str | None
     ) -> str | None:
@@ -194,6 +212,7 @@ class Step:
     def begin_commit(self, attempt: int, kind: Kind, *, beside: bool) -> Commit:
         """Begin a commit of all parts of this kind that are in now, and return it."""
         self.committing, self.pending_keys, self.pending_beside = kind, self.parts.keys(kind), beside
+        self.parts.settled = dict(self.parts.registered)
         durable = self.durable.get(kind)
         if kind == FULL and self.durable.get(STATE_DICT):
             durable = True  # it takes the place of weights that are

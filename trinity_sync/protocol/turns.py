@@ -14,8 +14,8 @@ from typing import TypeAlias
 SAVE_STRATEGIES = ("single_thread", "single_process", "single_node", "unrestricted")
 
 
-#: A turn as JSON values: ticket, node_id, job_id, life, part, collective.
-TurnDump: TypeAlias = tuple[str, str, str, str, str | None, bool]
+#: A turn as JSON values: ticket, node_id, job_id, life, part, collective, granted.
+TurnDump: TypeAlias = tuple[str, str, str, str, str | None, bool, bool]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,13 +98,13 @@ class TurnQueue:
         return granted
 
     def dump(self, step: int) -> list[TurnDump]:
-        """Return the turns of a step that were granted, as JSON values."""
-        granted = [turn for turn in self.of_step(step) if turn.granted]
-        return [(turn.ticket, *turn.writer, turn.part, turn.collective) for turn in granted]
+        """Return the turns of a step, as JSON values."""
+        turns = self.of_step(step)
+        return [(turn.ticket, *turn.writer, turn.part, turn.collective, turn.granted) for turn in turns]
 
     def restore(self, step: int, dumped: Iterable[TurnDump], now: float) -> None:
         """Take up the turns again that `dump` gave."""
-        for ticket, node_id, job_id, life, part, collective in dumped:
+        for ticket, node_id, job_id, life, part, collective, granted in dumped:
             self.ask(
                 Turn(
                     ticket=ticket,
@@ -116,7 +116,7 @@ class TurnQueue:
                     anonymous=False,
                     since=now,
                     life=life,
-                    granted=True,
+                    granted=bool(granted),
                 )
             )
 

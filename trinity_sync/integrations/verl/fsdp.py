@@ -11,6 +11,7 @@ import torch.distributed as dist
 from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl import files
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.state import StateCopy
@@ -25,8 +26,8 @@ def fsdp_save_state_dict(
 ) -> None:
     """Save the sharded weights in the background, one part per rank; rank 0 adds what verl's merger needs.
 
-    The trainer registers ``state_dict_thread_count`` = number of ranks for the step
-    (`CheckpointCoordinator.register_and_monitor`).
+    The trainer registers ``state_dict_thread_count`` for the step (`CheckpointCoordinator.register_and_monitor`): the
+    number of ranks, or 1. The step waits for the parts of all ranks.
 
     Args:
         engine: verl's FSDP engine.
@@ -40,8 +41,14 @@ def fsdp_save_state_dict(
     """
     if local_path is None:
         return
-    rank = dist.get_rank()
-    name = f"model_world_size_{dist.get_world_size()}_rank_{rank}.pt"
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    name = f"model_world_size_{ranks}_rank_{rank}.pt"
+    parts: list[str] = []
+
+    def announce() -> None:
+        parts.extend(coordinator.part(local_path, global_step, f"model-rank-{of:05d}") for of in range(ranks))
+        if rank == 0:
+            coordinator.announce(global_step, parts, is_state_dict=True)
 
     def collect() -> None:
         copied = StateCopy()
@@ -56,9 +63,14 @@ def fsdp_save_state_dict(
             write_weights()
             return [folder / name, *files.write_files(metadata, folder)]
 
-        part = coordinator.part(local_path, global_step, f"model-rank-{rank:05d}")
         # Two roles in one process write at the same time.
-        coordinator.save_async(part, write, global_step, True, part=part)
+        coordinator.save_async(parts[rank], write, global_step, True, part=parts[rank])
 
-    together(f"save the weights of step {global_step}", collect)
+    what = f"save the weights of step {global_step}"
+    together(f"begin to {what}", announce)
+    try:
+        together(what, collect)
+    except RunError as error:
+        coordinator.fail(global_step, None, error)  # the part of a rank that is gone never comes
+        raise
     logger.info("the weights of step %d are on their way to %s", global_step, local_path)

@@ -30,8 +30,8 @@ def megatron_save_state_dict(
     it runs on the calling thread. The files are staged, and visible at `local_path` when the monitor has committed
     them; of weights that this run has saved already, nothing is written.
 
-    The trainer registers ``state_dict_thread_count`` = number of ranks for the step
-    (`CheckpointCoordinator.register_and_monitor`).
+    The trainer registers ``state_dict_thread_count`` for the step (`CheckpointCoordinator.register_and_monitor`): the
+    number of ranks, or 1. The step waits for the parts of all ranks.
 
     Args:
         engine: verl's Megatron engine. Its contents to save are narrowed to the model for this save (a Hugging Face
@@ -67,6 +67,12 @@ def megatron_save_state_dict(
         together(what, lambda: coordinator.save_sync(lambda: (), global_step, True, part=part))
         logger.info("the weights of step %d are saved already", global_step)
         return
+
+    def announce() -> None:
+        if rank == 0:
+            coordinator.announce(global_step, [part for _, part, _ in found], is_state_dict=True)
+
+    together(f"begin to {what}", announce)
 
     def write() -> list[Path]:
         with _model_only(engine.checkpoint_mananager):  # verl spells it so
