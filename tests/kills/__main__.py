@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
+import importlib.util
 import json
+import os
 import shutil
 import signal
 import sys
@@ -19,6 +22,7 @@ from tests.kills.chain import STEPS, Chain
 from tests.kills.places import Places
 from tests.kills.plan import Setup, draw_plan
 from tests.kills.running import SMALL, Launch
+from tests.kills.sharing import SharedServer, Stranger
 from tests.kills.table import render
 from tests.kills.trial import Trial
 from trinity_sync.tracking import jsonl
@@ -42,6 +46,8 @@ class Campaign:
         self._next = 1 + max((line["chain"] for line in done), default=-1) if only is None else only
         self._made: list[Trial] = []
         self._mounts = False
+        self._server = SharedServer(self._home / "server")
+        self._serves = importlib.util.find_spec("vllm") is not None
 
     def run(self, parallel: int) -> int:
         """Exit code: 0 where every trial passed, 1 where one has not, 130 where it was interrupted."""
@@ -55,18 +61,31 @@ class Campaign:
         processes.end_orphans()
         places.remove_orphans(self._home)
         self._mounts = places.can_mount(self._home / "mount")
+        possible = {"a full disk": self._mounts, "a vLLM server": self._serves, "a second user": os.geteuid() == 0}
+        for what in (what for what, there in possible.items() if not there):
+            print(f"skipped: trials with {what}; they need root, or vLLM", flush=True)
+        os.environ["XDG_STATE_HOME"] = str(self._home / "state")  # of all runs
+        self._machine = places.make_machine(self._home / "machine")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._stop.set())
+        try:
+            self._stranger = Stranger.make(self._home / "stranger", self._stop)
+            self._work_beside(parallel)
+        finally:
+            self._server.close()
+            places.remove_orphans(self._home)
+        print(render(jsonl.read(self._out)))
+        if self._stop.is_set():
+            return 130
+        return 1 if any(trial.problems for trial in self._made) else 0
+
+    def _work_beside(self, parallel: int) -> None:
         threads = [threading.Thread(target=self._work, name=f"chains-{index}") for index in range(parallel)]
         for thread in threads:
             thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)
-        print(render(jsonl.read(self._out)))
-        if self._stop.is_set():
-            return 130
-        return 1 if any(trial.problems for trial in self._made) else 0
 
     def _work(self) -> None:
         while not self._stop.is_set():
@@ -84,14 +103,17 @@ class Campaign:
                 return
 
     def _one(self, number: int) -> None:
-        plan = draw_plan(self._seed, number, mounts=self._mounts)
+        plan = draw_plan(self._seed, number, mounts=self._mounts, serves=self._serves)
         home = self._home / f"{self._seed}-{number}"
         shutil.rmtree(home, ignore_errors=True)
-        reference = None if plan.setup.free else self._reference(plan.setup)
+        reference = None if plan.setup.free or plan.setup.served else self._reference(plan.setup)
         if self._stop.is_set():
             return
-        began = time.monotonic()
-        trials = Chain(plan, home, reference, self._stop).run()
+        with self._server.held() if plan.setup.served else contextlib.nullcontext([]) as server:
+            began = time.monotonic()
+            stranger, machine = self._stranger, self._machine
+            chain = Chain(plan, home, reference, self._stop, stranger=stranger, machine=machine, server=server)
+            trials = chain.run()
         took = time.monotonic() - began
         with self._lock:
             self._made += trials

@@ -8,22 +8,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.runs import ROOT
 from tests.kills import checks, places
-from tests.kills.checks import Ledger
+from tests.kills.checks import Kept, Ledger, Owner
 from tests.kills.places import Places
-from tests.kills.plan import ALL, Blow, Damage, Instant, Life, Plan
+from tests.kills.plan import ALL, ORPHANED, SIGNALS, Blow, Damage, Instant, Life, Plan, Visit
 from tests.kills.processes import Member, own_mark
 from tests.kills.running import SMALL, Launch
-from tests.kills.trial import LOST, REFUSED, RESUMED, SURVIVED, Trial
+from tests.kills.sharing import Stranger, Visits
+from tests.kills.trial import LEFT, LOSS, LOST, REFUSED, RESUMED, SURVIVED, Trial
 from trinity_sync.checkpoint import catalog, leases, verification
 from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir
 from trinity_sync.checkpoint.tracker_files import tracker_path
 from trinity_sync.protocol.parts import FULL
 
-STEPS = 160
+STEPS = 320
 """Of the undisturbed run, with which digests are compared. A chain is let go to its end before that."""
 _ENOUGH = STEPS - 60
 _LAST_STEPS = 8
@@ -38,6 +40,11 @@ _HANG_S = 105.0 + 40.0
 _NOT_NEEDED = 40
 # For the end of whatever is left when the driver has ended; of Ray's helpers, which look for their raylet now and then.
 _GONE_S = 40.0
+# As promised: the end after a signal, and that of those whose driver and raylet are gone. Where a process stands still,
+# it is given half a minute before it is killed.
+_SIGNALLED_S = 30.0
+_ORPHANED_S = 30.0
+_STANDS_STILL_S = 30.0
 _HELPERS_GONE_S = 120.0
 _GOES_ON_S = 300.0
 _END_S = 400.0
@@ -46,6 +53,7 @@ _NAMES = {"agent": "agent", "monitor": "checkpoint monitor", "synchronizer": "sy
 """What an error or a fault calls who died or hangs; a rank and an explorer have numbers."""
 
 
+INTERRUPTED = 130
 _RAYLET = "error: Ray's raylet on this node"
 """What is said at once when it has died: Ray may end the driver on the spot then."""
 _STARTING = "while Ray was starting"
@@ -66,15 +74,35 @@ class Chain:
         home: a folder of its own, which is not there yet. It stays where a trial has failed.
         reference: digests of the undisturbed run; None where no two runs are the same.
         stop: set when the campaign is to end.
+        stranger: another run.
+        machine: folders for shared memory and for Ray that chains share.
+        server: overrides for a run that uses the server; empty: it uses none.
     """
 
-    def __init__(self, plan: Plan, home: Path, reference: dict[int, str] | None, stop: threading.Event) -> None:
-        self._plan, self._setup, self._home, self._stop = plan, plan.setup, home, stop
+    def __init__(
+        self,
+        plan: Plan,
+        home: Path,
+        reference: dict[int, str] | None,
+        stop: threading.Event,
+        *,
+        stranger: Stranger,
+        machine: tuple[Path, Path],
+        server: Sequence[str] = (),
+    ) -> None:
+        self._plan, self._setup, self._home, self._stop, self._server = plan, plan.setup, home, stop, server
         self._mark = own_mark(f"{plan.seed}-{plan.chain}")
         self._ledger = Ledger(plan.setup.keeps, reference)
-        self._places = Places.make(home, small_disk=plan.setup.small_disk)
+        self._owner = Owner(stranger.digests)
+        shared = machine if plan.setup.shared_machine else None
+        self._places = Places.make(home, small_disk=plan.setup.small_disk, machine=shared)
+        self._visits = Visits(self._places, plan.setup, stranger, server, stop)
         self._trials: list[Trial] = []
         self._lives = 0
+        self._drivers: set[int] = set()
+        self._gone_by: float | None = None  # when the promised limit for the end of all processes is over
+        self._signalled: tuple[int, bool] | None = None  # attempts before, and whether the step is saved
+        self._insist: list[str] = []  # arguments of the next resume
         self._in_order = True  # the driver had the time to clear up
         self._raylet_struck = False
         # Those whose run has ended, and of which the next resume decides.
@@ -110,7 +138,7 @@ class Chain:
 
     def _live(self, life: Life) -> bool:
         """From a start to the blow that ends it. False: the run cannot be resumed any more."""
-        self._in_order, self._raylet_struck = True, False
+        self._in_order, self._raylet_struck, self._gone_by, self._signalled = True, False, None, None
         with self._start() as launch:
             for blow in life.blows:
                 if blow.instant.after not in ("start", "restoring") and not self._comes_up(launch):
@@ -128,17 +156,22 @@ class Chain:
                 self._open.append(trial)
                 self._kill_all(launch, trial)
             last = self._trials[-1]
-            left = launch.wait_gone(_GONE_S)
-            if {one.role for one in left} == {"other"}:
-                left = launch.wait_gone(_HELPERS_GONE_S)
+            if self._gone_by is not None:
+                left = launch.wait_gone(max(self._gone_by - time.monotonic(), 1.0))
+            else:
+                left = launch.wait_gone(_GONE_S)
+                if {one.role for one in left} == {"other"}:
+                    left = launch.wait_gone(_HELPERS_GONE_S)
             if left:
-                last.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
+                last.problems.append(f"{LEFT}: when the limit was over there were {_names(left)}")
             if _RAYLET in launch.text and not self._raylet_struck:
                 last.problems.append("it was said that Ray's raylet has died, and it had not")
             ended_in_order = self._in_order and launch.code is not None and launch.code >= 0 and not left
         self._look(last, launch)
         if ended_in_order:
             self._look_for_leftovers(last)
+        for visit in life.visits if (self._places.run / "run.json").exists() else ():
+            self._receive(visit)
         if life.damage is not None:
             self._do_damage(life.damage)
         return True
@@ -148,16 +181,28 @@ class Chain:
             raise Interrupted
         run = self._places.run
         if (run / "run.json").exists():
-            command = ["-m", "trinity_sync.cli", "resume", str(run), *more]
+            command = ["-m", "trinity_sync.cli", "resume", str(run), *self._insist, *more]
             self._expected = max(self._ledger.good, default=0)
+            environment = self._visits.elsewhere
         else:
-            overrides = [*SMALL, *self._setup.overrides(), *self._places.overrides()]
+            setup, environment = self._setup, self._places.environment()
+            overrides = [*SMALL, *setup.overrides(), *self._server]
+            overrides += self._places.overrides(mirrored=setup.mirrored, by_environment=setup.by_environment)
             command = [str(ROOT / "launch.py"), *overrides, *(more or [f"trainer.steps={STEPS}"])]
         self._lives += 1
-        output = self._home / f"output-{self._lives}.txt"
-        return Launch(
-            command, mark=self._mark, output=output, run=run, checkpoints=self._places.checkpoints, stop=self._stop
+        self._insist = []
+        launch = Launch(
+            command,
+            mark=self._mark,
+            output=self._home / f"output-{self._lives}.txt",
+            run=run,
+            checkpoints=self._places.checkpoints,
+            stop=self._stop,
+            environment=environment,
+            before=["nohup"] if self._setup.nohup else [],
         )
+        self._drivers.add(launch.pid)
+        return launch
 
     def _comes_up(self, launch: Launch) -> bool:
         """Wait until the run trains, which decides what befell it before."""
@@ -197,7 +242,9 @@ class Chain:
         start = recorded[-1][1] or 0
         trial = self._open[-1] if self._open else self._trials[-1]
         if start != self._expected:
-            trial.problems.append(f"the resume began after step {start}; the newest that is whole is {self._expected}")
+            trial.problems.append(
+                f"{LOSS}: the resume began after step {start}; the newest that is whole is {self._expected}"
+            )
         if self._passed_over is not None and f"step {self._passed_over} is passed over" not in launch.text:
             trial.problems.append(f"the resume did not say that it passed over step {self._passed_over}")
         self._ledger.began = start
@@ -226,8 +273,22 @@ class Chain:
             self._places.free()
             # A version that the explorers cannot be given ends the run.
             return self._goes_on(launch, trial, may_end=self._setup.sync == "checkpoint", said=_FULL)
+        if blow.kind == "intrusion":
+            trial.victim = self._visits.possible(blow.victim)
+            trial.problems += self._visits.visit(trial.victim, blow.draw, alone=False)
+            trial.noticed = self._visits.said
+            return self._goes_on(launch, trial)
+        if blow.kind in SIGNALS:
+            return self._signal(launch, blow, trial)
+        if blow.kind == "pause" and blow.victim == ALL:
+            launch.strike_all(signal.SIGSTOP)
+            self._stop.wait(blow.seconds)
+            launch.strike_all(signal.SIGCONT)
+            return self._goes_on(launch, trial)
         if blow.victim == ALL:
             return self._kill_all(launch, trial)
+        if blow.victim == ORPHANED:
+            return self._kill_driver_and_raylet(launch, trial)
         member = self._victim(launch, blow, trial)
         if blow.kind == "kill":
             struck = launch.strike(member, signal.SIGKILL) and member.role == "raylet"
@@ -252,12 +313,61 @@ class Chain:
         launch.wait_end(_GONE_S)
         return self._has_ended(launch, trial, -signal.SIGKILL)
 
+    def _kill_driver_and_raylet(self, launch: Launch, trial: Trial) -> bool:
+        """Together: all that is left has to end by itself."""
+        members = [member for member in launch.members() if member.role in ("driver", "raylet")]
+        for member in members:
+            launch.strike(member, signal.SIGSTOP)
+        for member in members:
+            launch.strike(member, signal.SIGKILL)
+        self._gone_by = time.monotonic() + _ORPHANED_S
+        self._raylet_struck = True
+        launch.wait_end(_GONE_S)
+        return self._has_ended(launch, trial, -signal.SIGKILL)
+
+    def _signal(self, launch: Launch, blow: Blow, trial: Trial) -> bool:
+        """The driver ends the run in order; all others leave a signal to it."""
+        number = signal.Signals[blow.kind]
+        member = None if blow.victim == ALL else self._victim(launch, blow, trial)
+        silent, starting = not launch.text, launch.is_starting
+        if blow.stopped and (still := self._of_role(launch, blow.stopped, blow.draw)):
+            trial.victim += f", {blow.stopped} stopped"
+            launch.strike(still, signal.SIGSTOP)
+        began = time.monotonic()
+        self._send(launch, member, number)
+        if (member is not None and member.role != "driver") or (number == signal.SIGHUP and self._setup.nohup):
+            return self._goes_on(launch, trial)
+        if blow.seconds:
+            trial.victim += ", twice"
+            self._stop.wait(blow.seconds)
+            self._send(launch, member, number)
+        limit = _SIGNALLED_S + (_STANDS_STILL_S if blow.stopped else 0.0)
+        self._gone_by = began + limit
+        if not launch.wait_end(limit):
+            left = f"{LEFT}: {limit:.0f} s after {blow.kind} there were {_names(launch.members())}"
+            trial.problems.append(f"{left}; the run said: {launch.text[-200:]}")
+            launch.kill_all()
+            return False
+        if silent and launch.code == -number:
+            return False  # Python had not come to our code
+        saves = self._setup.saves_at_sigterm and not (starting or blow.seconds or blow.stopped)
+        self._signalled = (self._attempts_before, saves)
+        return self._has_ended(launch, trial, INTERRUPTED)
+
+    def _send(self, launch: Launch, member: Member | None, number: int) -> None:
+        if member is None:
+            launch.strike_all(number)
+        else:
+            launch.strike(member, number)
+
+    def _of_role(self, launch: Launch, role: str, draw: float) -> Member | None:
+        choices = sorted((one for one in launch.members() if one.role == role), key=lambda one: one.name)
+        return choices[int(draw * len(choices))] if choices else None
+
     def _victim(self, launch: Launch, blow: Blow, trial: Trial) -> Member:
         """A process of the role; the driver where there is none yet."""
-        members = launch.members()
-        choices = sorted((one for one in members if one.role == blow.victim), key=lambda one: one.name)
-        if choices:
-            return choices[int(blow.draw * len(choices))]
+        if (found := self._of_role(launch, blow.victim, blow.draw)) is not None:
+            return found
         trial.victim = "driver"
         return Member(launch.pid, "driver", "driver")
 
@@ -332,7 +442,10 @@ class Chain:
         if code != expected:
             trial.problems.append(f"exit code {code} instead of {expected}: {error or text[-300:]}")
         if code is not None and code >= 0:
-            if not error:
+            if expected == INTERRUPTED:
+                if "interrupted" not in text:
+                    trial.problems.append(f"the run did not say that it was interrupted: {text[-300:]}")
+            elif not error:
                 trial.problems.append(f"the run ended without an error that says why: {text[-300:]}")
             elif named not in error:
                 trial.problems.append(f"the error does not name {named.strip('-')}: {error}")
@@ -347,22 +460,53 @@ class Chain:
         if not (run / "run.json").exists():
             return
         self._check_start(launch)
-        self._attempts_before = len(checks.attempts(run))
         trial.problems += self._ledger.look(run, root)
         trial.problems += checks.metrics_problems(run)
+        trial.problems += self._owner.look(run, (root, self._places.mirror), self._ledger.published)
+        trial.problems += checks.mirror_problems(self._places.mirror)
+        trial.problems += self._visits.elsewhere_problems()
+        if self._signalled is not None:
+            before, saves = self._signalled
+            trial.problems += checks.signal_problems(run, before, max(self._ledger.good, default=0), saves=saves)
         if self._setup.pinned and self._ledger.pinned is None and self._ledger.good:
             self._ledger.pinned = self._ledger.good[0]
             leases.pin(root, self._ledger.pinned, note="campaign")
+        self._attempts_before = len(checks.attempts(run))
 
     _attempts_before = 0
 
     def _look_for_leftovers(self, trial: Trial) -> None:
-        trial.problems += [f"{name} was left behind" for name in self._places.left_in_memory()]
+        trial.problems += [f"{LEFT}: {name}" for name in self._places.left_in_memory(self._drivers)]
         trial.problems += checks.left_behind(self._places.checkpoints)
+
+    def _receive(self, visit: Visit) -> None:
+        """Let a program use the places while the run does not live."""
+        trial = self._trial("intrusion", self._visits.possible(visit.name), "between two lives")
+        began = time.monotonic()
+        trial.outcome = SURVIVED
+        trial.problems += self._visits.visit(trial.victim, visit.draw, alone=True)
+        trial.noticed, trial.seconds = self._visits.said, round(time.monotonic() - began, 1)
+        trial.problems += self._ledger.look(self._places.run, self._places.checkpoints)
+
+    def _lose_folder(self) -> None:
+        """Everything in the checkpoint folder is lost, and the mirror has a checkpoint."""
+        there = {info.step: info.manifest for info in catalog.scan(self._places.mirror) if info.manifest is not None}
+        if not there:
+            return
+        newest, committed = max(there), max(self._ledger.full, default=0)
+        places.lose(self._places.checkpoints)
+        trial = self._trial("damage", "checkpoint folder", f"lost; the mirror has steps {sorted(there)}")
+        self._open.append(trial)
+        if newest < committed:
+            self._insist = ["--skip-unreadable"]
+        self._ledger.fetched(Kept(newest, there[newest].attempt, there[newest].own_digest))
 
     def _do_damage(self, damage: Damage) -> None:
         """To one of several checkpoints, so that something is left to go on with."""
         root, ledger = self._places.checkpoints, self._ledger
+        if damage.target == "folder":
+            self._lose_folder()
+            return
         good = ledger.good
         if len(good) < 2:
             return
@@ -401,11 +545,15 @@ class Chain:
             elif launch.code != 0:
                 trial.problems.append(f"the last resume ended with {launch.code}: {checks.error_of(launch.text)}")
             if left := launch.wait_gone(_GONE_S):
-                trial.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
+                trial.problems.append(f"{LEFT}: {_GONE_S:.0f} s after the end there were {_names(left)}")
+        self._signalled = None
         self._look(trial, launch)
         self._look_for_leftovers(trial)
         if max(self._ledger.good, default=0) != until:
-            trial.problems.append(f"the newest checkpoint is not {until}: {self._ledger.good}")
+            trial.problems.append(f"{LOSS}: the newest checkpoint is not {until}: {self._ledger.good}")
+        there = [info.step for info in catalog.scan(self._places.mirror) if info.manifest is not None]
+        if self._setup.mirrored and max(there, default=0) != until:
+            trial.problems.append(f"{LOSS}: the newest checkpoint of the mirror is not {until}: {there}")
         if not self._ledger.damaged:
             trial.problems += self._verified()
 

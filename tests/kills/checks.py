@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.kills.trial import LABEL, LEFT, LOSS, TAKEN
 from trinity_sync.checkpoint import catalog, verification
+from trinity_sync.checkpoint.layout import STEP_PREFIX
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.tracking import jsonl
@@ -62,6 +64,10 @@ class Ledger:
         """A checkpoint was damaged on purpose."""
         self.damaged[step] = self.full[step].attempt
 
+    def fetched(self, kept: Kept) -> None:
+        """The checkpoint folder was lost, and the next resume gets this one from the mirror."""
+        self.full, self.damaged, self.pinned = {kept.step: kept}, {}, None
+
     def look(self, run: Path, root: Path) -> list[str]:
         """Compare the checkpoint folder and the events with what is known, and learn what is new. No process writes."""
         events = jsonl.read(run / "events.jsonl")
@@ -90,15 +96,17 @@ class Ledger:
                 may_go = self.keeps is not None and sum(other > step for other in full) >= self.keeps
                 if not may_go or step == self.pinned:
                     there = f"is a {found[step].kind}" if step in found and found[step].kind else "is gone"
-                    problems.append(f"the full checkpoint of step {step} (attempt {was.attempt}) {there}")
+                    problems.append(f"{LOSS}: the full checkpoint of step {step} (attempt {was.attempt}) {there}")
             elif was.own_digest and was != is_now:
-                problems.append(f"the checkpoint of step {step} is another one: it was {was}, it is {is_now}")
+                problems.append(f"{LOSS}: the checkpoint of step {step} is another one: it was {was}, it is {is_now}")
         self.full = full
         if self.pinned not in full:
             self.pinned = None
         for info in found.values():
             if info.step not in self.damaged:
-                problems += [f"step {info.step}: {problem}" for problem in verification.verify(info.path).problems]
+                problems += [
+                    f"{LOSS}: step {info.step}: {problem}" for problem in verification.verify(info.path).problems
+                ]
         problems += self._trackers(root)
         problems += self._labels(events, list(found.values()))
         return problems
@@ -107,11 +115,11 @@ class Ledger:
         for kind in (FULL, STATE_DICT):
             tracker = read_tracker(root, kind)
             if tracker.problem:
-                yield tracker.problem
+                yield f"{LABEL}: {tracker.problem}"
             elif tracker.step is not None and tracker.step not in self.damaged:
                 there = {info.step: info.kind for info in catalog.scan(root)}.get(tracker.step)
                 if there is None or (kind == FULL and there != FULL):
-                    yield f"the {kind} tracker names step {tracker.step}, which is {there or 'not there'}"
+                    yield f"{LABEL}: the {kind} tracker names step {tracker.step}, which is {there or 'not there'}"
 
     def _labels(self, events: list[dict[str, Any]], found: list[catalog.CheckpointInfo]) -> Iterable[str]:
         manifests = {info.step: info.manifest for info in found if info.manifest is not None}
@@ -119,13 +127,16 @@ class Ledger:
             if event["event"] == "publish":
                 key = (event["attempt"], event["version"])
                 if self.published.setdefault(key, event["digest"]) != event["digest"]:
-                    yield f"version {key} was published as {self.published[key]} and as {event['digest']}"
+                    yield f"{LABEL}: version {key} was published as {self.published[key]} and as {event['digest']}"
                 yield from self._compared(f"version {key}", event["version"], event["digest"])
         for event in events:
             if event["event"] == "load":
                 label = self.published.get((event["attempt"], event["version"]))
                 if label is not None and event["digest"] != label:
-                    yield f"{event['explorer']} holds {event['digest']} as version {event['version']}, which is {label}"
+                    yield (
+                        f"{LABEL}: {event['explorer']} holds {event['digest']} as version {event['version']}, "
+                        f"which is {label}"
+                    )
                 yield from self._compared(f"load of version {event['version']}", event["version"], event["digest"])
         for step, manifest in manifests.items():
             if step in self.damaged or manifest.digest is None:
@@ -133,12 +144,84 @@ class Ledger:
             for attempt in {manifest.attempt, *({self.attempt} if step == self.began else ())}:
                 label = self.published.get((attempt, step), manifest.digest)
                 if manifest.digest != label:
-                    yield f"the manifest of step {step} says {manifest.digest}, attempt {attempt} published {label}"
+                    says = f"the manifest of step {step} says {manifest.digest}"
+                    yield f"{LABEL}: {says}, attempt {attempt} published {label}"
             yield from self._compared(f"the manifest of step {step}", step, manifest.digest)
 
     def _compared(self, what: str, step: int, digest: str) -> Iterable[str]:
         if self.reference is not None and self.reference.get(step, digest) != digest:
-            yield f"{what} has the digest {digest}, the undisturbed run {self.reference[step]}"
+            yield f"{LABEL}: {what} has the digest {digest}, the undisturbed run {self.reference[step]}"
+
+
+@dataclass
+class Owner:
+    """Whose bytes lie in the places of a chain's run: its run id, and what it has committed and published.
+
+    Attributes:
+        foreign: version digests of other runs.
+        run_id: as its first record has it.
+    """
+
+    foreign: frozenset[str] = frozenset()
+    run_id: str = ""
+
+    def look(self, run: Path, places: Iterable[Path], published: dict[tuple[int, int], str]) -> Iterable[str]:
+        """Compare each manifest in the places with the run. No process writes."""
+        run_id = json.loads((run / "run.json").read_text()).get("id", "")
+        self.run_id = self.run_id or run_id
+        if not run_id or run_id != self.run_id:
+            yield f"{LABEL}: run.json has the run id {run_id!r}, it was {self.run_id!r}"
+            return
+        for place in places:
+            for path in sorted(place.glob("*/manifest*.json")):
+                yield from self._manifest(path, published)
+
+    def _manifest(self, path: Path, published: dict[tuple[int, int], str]) -> Iterable[str]:
+        try:
+            manifest = json.loads(path.read_text())
+            key = manifest["attempt"], manifest["step"]
+        except (ValueError, KeyError, TypeError, OSError):
+            return  # that was damaged on purpose, or `verify` says so
+        if manifest.get("run") != self.run_id:
+            yield f"{TAKEN}: {path} has the run id {manifest.get('run')!r}, the run has {self.run_id!r}"
+        digest = manifest.get("digest")
+        if digest in self.foreign:
+            yield f"{TAKEN}: {path} has the digest {digest} of another run"
+        elif digest is not None and published.get(key, digest) != digest:
+            yield f"{LABEL}: {path} has the digest {digest}, attempt {key[0]} published {published[key]}"
+        if path.parent.name.startswith(STEP_PREFIX) and path.parent.name != f"{STEP_PREFIX}{key[1]}":
+            yield f"{LABEL}: {path} says step {key[1]}"
+
+
+def mirror_problems(mirror: Path) -> Iterable[str]:
+    """Look at a mirror to which no process writes: each checkpoint there is whole, and the tracker names one."""
+    for info in catalog.scan(mirror):
+        if info.manifest is not None:
+            yield from (f"{LOSS}: {info.path}: {problem}" for problem in verification.verify(info.path).problems)
+    known = ("global_step_*", "latest_checkpointed_iteration.txt", ".*")
+    for path in mirror.iterdir() if mirror.exists() else ():
+        if not any(path.match(pattern) for pattern in known):
+            yield f"{LEFT}: {path}"
+    for pattern in (".probe*", "*.tmp", ".*.tmp"):
+        yield from (f"{LEFT}: {path}" for path in mirror.glob(pattern))
+
+
+def signal_problems(run: Path, recorded_before: int, newest: int, *, saves: bool) -> Iterable[str]:
+    """Look at a run that a signal has ended.
+
+    Args:
+        recorded_before: number of its attempts before this start.
+        newest: step of its newest full checkpoint.
+        saves: the step under way was to be saved.
+    """
+    if not (run / "run.json").exists() or len(attempts(run)) <= recorded_before:
+        return  # it had not begun
+    status = json.loads((run / "run.json").read_text())["status"]
+    if status != "interrupted":
+        yield f"{LABEL}: the status of the run is {status} instead of interrupted"
+    trained = max((line["step"] for line in jsonl.read(run / "metrics.jsonl")), default=0)
+    if saves and newest != trained:
+        yield f"{LOSS}: the signal came in step {trained}, and the newest checkpoint is that of step {newest}"
 
 
 def attempts(run: Path) -> list[tuple[int, int | None]]:
@@ -153,13 +236,15 @@ def metrics_problems(run: Path, *, first: int = 1) -> list[str]:
     if steps == list(range(first, first + len(steps))):
         return []
     twice = [step for step, count in Counter(steps).items() if count > 1]
-    return [f"metrics.jsonl does not have each step once: {len(steps)} lines, last {steps[-1:]}, twice {twice[:5]}"]
+    return [
+        f"{LABEL}: metrics.jsonl does not have each step once: {len(steps)} lines, last {steps[-1:]}, twice {twice[:5]}"
+    ]
 
 
 def left_behind(root: Path) -> list[str]:
     """What no run that has ended leaves in its checkpoint folder."""
     patterns = (".staging/*", ".trash-*", ".replaced-*", "*.tmp", ".*.tmp", ".leases/*", ".token-*")
-    return [f"{path} was left behind" for pattern in patterns for path in root.glob(pattern)]
+    return [f"{LEFT}: {path}" for pattern in patterns for path in root.glob(pattern)]
 
 
 def error_of(text: str) -> str:

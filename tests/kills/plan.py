@@ -17,11 +17,26 @@ CONFIGS = [
 ]
 
 ALL = "all"
-FATAL = ("rank", "agent", "synchronizer", "explorer", "raylet", "driver", ALL)
-PAUSED = ("rank", "agent", "monitor", "synchronizer", "explorer", "raylet", "driver")
+ORPHANED = "driver and raylet"
+FATAL = ("rank", "agent", "synchronizer", "explorer", "raylet", "driver", ORPHANED, ALL)
+PAUSED = ("rank", "agent", "monitor", "synchronizer", "explorer", "raylet", "driver", ALL)
 HUNG = ("rank", "agent", "monitor", "synchronizer", "explorer", "raylet")
 DAMAGES = ("flip", "cut", "delete", "empty")
+SIGNALS = ("SIGTERM", "SIGTERM", "SIGHUP")
+"""SIGTERM is the more frequent one."""
+SIGNALLED = ("rank", "agent", "monitor", "synchronizer", "explorer")
+"""Roles that leave a signal to the driver."""
 
+CHECKPOINTS, MIRROR, FOLDER = "checkpoint folder", "mirror", "run folder"
+RESUMED_HERE, AT_ONCE, SWEEP, SERVER = "resume of another run", "two runs at once", "sweep", "vLLM server"
+FOREIGN_MIRROR, VERL_MIRROR = "mirror of another run", "mirror of verl"
+EDITED, SECOND_USER, ENVIRONMENT = "edited folder", "second user", "environment"
+WHILE_IT_RUNS = (CHECKPOINTS, MIRROR, FOLDER, RESUMED_HERE, RESUMED_HERE)
+"""Programs that may start while the run of the chain is alive. The run must not notice them."""
+BETWEEN_LIVES = (*WHILE_IT_RUNS, FOREIGN_MIRROR, VERL_MIRROR, EDITED, EDITED, SECOND_USER, ENVIRONMENT, AT_ONCE, SWEEP)
+"""Programs that may start after the end of the run and before its resume."""
+
+_SERVED = 7
 START_S = 30.0
 """About how long a run takes to its first step."""
 
@@ -34,6 +49,13 @@ class Setup:
         restarts: `explorer.max_restarts`.
         small_disk: its checkpoints lie on a small file system of their own, which blows fill up.
         pinned: the first checkpoint is pinned, and has to stay.
+        mirrored: the run has a mirror.
+        by_environment: `checkpoint.dir` and `checkpoint.mirror` are references to environment variables. A resume finds
+            other values there.
+        shared_machine: the run shares `sync.shm_dir` and `cluster.temp_dir` with other chains.
+        saves_at_sigterm: `checkpoint.save_on_sigterm`.
+        nohup: the run is started with SIGHUP ignored.
+        served: the explorer uses the vLLM server of the campaign.
     """
 
     backend: str
@@ -46,10 +68,16 @@ class Setup:
     restarts: int
     small_disk: bool
     pinned: bool
+    mirrored: bool
+    by_environment: bool
+    shared_machine: bool
+    saves_at_sigterm: bool
+    nohup: bool
+    served: bool
 
     @property
     def name(self) -> str:
-        return f"{self.backend}-{self.sync}-{self.schedule}"
+        return f"{self.backend}-{self.sync}-{self.schedule}" + ("-vllm_server" if self.served else "")
 
     @property
     def free(self) -> bool:
@@ -57,7 +85,7 @@ class Setup:
 
     @property
     def explorers(self) -> int:
-        return 2 if self.free else 1
+        return 2 if self.free and not self.served else 1
 
     @property
     def keeps(self) -> int | None:
@@ -75,6 +103,7 @@ class Setup:
             f"retention=[{self.retention}]",
             f"explorer.max_restarts={self.restarts}",
             f"explorer.replicas={self.explorers}",
+            f"checkpoint.save_on_sigterm={str(self.saves_at_sigterm).lower()}",
             *([f"checkpoint.format={self.format}"] if self.backend != "megatron" else []),
             *(["sync.max_staleness=1"] if self.free else []),
         ]
@@ -102,10 +131,12 @@ class Blow:
     """What befalls a run.
 
     Attributes:
-        kind: ``kill``, ``pause`` (stopped for a while), ``hang`` (stopped until somebody notices), ``full disk``.
-        victim: a role; empty where no process is meant.
+        kind: ``kill``, ``pause`` (stopped for a while), ``hang`` (stopped until somebody notices), ``full disk``, a
+            signal, ``intrusion`` (another program uses a place of the run).
+        victim: a role; the name of an intrusion; empty where no process is meant.
         draw: 0 to 1, which one where there are several.
-        seconds: how long, for a pause and a full disk.
+        seconds: how long, for a pause and a full disk; of a signal the time to a second one, 0: there is none.
+        stopped: a role that has stood still (SIGSTOP) since just before a signal; empty: none.
     """
 
     kind: str
@@ -113,6 +144,7 @@ class Blow:
     instant: Instant
     draw: float
     seconds: float = 0.0
+    stopped: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,7 +153,8 @@ class Damage:
 
     Attributes:
         how: ``flip`` a byte, ``cut`` in half, ``delete``, ``empty``.
-        target: ``newest`` committed full checkpoint, an ``older`` one, ``every`` one, or the ``tracker``.
+        target: ``newest`` committed full checkpoint, an ``older`` one, ``every`` one, the ``tracker``, or the whole
+            ``folder`` where there is a mirror.
         draw: 0 to 1, which file.
     """
 
@@ -131,11 +164,25 @@ class Damage:
 
 
 @dataclass(frozen=True)
+class Visit:
+    """A program that uses a place of the run between two lives.
+
+    Attributes:
+        name: one of `BETWEEN_LIVES`.
+        draw: 0 to 1, which variant.
+    """
+
+    name: str
+    draw: float
+
+
+@dataclass(frozen=True)
 class Life:
-    """From a start to the next: blows, of which the last ends it, and then perhaps a damage."""
+    """From a start to the next: blows, of which the last ends it, and then perhaps a damage and visits."""
 
     blows: tuple[Blow, ...]
     damage: Damage | None
+    visits: tuple[Visit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,16 +195,18 @@ class Plan:
     lives: tuple[Life, ...]
 
 
-def draw_plan(seed: int, chain: int, *, mounts: bool = True) -> Plan:
+def draw_plan(seed: int, chain: int, *, mounts: bool = True, serves: bool = True) -> Plan:
     """The chain of this number. Consecutive numbers go through all configurations.
 
     Args:
         mounts: a small disk can be mounted.
+        serves: there is a vLLM server. One chain in seven uses it.
     """
     rng = random.Random(f"{seed}/{chain}")
     order = random.Random(seed).sample(CONFIGS, len(CONFIGS))
     setup = _draw_setup(rng, *order[chain % len(order)])
-    setup = replace(setup, small_disk=setup.small_disk and mounts)
+    served = serves and chain % _SERVED == _SERVED // 2 and setup.sync != "nccl"
+    setup = replace(setup, small_disk=setup.small_disk and mounts, served=served)
     lives = [_draw_life(rng, setup, number) for number in range(rng.randint(3, 5))]
     if rng.random() < 0.15:
         lives[-1] = replace(lives[-1], damage=Damage(rng.choice(DAMAGES), "every", rng.random()))
@@ -177,6 +226,12 @@ def _draw_setup(rng: random.Random, backend: str, sync: str, schedule: str) -> S
         restarts=rng.choice((0, 0, 9)),
         small_disk=small_disk,
         pinned=rng.random() < 0.3,
+        mirrored=rng.random() < 0.6,
+        by_environment=rng.random() < 0.4,
+        shared_machine=rng.random() < 0.6,
+        saves_at_sigterm=rng.random() < 0.5,
+        nohup=rng.random() < 0.2,
+        served=False,
     )
 
 
@@ -190,9 +245,10 @@ def _draw_life(rng: random.Random, setup: Setup, number: int) -> Life:
         blows.append(_draw_end(rng, setup, _draw_instant(rng, resumed=number > 0 and not blows)))
     damage = None
     if not early and rng.random() < 0.35:
-        target = rng.choice(("newest", "newest", "newest", "older", "tracker"))
+        target = rng.choice(("newest", "newest", "newest", "older", "tracker", *(["folder"] * 3 * setup.mirrored)))
         damage = Damage(rng.choice(DAMAGES), target, rng.random())
-    return Life(tuple(blows), damage)
+    visits = [Visit(rng.choice(BETWEEN_LIVES), rng.random()) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
+    return Life(tuple(blows), damage, tuple(visits))
 
 
 def _draw_instant(rng: random.Random, *, resumed: bool) -> Instant:
@@ -203,7 +259,7 @@ def _draw_instant(rng: random.Random, *, resumed: bool) -> Instant:
 
 
 def _draw_survivable(rng: random.Random, setup: Setup, instant: Instant) -> Blow:
-    choices = ["monitor", "monitor", "pause", "pause"]
+    choices = ["monitor", "monitor", "pause", "pause", "signal", "signal", "intrusion", "intrusion"]
     if setup.restarts or setup.free:
         choices.append("explorer")
     if setup.small_disk:
@@ -211,6 +267,12 @@ def _draw_survivable(rng: random.Random, setup: Setup, instant: Instant) -> Blow
     choice = rng.choice(choices)
     if choice == "pause":
         return Blow("pause", rng.choice(PAUSED), instant, rng.random(), rng.uniform(0.2, 5.0))
+    if choice == "signal":
+        kind = rng.choice(SIGNALS)
+        everyone = ("driver", ALL) if setup.nohup and kind == "SIGHUP" else ()
+        return Blow(kind, rng.choice((*SIGNALLED, *everyone)), instant, rng.random())
+    if choice == "intrusion":
+        return Blow("intrusion", rng.choice((*WHILE_IT_RUNS, *([SERVER] * 8 * setup.served))), instant, rng.random())
     if choice == "disk":
         return Blow("full disk", "", instant, 0.0, rng.uniform(0.3, 3.0))
     return Blow("kill", choice, instant, rng.random())
@@ -220,4 +282,13 @@ def _draw_end(rng: random.Random, setup: Setup, instant: Instant) -> Blow:
     if instant.after != "start" and rng.random() < 0.2:
         # The peers of a rank notice that it hangs; of a single one nobody does before the limit of a step.
         return Blow("hang", rng.choice(HUNG if setup.ranks > 1 else HUNG[1:]), instant, rng.random())
+    if rng.random() < 0.4:
+        return _draw_signal(rng, setup, instant)
     return Blow("kill", rng.choice(FATAL), instant, rng.random())
+
+
+def _draw_signal(rng: random.Random, setup: Setup, instant: Instant) -> Blow:
+    kind = rng.choice(SIGNALS) if not setup.nohup else "SIGTERM"
+    again = rng.uniform(0.05, 3.0) if rng.random() < 0.2 else 0.0
+    stopped = rng.choice(("", "", "", "", rng.choice(SIGNALLED))) if instant.after != "start" else ""
+    return Blow(kind, rng.choice(("driver", ALL)), instant, rng.random(), again, stopped)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,28 @@ class Launch:
     Args:
         mark: see `processes.own_mark`.
         stop: ends every wait.
+        environment: variables of the run.
+        before: a program that starts it, with its arguments, such as `nohup`.
     """
 
     def __init__(
-        self, command: list[str], *, mark: str, output: Path, run: Path, checkpoints: Path, stop: threading.Event
+        self,
+        command: list[str],
+        *,
+        mark: str,
+        output: Path,
+        run: Path,
+        checkpoints: Path,
+        stop: threading.Event,
+        environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
     ) -> None:
         self.output, self._checkpoints, self._mark, self._stop = output, checkpoints, mark, stop
         self.started = time.monotonic()
         self._events, self._metrics = Tail(run / "events.jsonl"), Tail(run / "metrics.jsonl")
         with open(output, "wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, *command],
+                [*before, sys.executable, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -89,6 +101,7 @@ class Launch:
                     "PYTHONPATH": str(ROOT),
                     "OMP_NUM_THREADS": "1",
                     "COLUMNS": "200",
+                    **(environment or {}),
                     processes.MARK: mark,
                 },
                 start_new_session=True,
@@ -131,6 +144,11 @@ class Launch:
         if member.pid == self._process.pid and self.code is not None:
             return False
         return processes.send(member, self._mark, signum)
+
+    def strike_all(self, signum: int) -> None:
+        """Send a signal to every process that lives now, as a process manager does."""
+        for member in self.members():
+            self.strike(member, signum)
 
     def kill_all(self) -> None:
         """As a machine that goes down."""

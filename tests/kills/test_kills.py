@@ -165,7 +165,7 @@ def test_a_pinned_checkpoint_may_not_go(run: PretendRun) -> None:
     ledger.look(run.folder, run.root)
     ledger.pinned = 2
     pruned_in_silence(run)
-    assert ledger.look(run.folder, run.root) == ["the full checkpoint of step 2 (attempt 0) is gone"]
+    assert ledger.look(run.folder, run.root) == ["lost: the full checkpoint of step 2 (attempt 0) is gone"]
 
 
 @pytest.mark.parametrize("name", [".staging/4-0", ".trash-x", ".leases/4-0-aa.json"])
@@ -299,5 +299,5 @@ def test_damage_changes_one_copy_of_a_file(tmp_path: Path, how: str, left: int |
 def test_the_table_counts_by_kind_and_victim() -> None:
     line = {"kind": "kill", "victim": "rank", "outcome": "resumed", "problems": []}
     table = render([line, {**line, "problems": ["x"]}, {**line, "kind": "damage", "victim": "optim"}])
-    assert "| kill | rank | 2 | 0 | 2 | 0 | 0 | 1 |" in table
-    assert "| all |  | 3 | 0 | 3 | 0 | 0 | 1 |" in table
+    assert "| kill | rank | 2 | 0 | 2 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
+    assert "| all |  | 3 | 0 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in table

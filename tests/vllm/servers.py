@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,9 +28,17 @@ class RealServer:
         log: where it says what it does.
         arguments: further ones.
         dev: whether it lets itself be given weights.
+        environment: further variables of its processes.
     """
 
-    def __init__(self, model: Path, log: Path, *arguments: str, dev: bool = True) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *arguments: str,
+        dev: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -39,10 +47,11 @@ class RealServer:
         self._log = log
         self._arguments = arguments
         self._dev = dev
+        self._environment = environment or {}
 
     def start(self, *, wait: bool = True) -> None:
         environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        environment["VLLM_SERVER_DEV_MODE"] = str(int(self._dev))
+        environment |= {"VLLM_SERVER_DEV_MODE": str(int(self._dev)), **self._environment}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager"]
         with self._log.open("ab") as log:

@@ -1,0 +1,418 @@
+"""Programs that use a place of a chain's run: another run, the resume of one, a command, a second user."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from tests.e2e.runs import ROOT
+from tests.kills import checks, plan
+from tests.kills.places import DISK, SECOND_PLACE, Places, contents
+from tests.kills.plan import Setup
+from tests.kills.processes import MARK, own_mark
+from tests.kills.running import SMALL, Launch
+from tests.kills.trial import LABEL, LEFT, TAKEN
+from trinity_sync.checkpoint import catalog
+from trinity_sync.tracking import jsonl
+
+SECOND_UID = 4242
+"""Of a second user, who owns nothing else on the host. May read the interpreter, wherever it lies."""
+
+# A refusal takes seconds. A server that is in use is noticed by the explorer, after the start of Ray.
+_REFUSED_S = 150.0
+_RUN_S = 600.0
+_ANOTHER = [*SMALL, "backend=fsdp", "backend.ranks=1", "seed=7"]
+_CANARY = "import pathlib\npathlib.Path(r'{}').touch()\n"
+_OPTIONAL_MODULES = ("habana_frameworks", "torch_npu", "sitecustomize", "usercustomize")
+"""Modules that torch, ray or the interpreter import where they are found."""
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """Another run, which has ended, with checkpoints in its folder and a mirror of them.
+
+    Attributes:
+        digests: version digests of everything that it has published.
+    """
+
+    home: Path
+    digests: frozenset[str]
+
+    @classmethod
+    def make(cls, home: Path, stop: threading.Event) -> Stranger:
+        """Run it, where that has not been done before.
+
+        Raises:
+            RuntimeError: the run failed.
+        """
+        if not (home / "run" / "summary.json").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            home.mkdir(parents=True)
+            run = home / "run"
+            command = [str(ROOT / "launch.py"), *_ANOTHER, "trainer.steps=4", f"hydra.run.dir={run}"]
+            with Launch(
+                [*command, f"checkpoint.mirror={home / 'mirror'}"],
+                mark=own_mark("stranger"),
+                output=home / "output.txt",
+                run=run,
+                checkpoints=run / "checkpoints",
+                stop=stop,
+            ) as launch:
+                launch.wait_end(_RUN_S)
+            if launch.code != 0:
+                raise RuntimeError(
+                    f"the other run ended with {launch.code}: {checks.error_of(launch.text)}; see {home}"
+                )
+        events = jsonl.read(home / "run" / "events.jsonl")
+        return cls(home, frozenset(event["digest"] for event in events if event["event"] == "publish"))
+
+    def copy(self, to: Path) -> Path:
+        """Copy the run's folder and its mirror into a folder; return the copy of the run's folder."""
+        shutil.copytree(self.home / "run", to / "run", symlinks=True)
+        shutil.copytree(self.home / "mirror", to / "mirror", symlinks=True)
+        return to / "run"
+
+
+class SharedServer:
+    """The vLLM server of a campaign: started for the first chain that uses it, and used by one chain at a time."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._lock = home, threading.Lock()
+        self._url = ""
+        self._close: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def held(self) -> Iterator[list[str]]:
+        """Overrides for a run that uses the server; other chains wait meanwhile."""
+        with self._lock:
+            if not self._url:
+                self._start()
+            yield ["explorer=vllm_server", f"explorer.url={self._url}", f"model.path={self._home / 'model'}"]
+
+    def close(self) -> None:
+        """Kill the server."""
+        self._close()
+
+    def _start(self) -> None:
+        from tests.explorer.helpers import ARCHITECTURE
+        from tests.vllm.servers import PLUG_IN, RealServer
+        from trinity_sync.models.factory import make_model
+
+        shutil.rmtree(self._home, ignore_errors=True)
+        self._home.mkdir(parents=True)
+        model = make_model(ARCHITECTURE, 7, self._home / "model")
+        server = RealServer(model, self._home / "server.log", *PLUG_IN, environment={MARK: own_mark("server")})
+        self._close = server.close
+        server.start()
+        self._url = server.url
+
+
+class Visits:
+    """Lets other programs use the places of a chain's run, and looks at what becomes of them.
+
+    Attributes:
+        said: the error of the last one.
+
+    Args:
+        places, setup, overrides: of the chain's run; the overrides name its server, where it has one.
+        stop: ends every wait.
+    """
+
+    def __init__(
+        self, places: Places, setup: Setup, stranger: Stranger, overrides: Sequence[str], stop: threading.Event
+    ) -> None:
+        self._places, self._setup, self._stranger, self._overrides = places, setup, stranger, overrides
+        self._stop = stop
+        self._count = 0
+        self.said = ""
+        self.elsewhere: dict[str, str] = {}
+        self._known: dict[str, str] = {}
+        if setup.by_environment:
+            folder = places.home / "elsewhere"
+            run = stranger.copy(folder)
+            self.elsewhere = {DISK: str(run / "checkpoints"), SECOND_PLACE: str(folder / "mirror")}
+            self._known = contents(folder)
+
+    def possible(self, name: str) -> str:
+        """Return the visit, or another one where this run lacks the place or this user is not root."""
+        if name in (plan.MIRROR, plan.FOREIGN_MIRROR, plan.VERL_MIRROR) and not self._setup.mirrored:
+            return plan.CHECKPOINTS
+        if name == plan.SECOND_USER and os.geteuid() != 0:
+            return plan.EDITED
+        return plan.EDITED if name == plan.ENVIRONMENT and not self._setup.by_environment else name
+
+    def visit(self, name: str, draw: float, *, alone: bool) -> list[str]:
+        """Let a program come; the promises that were not kept.
+
+        Args:
+            name: see `plan.BETWEEN_LIVES`.
+            draw: 0 to 1, which variant.
+            alone: the run itself does not live, so that nothing in its places may change.
+        """
+        self._count += 1
+        self.said = ""
+        home = self._places.home / f"visit-{self._count}"
+        home.mkdir()
+        kinds: dict[str, Callable[[Path, float], list[str]]] = {
+            plan.CHECKPOINTS: lambda home, _: self._another(home, f"checkpoint.dir={self._places.checkpoints}"),
+            plan.MIRROR: lambda home, _: self._another(home, f"checkpoint.mirror={self._places.mirror}"),
+            plan.FOLDER: lambda home, _: self._another(home, f"hydra.run.dir={self._places.run}"),
+            plan.RESUMED_HERE: self._resume_of_another,
+            plan.SERVER: lambda home, _: self._another(home, *self._overrides, codes=(1, 2)),
+            plan.FOREIGN_MIRROR: self._other_mirror,
+            plan.VERL_MIRROR: self._other_mirror_of_verl,
+            plan.EDITED: self._edited,
+            plan.SECOND_USER: self._second_user,
+            plan.ENVIRONMENT: self._commands,
+            plan.AT_ONCE: self._at_once,
+            plan.SWEEP: self._sweep,
+        }
+        before = self._own_places() if alone else {}
+        problems = kinds[name](home, draw)
+        if alone and name != plan.ENVIRONMENT and (changed := _difference(before, self._own_places())):
+            problems.append(f"{TAKEN}: the visit changed {changed}")
+        problems += self.elsewhere_problems()
+        if not problems:
+            shutil.rmtree(home)
+        return problems
+
+    def elsewhere_problems(self) -> list[str]:
+        """What was changed in the places to which the environment variables lead now: they are another run's."""
+        if not self.elsewhere:
+            return []
+        changed = _difference(self._known, contents(self._places.home / "elsewhere"))
+        return [f"{TAKEN}: in the places that the environment variables name now, {changed}"] if changed else []
+
+    def _own_places(self) -> dict[str, str]:
+        places = self._places
+        records = {".hydra": contents(places.run / ".hydra")}
+        paths = [places.run / name for name in ("run.json", "events.jsonl", "metrics.jsonl")]
+        files = {path.name: path.read_text() for path in paths if path.exists()}
+        found = {"checkpoints": contents(places.checkpoints), "mirror": contents(places.mirror), **records}
+        return files | {f"{place}/{name}": digest for place, all_ in found.items() for name, digest in all_.items()}
+
+    # -- those that have to be refused
+
+    def _another(self, home: Path, *overrides: str, codes: Sequence[int] = (2,)) -> list[str]:
+        command = [str(ROOT / "launch.py"), *self._of_another(home), "trainer.steps=2", *overrides]
+        return self._refused(home, command, overrides[-1 if len(codes) == 1 else 1].partition("=")[2], codes=codes)
+
+    def _of_another(self, home: Path) -> list[str]:
+        shm, ray = self._places.shm, self._places.ray
+        return [*_ANOTHER, f"hydra.run.dir={home / 'run'}", f"sync.shm_dir={shm}", f"cluster.temp_dir={ray}"]
+
+    def _resume_of_another(self, home: Path, draw: float) -> list[str]:
+        run = self._stranger.copy(home)
+        into_mirror = draw < 0.7 and self._setup.mirrored
+        place = self._places.mirror if into_mirror else self._places.checkpoints
+        override = f"checkpoint.{'mirror' if into_mirror else 'dir'}={place}"
+        return self._refused(home, [*_RESUME, str(run), override, "trainer.steps=6"], str(place))
+
+    def _other_mirror(self, home: Path, _: float) -> list[str]:
+        return self._mirror_instead(home, self._stranger.copy(home).parent / "mirror")
+
+    def _other_mirror_of_verl(self, home: Path, _: float) -> list[str]:
+        mirror = self._stranger.copy(home).parent / "mirror"
+        for path in [*mirror.glob("*/manifest.json"), *(path for path in mirror.glob(".*") if path.is_file())]:
+            path.unlink()
+        return self._mirror_instead(home, mirror)
+
+    def _mirror_instead(self, home: Path, other: Path) -> list[str]:
+        """A resume finds another folder in the place of its mirror."""
+        mirror, aside = self._places.mirror, self._places.home / "mirror-aside"
+        known, was_there = contents(other), mirror.exists()
+        if was_there:
+            mirror.rename(aside)
+        other.rename(mirror)
+        try:
+            problems = self._refused(home, [*_RESUME, str(self._places.run)], str(mirror))
+            if changed := _difference(known, contents(mirror)):
+                problems.append(f"{TAKEN}: in a mirror without a mark of the run, the resume changed {changed}")
+        finally:
+            mirror.rename(home / "mirror-afterwards")
+            if was_there:
+                aside.rename(mirror)
+        return problems
+
+    def _edited(self, home: Path, draw: float) -> list[str]:
+        """A copy of the run's folder whose owner, another user, has changed what it names."""
+        other = self._stranger.copy(home / "other")
+        known = contents(home / "other")
+        run, canary = self._folder_of_second_user(home), home / "canary"
+        if draw < 0.4:
+            modules = home / "modules"
+            modules.mkdir()
+            for name in _OPTIONAL_MODULES:
+                (modules / f"{name}.py").write_text(_CANARY.format(canary))
+            _edit(run / ".hydra" / "hydra.yaml", "hydra.runtime.cwd", str(modules))
+        elif draw < 0.7:
+            _edit(run / ".hydra" / "config.yaml", "checkpoint.mirror", str(other.parent / "mirror"))
+        else:
+            _edit(run / ".hydra" / "config.yaml", "checkpoint.dir", str(other / "checkpoints"))
+        problems = self._refused(home, [*_RESUME, str(run)], "")
+        if canary.exists():
+            problems.append(f"{TAKEN}: the resume ran a module of the folder's owner")
+        if changed := _difference(known, contents(home / "other")):
+            problems.append(f"{TAKEN}: in the place that the edited folder names, the resume changed {changed}")
+        return problems
+
+    def _second_user(self, home: Path, draw: float) -> list[str]:
+        """Another user resumes a copy of the run's folder, or starts a run with its places."""
+        run = self._folder_of_second_user(home)
+        caps = "+dac_read_search"
+        before = ["setpriv", f"--reuid={SECOND_UID}", f"--regid={SECOND_UID}", "--clear-groups"]
+        before += [f"--inh-caps={caps}", f"--ambient-caps={caps}"]
+        user_home = str(run.parent)
+        command = [*_RESUME, str(run)]
+        if draw < 0.3:
+            command = [str(ROOT / "launch.py"), *_ANOTHER, f"hydra.run.dir={run.parent / 'new'}", "trainer.steps=2"]
+            command += [f"checkpoint.dir={self._places.checkpoints}"]
+        environment = {"HOME": user_home, "XDG_STATE_HOME": f"{user_home}/state"}
+        return self._refused(home, command, "", environment=environment, before=before)
+
+    def _folder_of_second_user(self, home: Path) -> Path:
+        """A copy of the run's folder, without checkpoints that lie in it, which another user owns."""
+        run = home / "of-second-user" / "run"
+        shutil.copytree(self._places.run, run, symlinks=True, ignore=shutil.ignore_patterns("checkpoints", ".lock"))
+        if os.geteuid() == 0:
+            for path in (run.parent, *run.parent.rglob("*")):
+                os.lchown(path, SECOND_UID, SECOND_UID)
+        return run
+
+    def _sweep(self, home: Path, draw: float) -> list[str]:
+        key = "checkpoint.mirror" if draw < 0.5 else "checkpoint.dir"
+        command = [str(ROOT / "launch.py"), "-m", *_ANOTHER, "hydra/launcher=parallel", "seed=1,2", "trainer.steps=2"]
+        command += [f"hydra.sweep.dir={home / 'sweep'}", f"{key}={home / 'shared'}"]
+        problems = self._refused(home, command, key)
+        if (home / "shared").exists() and list((home / "shared").rglob("*")):
+            problems.append(f"{LEFT}: the sweep that was refused wrote to {home / 'shared'}")
+        return problems
+
+    def _refused(
+        self,
+        home: Path,
+        command: Sequence[str],
+        named: str,
+        *,
+        codes: Sequence[int] = (2,),
+        environment: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> list[str]:
+        """Start a program that has to end with one of these codes and an error that names a key or path."""
+        mark = own_mark(f"visit-{threading.get_ident()}")
+        with self._start(home, command, mark, environment, before) as launch:
+            in_time = launch.wait_end(_REFUSED_S)
+            text, self.said = launch.text, checks.error_of(launch.text)
+        if not in_time:
+            return [f"{TAKEN}: the visitor was not refused in {_REFUSED_S:.0f} s, and was killed: {text[-200:]}"]
+        if launch.code not in codes:
+            return [f"{TAKEN}: the visitor ended with {launch.code} instead of {codes[-1]}: {self.said or text[-300:]}"]
+        if named not in " ".join(text.split()) or not self.said or "Traceback" in text:
+            return [f"the refusal does not name {named}, or has a traceback: {text[-300:]}"]
+        return []
+
+    def _start(
+        self,
+        home: Path,
+        command: Sequence[str],
+        mark: str,
+        environment: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+        name: str = "output.txt",
+    ) -> Launch:
+        return Launch(
+            list(command),
+            mark=mark,
+            output=home / name,
+            run=home / "run",
+            checkpoints=home / "run" / "checkpoints",
+            stop=self._stop,
+            environment={**self.elsewhere, **(environment or {})},
+            before=before,
+        )
+
+    # -- others
+
+    def _commands(self, home: Path, _: float) -> list[str]:
+        """Commands on the run while the environment variables in its settings have other values."""
+        problems = []
+        for command in (["ckpt", "prune"], ["ckpt", "list", "--json"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "trinity_sync.cli", *command, str(self._places.run)],
+                capture_output=True,
+                text=True,
+                cwd=home,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self.elsewhere},
+            )
+            self.said = self.said or checks.error_of(done.stderr)
+            if done.returncode:
+                problems.append(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-300:]}")
+        listed = sorted({int(one["step"]) for one in _objects(done.stdout) if "step" in one})
+        own = sorted(info.step for info in catalog.scan(self._places.checkpoints))
+        if not problems and listed != own:
+            problems.append(f"{LABEL}: ckpt list shows the steps {listed}, the run has {own}")
+        return problems
+
+    def _at_once(self, home: Path, draw: float) -> list[str]:
+        """Two runs start together with one new mirror or checkpoint folder. One of them may have it."""
+        place = home / "shared"
+        override = f"checkpoint.{'mirror' if draw < 0.6 else 'dir'}={place}"
+        codes: dict[Path, int | None] = {}
+        launches = []
+        try:
+            for index in range(2):
+                one = home / str(index)
+                one.mkdir()
+                command = [str(ROOT / "launch.py"), *self._of_another(one), "trainer.steps=2", override]
+                mark = own_mark(f"at-once-{threading.get_ident()}-{index}")
+                launches.append(self._start(one, command, mark))
+            for index, launch in enumerate(launches):
+                launch.wait_end(_RUN_S)
+                codes[home / str(index) / "run"] = launch.code
+                self.said = self.said or checks.error_of(launch.text)
+        finally:
+            for launch in launches:
+                launch.__exit__()
+        done = [run for run, code in codes.items() if code == 0]
+        if len(done) > 1 or not set(codes.values()) <= {0, 2}:
+            return [
+                f"{TAKEN}: two runs that started together with {override} ended with {sorted(map(str, codes.values()))}"
+            ]
+        if not done:
+            return []  # each has seen the other
+        return list(checks.Owner().look(done[0], [place], {})) + list(checks.mirror_problems(place))
+
+
+_RESUME = ("-m", "trinity_sync.cli", "resume")
+
+
+def _edit(path: Path, key: str, value: str) -> None:
+    cfg = OmegaConf.load(path)
+    OmegaConf.update(cfg, key, value, force_add=True)
+    path.write_text(OmegaConf.to_yaml(cfg))
+
+
+def _difference(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Names of what is not the same, at most five."""
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))[:5]
+
+
+def _objects(text: str) -> list[dict[str, object]]:
+    """The JSON objects that `ckpt list --json` prints, as one list or one after the other."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    if isinstance(found, dict):
+        found = found.get("checkpoints", [found])
+    return [one for one in found if isinstance(one, dict)]

@@ -1,0 +1,89 @@
+"""Programs that use a place of another run: each is refused, and the oracle finds it where one is not."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT
+from tests.kills import checks, plan
+from tests.kills.places import Places
+from tests.kills.plan import BETWEEN_LIVES, Setup, draw_plan
+from tests.kills.processes import own_mark
+from tests.kills.running import SMALL, Launch
+from tests.kills.sharing import Stranger, Visits
+
+LIMIT_S = 400.0
+
+
+@dataclass
+class Scene:
+    """A run that has ended, and another one."""
+
+    places: Places
+    setup: Setup
+    stranger: Stranger
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    home = Path(tempfile.mkdtemp(prefix="kills-", dir="/tmp"))  # pytest's own folder is closed to other users
+    home.chmod(0o755)
+    drawn = next(one.setup for chain in range(99) if (one := draw_plan(0, chain)).setup.name == "fsdp-memory-lockstep")
+    setup = replace(drawn, mirrored=True, by_environment=True, ranks=1, nohup=False)
+    places = Places.make(home / "chain", small_disk=False)
+    stop = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(home / "state"))
+        stranger = Stranger.make(home / "stranger", stop)
+        overrides = [*SMALL, *setup.overrides(), *places.overrides(mirrored=True, by_environment=True)]
+        with Launch(
+            [str(ROOT / "launch.py"), *overrides, "trainer.steps=4"],
+            mark=own_mark("scene"),
+            output=places.home / "output.txt",
+            run=places.run,
+            checkpoints=places.checkpoints,
+            stop=stop,
+            environment=places.environment(),
+        ) as launch:
+            assert launch.wait_end(LIMIT_S)
+            assert launch.code == 0, launch.text
+        yield Scene(places, setup, stranger)
+    places.close(remove=False)
+    shutil.rmtree(home)
+
+
+@pytest.fixture
+def visits(scene: Scene) -> Visits:
+    shutil.rmtree(scene.places.home / "elsewhere", ignore_errors=True)
+    for left in scene.places.home.glob("visit-*"):
+        shutil.rmtree(left)
+    return Visits(scene.places, scene.setup, scene.stranger, [], threading.Event())
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("draw", [0.1, 0.6, 0.9])
+@pytest.mark.parametrize("name", sorted(set(BETWEEN_LIVES)))
+def test_a_program_that_uses_a_place_of_a_run_is_refused(visits: Visits, name: str, draw: float) -> None:
+    assert visits.possible(name) == name, "needs root"
+    assert visits.visit(name, draw, alone=True) == []
+    assert visits.said or name in (plan.ENVIRONMENT, plan.AT_ONCE)
+
+
+@pytest.mark.all
+def test_each_place_of_a_run_has_bytes_of_that_run_only(scene: Scene) -> None:
+    published = {
+        (event["attempt"], event["version"]): event["digest"]
+        for event in checks.jsonl.read(scene.places.run / "events.jsonl")
+        if event["event"] == "publish"
+    }
+    places = (scene.places.checkpoints, scene.places.mirror)
+    owner = checks.Owner(scene.stranger.digests)
+    assert list(owner.look(scene.places.run, places, published)) == []
+    assert list(checks.mirror_problems(scene.places.mirror)) == []
