@@ -32,6 +32,8 @@ SECOND_UID = 4242
 _REFUSED_S = 150.0
 _RUN_S = 600.0
 _ANOTHER = [*SMALL, "backend=fsdp", "backend.ranks=1", "seed=7"]
+_MANY = ("checkpoint.interval=1", "retention=[keep_all]")
+"""More checkpoints than the retention of a chain keeps, so that a prune in the wrong place deletes some."""
 _CANARY = "import pathlib\npathlib.Path(r'{}').touch()\n"
 _OPTIONAL_MODULES = ("habana_frameworks", "torch_npu", "sitecustomize", "usercustomize")
 """Modules that torch, ray or the interpreter import where they are found."""
@@ -59,7 +61,7 @@ class Stranger:
             shutil.rmtree(home, ignore_errors=True)
             home.mkdir(parents=True)
             run = home / "run"
-            command = [str(ROOT / "launch.py"), *_ANOTHER, "trainer.steps=4", f"hydra.run.dir={run}"]
+            command = [str(ROOT / "launch.py"), *_ANOTHER, "trainer.steps=6", f"hydra.run.dir={run}", *_MANY]
             with Launch(
                 [*command, f"checkpoint.mirror={home / 'mirror'}"],
                 mark=own_mark("stranger"),
@@ -235,7 +237,7 @@ class Visits:
             mirror.rename(aside)
         other.rename(mirror)
         try:
-            problems = self._refused(home, [*_RESUME, str(self._places.run)], str(mirror))
+            problems = self._refused(home, [*_RESUME, str(self._places.run), _MORE], str(mirror))
             if changed := _difference(known, contents(mirror)):
                 problems.append(f"{TAKEN}: in a mirror without a mark of the run, the resume changed {changed}")
         finally:
@@ -259,7 +261,7 @@ class Visits:
             _edit(run / ".hydra" / "config.yaml", "checkpoint.mirror", str(other.parent / "mirror"))
         else:
             _edit(run / ".hydra" / "config.yaml", "checkpoint.dir", str(other / "checkpoints"))
-        problems = self._refused(home, [*_RESUME, str(run)], "")
+        problems = self._refused(home, [*_RESUME, str(run), _MORE], "")
         if canary.exists():
             problems.append(f"{TAKEN}: the resume ran a module of the folder's owner")
         if changed := _difference(known, contents(home / "other")):
@@ -273,7 +275,7 @@ class Visits:
         before = ["setpriv", f"--reuid={SECOND_UID}", f"--regid={SECOND_UID}", "--clear-groups"]
         before += [f"--inh-caps={caps}", f"--ambient-caps={caps}"]
         user_home = str(run.parent)
-        command = [*_RESUME, str(run)]
+        command = [*_RESUME, str(run), _MORE]
         if draw < 0.3:
             command = [str(ROOT / "launch.py"), *_ANOTHER, f"hydra.run.dir={run.parent / 'new'}", "trainer.steps=2"]
             command += [f"checkpoint.dir={self._places.checkpoints}"]
@@ -394,6 +396,7 @@ class Visits:
 
 
 _RESUME = ("-m", "trinity_sync.cli", "resume")
+_MORE = "trainer.steps=1000"  # a run that has all its steps is refused for that
 
 
 def _edit(path: Path, key: str, value: str) -> None:
