@@ -173,8 +173,15 @@ class Owner:
             yield f"{LABEL}: run.json has the run id {run_id!r}, it was {self.run_id!r}"
             return
         for place in places:
-            for path in sorted(place.glob("*/manifest*.json")):
+            manifests = sorted(place.glob("*/manifest*.json"))
+            for path in manifests:
                 yield from self._manifest(path, published)
+            marks = {path: json.loads(path.read_text())["run"] for path in place.glob(".run*.json")}
+            for path, run_id in marks.items():
+                if run_id != self.run_id:
+                    yield f"{TAKEN}: {path} is the mark of the run {run_id!r}, the run is {self.run_id!r}"
+            if manifests and not marks:
+                yield f"{LABEL}: {place} has checkpoints and no mark of a run"
 
     def _manifest(self, path: Path, published: dict[tuple[int, int], str]) -> Iterable[str]:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,33 +14,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import checks, places, processes
-from tests.kills.checks import Ledger
+from tests.kills import checks, places, plan, processes
+from tests.kills.checks import Ledger, Owner
 from tests.kills.places import Places
 from tests.kills.plan import CONFIGS, draw_plan
 from tests.kills.processes import MARK, Member, own_mark
 from tests.kills.running import Launch
 from tests.kills.table import render
-from trinity_sync.checkpoint import commits, rollback
-from trinity_sync.checkpoint.layout import Manifest, staging_dir, step_dir
+from tests.kills.trial import kind_of
+from trinity_sync.checkpoint import commits, owner, rollback
+from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT_S = 30.0
+OWN, OTHER = "own run id", "id of another run"
+
+
+def mark(run: str) -> str:
+    return owner.Owner(run=run, folder="..", host="host", session="session").to_text()
 
 
 class PretendRun:
     """What a run leaves: a record, events and committed checkpoints of one small file."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.root = folder, folder / "checkpoints"
+        self.folder, self.root, self.mirror = folder, folder / "checkpoints", folder / "mirror"
         self._events: list[dict[str, object]] = []
         self._attempts: list[int | None] = []
 
     def begin(self, start: int | None = None) -> None:
         self._attempts.append(start)
         self.root.mkdir(parents=True, exist_ok=True)
-        record = {"attempts": [{"attempt": index, "resumed_from": at} for index, at in enumerate(self._attempts)]}
+        (self.root / owner.MARK).write_text(mark(OWN))
+        attempts = [{"attempt": index, "resumed_from": at} for index, at in enumerate(self._attempts)]
+        record = {"id": OWN, "status": "running", "attempts": attempts}
         (self.folder / "run.json").write_text(json.dumps(record))
         if start is not None:
             rollback.set_start(self.root, start, self.attempt)
@@ -48,12 +57,12 @@ class PretendRun:
     def attempt(self) -> int:
         return len(self._attempts) - 1
 
-    def commit(self, step: int, kind: str = FULL, *, digest: str | None = None) -> None:
+    def commit(self, step: int, kind: str = FULL, *, digest: str | None = None, run: str = OWN) -> None:
         folder = staging_dir(self.root, step, self.attempt)
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"{step} {self.attempt} {kind}")
         label = digest or f"digest of {step}"
-        commits.commit_folder(self.root, Manifest(step=step, attempt=self.attempt, kind=kind, digest=label))
+        commits.commit_folder(self.root, Manifest(step=step, attempt=self.attempt, kind=kind, digest=label, run=run))
         write_tracker(self.root, kind, step)
         self.event("commit", step=step, kind=kind)
 
@@ -168,6 +177,132 @@ def test_a_pinned_checkpoint_may_not_go(run: PretendRun) -> None:
     assert ledger.look(run.folder, run.root) == ["lost: the full checkpoint of step 2 (attempt 0) is gone"]
 
 
+# whose bytes
+
+
+def manifest_of_another(run: PretendRun) -> None:
+    run.commit(8, run=OTHER)
+
+
+def manifest_without_a_run(run: PretendRun) -> None:
+    path = step_dir(run.root, 4) / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "run": None}))
+
+
+def digest_of_another(run: PretendRun) -> None:
+    run.commit(8, digest="digest of the stranger")
+
+
+def moved_step(run: PretendRun) -> None:
+    step_dir(run.root, 4).rename(step_dir(run.root, 5))
+
+
+def abandoned_of_another(run: PretendRun) -> None:
+    run.commit(8, run=OTHER)
+    folder = run.mirror / "global_step_8"
+    folder.mkdir(parents=True)
+    (step_dir(run.root, 8) / MANIFEST).rename(folder / "manifest.abandoned.json")
+    (run.mirror / owner.MARK).write_text(mark(OWN))
+
+
+def mark_of_another(run: PretendRun) -> None:
+    (run.root / owner.MARK).write_text(mark(OTHER))
+
+
+def no_mark(run: PretendRun) -> None:
+    (run.root / owner.MARK).unlink()
+
+
+def another_id(run: PretendRun) -> None:
+    record = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps({**record, "id": OTHER}))
+
+
+def wrong_label(run: PretendRun) -> None:
+    run.event("publish", version=8, digest="digest of 8")
+    run.commit(8, digest="digest of 6")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (manifest_of_another, "of another run: .*step_8/manifest.json has the run id 'id of another run'"),
+        (manifest_without_a_run, "of another run: .*step_4/manifest.json has the run id None"),
+        (digest_of_another, "of another run: .*step_8/manifest.json has the digest digest of the stranger"),
+        (abandoned_of_another, "of another run: .*step_8/manifest.abandoned.json has the run id"),
+        (mark_of_another, "of another run: .* is the mark of the run 'id of another run'"),
+        (no_mark, "mislabelled: .*checkpoints has checkpoints and no mark"),
+        (another_id, "mislabelled: run.json has the run id 'id of another run'"),
+        (
+            wrong_label,
+            "mislabelled: .*step_8/manifest.json has the digest digest of 6, attempt 0 published digest of 8",
+        ),
+        (moved_step, "mislabelled: .*step_5/manifest.json says step 4"),
+    ],
+)
+def test_bytes_of_another_run_and_wrong_labels_are_found(
+    run: PretendRun, harm: Callable[[PretendRun], None], told: str
+) -> None:
+    whose, ledger = Owner(frozenset(["digest of the stranger"])), Ledger(None, None)
+
+    def problems() -> list[str]:
+        ledger.look(run.folder, run.root)
+        return list(whose.look(run.folder, (run.root, run.mirror), ledger.published))
+
+    assert problems() == []
+    harm(run)
+    found = problems()
+    assert len(found) == 1
+    assert re.match(told, found[0])
+
+
+def test_what_is_torn_or_foreign_in_a_mirror_is_found(run: PretendRun) -> None:
+    mirror = run.root
+    assert list(checks.mirror_problems(mirror)) == []
+    (mirror / "thesis").mkdir()
+    (mirror / ".probe-7").touch()
+    changed(run)
+    found = list(checks.mirror_problems(mirror))
+    assert sorted(kind_of(problem) for problem in found) == ["left behind", "left behind", "lost"]
+
+
+@pytest.mark.parametrize(
+    ("status", "newest", "saves", "told"),
+    [
+        ("interrupted", 6, True, []),
+        ("interrupted", 4, False, []),
+        ("running", 6, True, ["mislabelled: the status of the run is running instead of interrupted"]),
+        ("interrupted", 4, True, ["lost: the signal came in step 6, and the newest checkpoint is that of step 4"]),
+    ],
+)
+def test_a_signal_leaves_a_status_and_the_step(
+    run: PretendRun, status: str, newest: int, saves: bool, told: list[str]
+) -> None:
+    record = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps({**record, "status": status}))
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 7)))
+    assert list(checks.signal_problems(run.folder, 0, newest, saves=saves)) == told
+    assert list(checks.signal_problems(run.folder, 1, newest, saves=saves)) == []  # this start has recorded nothing
+
+
+def test_a_checkpoint_from_the_mirror_is_no_loss(run: PretendRun) -> None:
+    ledger = Ledger(None, None)
+    ledger.look(run.folder, run.root)
+    aside = run.folder / "aside"
+    shutil.copytree(step_dir(run.root, 6), aside)
+    places.lose(run.root)
+    assert not run.root.exists()
+    ledger.fetched(ledger.full[6])
+    run.begin(6)
+    ledger.began = 6
+    assert ledger.look(run.folder, run.root)  # until it is there
+    aside.rename(step_dir(run.root, 6))
+    write_tracker(run.root, FULL, 6)
+    write_tracker(run.root, STATE_DICT, 6)
+    ledger.fetched(checks.Kept(6, 0, read_manifest(step_dir(run.root, 6)).own_digest))
+    assert ledger.look(run.folder, run.root) == []
+
+
 @pytest.mark.parametrize("name", [".staging/4-0", ".trash-x", ".leases/4-0-aa.json"])
 def test_leftovers_are_found(run: PretendRun, name: str) -> None:
     assert checks.left_behind(run.root) == []
@@ -255,6 +390,41 @@ def test_nothing_of_a_launch_outlives_it(tmp_path: Path) -> None:
 # plans and places
 
 
+def test_every_kind_of_trial_is_drawn() -> None:
+    plans = [draw_plan(0, chain) for chain in range(60)]
+    blows = {(blow.kind, blow.victim) for one in plans for life in one.lives for blow in life.blows}
+    visits = {visit.name for one in plans for life in one.lives for visit in life.visits}
+    kinds = {"kill", "pause", "hang", "full disk", "SIGTERM", "SIGHUP", "intrusion"}
+    assert {kind for kind, _ in blows} == kinds
+    assert {
+        ("SIGTERM", "all"),
+        ("SIGHUP", "all"),
+        ("SIGTERM", "driver"),
+        ("SIGTERM", "rank"),
+        ("pause", "all"),
+    } <= blows
+    assert ("kill", plan.ORPHANED) in blows
+    assert {("intrusion", name) for name in (*plan.WHILE_IT_RUNS, plan.SERVER)} <= blows
+    assert visits == set(plan.BETWEEN_LIVES)
+    assert any(one.setup.served for one in plans)
+    assert not any(draw_plan(0, chain, serves=False).setup.served for chain in range(60))
+
+
+def test_names_of_a_run_in_a_shared_place_are_told_from_others(tmp_path: Path) -> None:
+    machine = places.make_machine(tmp_path / "machine")
+    try:
+        spots = Places.make(tmp_path / "chain", small_disk=False, machine=machine)
+        for pid in (41, 42):
+            (machine[0] / "trinity-sync-0" / f"{pid}-ab").mkdir(parents=True)
+            (machine[0] / "trinity-sync-0" / f"{pid}-ab" / "slot").touch()
+        assert spots.left_in_memory([41]) == [str(machine[0] / "trinity-sync-0/41-ab/slot")]
+        spots.close(remove=True)
+        assert machine[0].exists()
+    finally:
+        for folder in machine:
+            shutil.rmtree(folder)
+
+
 def test_a_seed_gives_the_same_plan_and_goes_through_all_configurations() -> None:
     assert draw_plan(3, 1) == draw_plan(3, 1) != draw_plan(3, 2)
     plans = [draw_plan(3, chain) for chain in range(len(CONFIGS))]
@@ -300,4 +470,6 @@ def test_the_table_counts_by_kind_and_victim() -> None:
     line = {"kind": "kill", "victim": "rank", "outcome": "resumed", "problems": []}
     table = render([line, {**line, "problems": ["x"]}, {**line, "kind": "damage", "victim": "optim"}])
     assert "| kill | rank | 2 | 0 | 2 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
+    lost = {**line, "outcome": "lost", "problems": ["lost: x", "of another run: y"]}
+    assert "| kill | rank | 1 | 0 | 0 | 0 | 1 | 0 | 1 | 0 | 0 |" in render([lost])
     assert "| all |  | 3 | 0 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
