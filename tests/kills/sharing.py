@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -313,12 +314,13 @@ class Visits:
         """Start a program that has to end with one of these codes and an error that names a key or path."""
         mark = own_mark(f"visit-{threading.get_ident()}")
         with self._start(home, command, mark, environment, before) as launch:
-            in_time = launch.wait_end(_REFUSED_S)
-            text, self.said = launch.text, checks.error_of(launch.text)
-        if not in_time:
-            return [f"{TAKEN}: the visitor was not refused in {_REFUSED_S:.0f} s, and was killed: {text[-200:]}"]
-        if launch.code not in codes:
-            return [f"{TAKEN}: the visitor ended with {launch.code} instead of {codes[-1]}: {self.said or text[-300:]}"]
+            deadline = time.monotonic() + _REFUSED_S
+            while launch.code is None and launch.is_starting and time.monotonic() < deadline:
+                launch.wait_end(0.2)
+            code, text, self.said = launch.code, launch.text, checks.error_of(launch.text)
+        if code not in codes:
+            how = f"ended with {code}" if code is not None else "was not refused, and was killed"
+            return [f"{TAKEN}: the visitor {how}: {self.said or text[-300:]}"]
         if named not in " ".join(text.split()) or not self.said or "Traceback" in text:
             return [f"the refusal does not name {named}, or has a traceback: {text[-300:]}"]
         return []
