@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint.mirror.copies import Mirror
-from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.mirror.process import MirrorSettings, call
+from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.owner import MARK, Owner
 
 LIMIT_S = 60.0
+OURS, THEIRS = "a" * 32, "b" * 32
+OWNER = Owner(run=OURS, folder="/runs/ours", host="here", session="1")
+OTHER = Owner(run=THEIRS, folder="/runs/theirs", host="there", session="2")
 
 #: No keys or agent of whoever runs the tests.
 SFTP_OPTIONS: dict[str, Any] = {"client_keys": [], "agent_path": None, "config": []}
@@ -21,6 +26,18 @@ SFTP_OPTIONS: dict[str, Any] = {"client_keys": [], "agent_path": None, "config":
 def quick(**changes: Any) -> MirrorSettings:
     """Settings that fail fast."""
     return MirrorSettings(**{"tries": 2, "backoff_s": 0.05, "timeout_s": 30.0, "options": SFTP_OPTIONS, **changes})
+
+
+def asked(place: str, settings: MirrorSettings, work: Any, **more: Any) -> Any:
+    """Have work done at a place as a run."""
+    return call(place, settings, OWNER, work, **more)
+
+
+def marked(place: str, owner: Owner = OWNER) -> str:
+    """A place with the mark of a run, if it has none."""
+    if Storage(place).read(MARK) is None:
+        Storage(place).write(MARK, owner.to_text())
+    return place
 
 
 def loaded(mirror: Mirror) -> set[str]:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from tests.checkpoint.helpers import commit, unreadable
-from trinity_sync.checkpoint import catalog, rollback, verification
-from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
+from tests.checkpoint.mirror_places import OTHER, OURS, OWNER, THEIRS, marked
+from trinity_sync.checkpoint import catalog, rollback, trash, verification
+from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError, read_manifest, step_dir, write_manifest
 from trinity_sync.checkpoint.leases import pin
-from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, Mirror
+from trinity_sync.checkpoint.mirror import copies
+from trinity_sync.checkpoint.mirror import storage as storage_module
+from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.owner import MARK, Owner
 from trinity_sync.checkpoint.tracker_files import TRACKERS
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
 
@@ -55,7 +64,7 @@ def there() -> str:
 
 
 def mirror_at(place: str) -> Mirror:
-    return Mirror(lambda: Storage(place))
+    return Mirror(lambda: Storage(marked(place)), OWNER)
 
 
 def broken_at(place: str, name: str | None) -> tuple[Mirror, list[str]]:
@@ -67,7 +76,8 @@ def broken_at(place: str, name: str | None) -> tuple[Mirror, list[str]]:
         storage.at, storage.sent = name, sent
         return storage
 
-    return Mirror(opened), sent
+    marked(place)
+    return Mirror(opened, OWNER), sent
 
 
 def committed_at(place: str) -> list[int]:
@@ -200,10 +210,13 @@ def test_the_policies_hold_there_too_and_so_do_pins(here: Path, there: str) -> N
 
 
 def test_a_torn_copy_goes_when_its_checkpoint_is_gone_here(here: Path, there: str) -> None:
-    for step in (10, 20):
+    for step in (10, 20, 30):
         commit(here, step)
     for step in (10, 20, 30):
-        Storage(there).write(f"global_step_{step}/actor/model.pt", "half")
+        broken, _ = broken_at(there, "model.pt")
+        with pytest.raises(ConnectionResetError):
+            broken.upload(here, step)
+    trash.delete_folder(here, step_dir(here, 30))
     assert mirror_at(there).prune([KeepLast(1)], here, now=0.0) == [30]
 
 
@@ -251,7 +264,7 @@ def test_a_copy_that_is_damaged_is_passed_over_with_a_word(
 ) -> None:
     harm(Storage(filled))
     said: list[str] = []
-    assert Mirror(lambda: Storage(filled), said.append).download(tmp_path / "back") == 20
+    assert Mirror(lambda: Storage(filled), OWNER, said.append).download(tmp_path / "back") == 20
     assert [info.step for info in catalog.scan(tmp_path / "back")] == [20]
     assert verification.verify(step_dir(tmp_path / "back", 20)).ok
     assert any("the mirror's copy of step 30 is passed over" in text for text in said)
@@ -297,12 +310,366 @@ def test_a_fetch_that_broke_off_goes_on_where_it_was(filled: str, tmp_path: Path
             super().get(name, target)
 
     with pytest.raises(ConnectionResetError):
-        Mirror(lambda: Flaky(filled)).download(tmp_path / "back")
+        Mirror(lambda: Flaky(filled), OWNER).download(tmp_path / "back")
     assert catalog.scan(tmp_path / "back") == []
     Flaky.cut = False
-    assert Mirror(lambda: Flaky(filled)).download(tmp_path / "back") == 30
+    assert Mirror(lambda: Flaky(filled), OWNER).download(tmp_path / "back") == 30
     assert sorted(Flaky.fetched) == sorted(f"global_step_30/{name}" for name in [*FILES, "actor/step"])
 
 
 def test_an_empty_place_has_nothing(place: str, tmp_path: Path) -> None:
     assert mirror_at(place).download(tmp_path / "back") is None
+
+
+# ---- whose the place is
+
+
+def at(place: str, owner: Owner = OWNER) -> Mirror:
+    """A mirror as it is, also without a mark."""
+    return Mirror(lambda: Storage(place), owner)
+
+
+def foreign(place: str, step: int, kind: str) -> set[str]:
+    """A folder there that this run has not written; returns its files."""
+    storage, folder = Storage(place), f"global_step_{step}"
+    storage.write(f"{folder}/actor/model.pt", "precious")
+    text = replace(Manifest(step=step, attempt=0, kind=FULL), run=THEIRS).to_text()
+    match kind:
+        case "another run's":
+            storage.write(f"{folder}/manifest.json", text)
+        case "abandoned by another run":
+            storage.write(f"{folder}/{ABANDONED}", text)
+        case "begun by another run":
+            storage.write(f"{folder}/{UPLOADING}", json.dumps({"run": THEIRS, "self": "x", "files": []}))
+        case "garbled":
+            storage.write(f"{folder}/{UPLOADING}", "{")
+    return set(storage.files(folder))
+
+
+FOREIGN = ["verl's", "another run's", "abandoned by another run", "begun by another run", "garbled"]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_another_wrote_is_neither_deleted_nor_overwritten(here: Path, there: str, kind: str) -> None:
+    mirror = mirror_at(there)
+    for step in (10, 20):
+        commit(here, step)
+        mirror.upload(here, step)
+    before = {step: foreign(there, step, kind) for step in (15, 30)}
+    assert mirror.prune([KeepLast(1)], here, now=0.0) == [10]
+    commit(here, 30)
+    with pytest.raises(ForeignError, match="global_step_30 there is not a copy by this run"):
+        mirror.upload(here, 30)
+    rollback.set_start(here, 20, 1)
+    commit(here, 25, attempt=1)
+    mirror.upload(here, 25, start=0)
+    assert {step: set(Storage(there).files(f"global_step_{step}")) for step in (15, 30)} == before
+    assert tracker_at(there) == "25"
+
+
+def test_what_another_run_copied_is_not_fetched(filled: str, tmp_path: Path) -> None:
+    foreign(filled, 40, "another run's")
+    said: list[str] = []
+    assert Mirror(lambda: Storage(filled), OWNER, said.append).download(tmp_path / "back") == 30
+    assert any(f"step 40 is passed over: it is of another run, {THEIRS}" in text for text in said)
+
+
+def test_the_tracker_there_names_no_step_of_another_run(here: Path, there: str) -> None:
+    foreign(marked(there), 40, "another run's")
+    commit(here, 20)
+    mirror_at(there).upload(here, 20)
+    assert tracker_at(there) == "20"
+
+
+def test_a_free_place_gets_the_mark_and_nothing_else(place: str) -> None:
+    at(place).claim()
+    assert Owner.parse(Storage(place).read(MARK) or "", MARK) == OWNER
+    assert Storage(place).names() == [MARK]
+
+
+def test_a_place_of_another_run_is_refused_and_stays_as_it_is(place: str, here: Path) -> None:
+    marked(place, OTHER)
+    commit(here, 10)
+    for work in (at(place).claim, at(place).probe, lambda: at(place).upload(here, 10)):
+        with pytest.raises(ForeignError, match=THEIRS):
+            work()
+    with pytest.raises(ForeignError):
+        at(place).prune([], here, now=0.0)
+    assert Storage(place).names() == [MARK]
+    assert Storage(place).read(MARK) == OTHER.to_text()
+
+
+def test_a_mark_that_cannot_be_understood_is_nobodys(place: str) -> None:
+    Storage(place).write(MARK, "{")
+    with pytest.raises(UnreadableError, match="is not the mark of a run"):
+        at(place).claim()
+
+
+def test_a_mark_that_cannot_be_read_now_is_not_taken_for_none(here: Path, tmp_path: Path) -> None:
+    place = tmp_path / "there"
+    marked(str(place))
+    unreadable(place / MARK)
+    commit(here, 10)
+    for work in (at(str(place)).claim, lambda: at(str(place)).upload(here, 10)):
+        with pytest.raises(OSError, match=r".*"):
+            work()
+    assert sorted(Storage(str(place)).names()) == [MARK]
+
+
+def test_a_copy_is_not_begun_where_the_mark_is_gone(here: Path, tmp_path: Path) -> None:
+    """As where another disk is mounted in the place, or none."""
+    commit(here, 10)
+    with pytest.raises(
+        RunError, match=r"the mark of this run, \.run\.json, is not there any more; is the place mounted"
+    ):
+        at(str(tmp_path / "there")).upload(here, 10)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("change", [{"session": "9"}, {"run": THEIRS}])
+def test_a_run_stops_where_another_start_has_taken_the_place_over(
+    here: Path, there: str, change: dict[str, str]
+) -> None:
+    class TakenOver(Storage):
+        def put(self, source: Path, name: str) -> None:
+            super().put(source, name)
+            self.write(MARK, replace(OWNER, **change).to_text())
+
+    commit(here, 20)
+    marked(there)
+    with pytest.raises(ForeignError, match="was taken over by run"):
+        Mirror(lambda: TakenOver(there), OWNER).upload(here, 20)
+    assert committed_at(there) == []
+    with pytest.raises(ForeignError, match="was taken over by run"):
+        at(there).prune([KeepLast(1)], here, now=0.0)
+
+
+def test_the_next_start_of_a_run_takes_its_place_over(here: Path, there: str) -> None:
+    commit(here, 10)
+    mirror_at(there).upload(here, 10)
+    again = replace(OWNER, session="2")
+    at(there, again).claim()
+    commit(here, 20)
+    at(there, again).upload(here, 20)
+    assert committed_at(there) == [10, 20]
+
+
+def test_a_copy_of_a_run_does_not_get_its_place(there: str, tmp_path: Path) -> None:
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    for folder in (first, copy):
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"id": OURS}))
+    marked(there, replace(OWNER, folder=str(first)))
+    with pytest.raises(ForeignError, match=f"belongs to the run in {first}, and {copy} is a copy of that run"):
+        at(there, replace(OWNER, folder=str(copy))).claim()
+    (first / "run.json").unlink()
+    at(there, replace(OWNER, folder=str(copy))).claim()
+
+
+@pytest.mark.parametrize("name", ["global_step_10/actor/model.pt", TRACKERS[FULL]])
+def test_a_new_run_begins_in_no_place_whose_files_it_would_touch(place: str, name: str) -> None:
+    Storage(place).write(name, "7")
+    for work in (at(place).claim, at(place).probe):
+        with pytest.raises(ForeignError, match="holds checkpoints of another run already"):
+            work()
+    assert Storage(place).files() == {name: 1}
+
+
+def test_a_new_run_leaves_other_files_of_the_place_alone(place: str, here: Path) -> None:
+    Storage(place).write("notes.txt", "precious")
+    at(place).probe()
+    at(place).claim()
+    commit(here, 10)
+    at(place).upload(here, 10)
+    at(place).prune([], here, now=0.0)
+    assert Storage(place).read("notes.txt") == "precious"
+
+
+# ---- places of earlier releases, without a mark
+
+
+def test_a_place_without_a_mark_is_a_runs_whose_record_lists_its_copies(here: Path, there: str) -> None:
+    manifest = commit(here, 10)
+    mirror_at(there).upload(here, 10)
+    Storage(there).write(f"global_step_20/{UPLOADING}", '{"self": "x", "files": []}')
+    Storage(there).write(f"global_step_30/{ABANDONED}", replace(manifest, step=30).to_text())
+    known = [(10, 0, manifest.digest, manifest.bytes)]
+    Storage(there).delete(MARK)
+    for recorded in ([], [(10, 0, "other", manifest.bytes)], [(11, 0, manifest.digest, manifest.bytes)]):
+        with pytest.raises(ForeignError):
+            at(there).claim(recorded)
+        assert Storage(there).read(MARK) is None
+    at(there).claim(known)
+    assert Storage(there).read(MARK) == OWNER.to_text()
+
+
+def test_checkpoints_that_are_here_count_as_recorded(here: Path, there: str) -> None:
+    commit(here, 10)
+    mirror_at(there).upload(here, 10)
+    Storage(there).delete(MARK)
+    at(there).claim(root=here)
+    assert Storage(there).read(MARK) == OWNER.to_text()
+
+
+def test_a_lost_mark_is_put_back_where_the_manifests_name_the_run(here: Path, there: str) -> None:
+    manifest = replace(commit(here, 10), run=OURS)
+    write_manifest(step_dir(here, 10), manifest)
+    mirror_at(there).upload(here, 10)
+    Storage(there).delete(MARK)
+    at(there).claim([(1, 0, None, 1)])
+    assert Storage(there).read(MARK) == OWNER.to_text()
+
+
+@pytest.mark.parametrize("kind", ["verl's", "another run's"])
+def test_one_folder_that_no_record_lists_keeps_the_mark_away(here: Path, there: str, kind: str) -> None:
+    commit(here, 10)
+    mirror_at(there).upload(here, 10)
+    foreign(there, 20, kind)
+    Storage(there).delete(MARK)
+    with pytest.raises(ForeignError, match="it holds global_step_20, which is not in the record of /runs/ours"):
+        at(there).claim(root=here)
+
+
+# ---- two at the same instant
+
+
+class Racing(Storage):
+    """A place where something happens just before a name is written, once."""
+
+    before: ClassVar[dict[str, Callable[[], object]]] = {}
+
+    def write(self, name: str, text: str) -> None:
+        for prefix in [prefix for prefix in self.before if name.startswith(prefix)]:
+            self.before.pop(prefix)()
+        super().write(name, text)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_CLAIM_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("point", [".claim-", MARK])
+def test_of_two_runs_that_start_at_once_one_gets_the_place(there: str, point: str, at_once: None) -> None:
+    outcomes: list[str] = []
+
+    def other() -> None:
+        try:
+            at(there, OTHER).claim()
+            outcomes.append("claimed")
+        except ForeignError:
+            outcomes.append("refused")
+
+    Racing.before = {point: other}
+    try:
+        Mirror(lambda: Racing(there), OWNER).claim()
+        outcomes.append("claimed")
+    except ForeignError:
+        outcomes.append("refused")
+    assert sorted(outcomes) == ["claimed", "refused"]
+    assert Storage(there).names() == [MARK]
+
+
+def test_a_run_waits_for_another_one_that_has_announced_itself(there: str, at_once: None) -> None:
+    Storage(there).write(".claim-other", "")
+    with pytest.raises(ForeignError, match="other runs that start now"):
+        at(there).claim()
+    assert Storage(there).names() == [".claim-other"]
+    Storage(there).write(".claim-other", str(int(time.time()) - 5))
+    with pytest.raises(ForeignError, match="other runs that start now"):
+        at(there).claim()
+    Storage(there).write(".claim-other", str(int(time.time()) - 700))
+    at(there).claim()
+    assert Storage(there).read(MARK) == OWNER.to_text()
+
+
+# ---- a run that has copied nothing
+
+
+def test_a_run_that_has_copied_nothing_gives_the_place_up(place: str) -> None:
+    at(place).claim()
+    at(place).release()
+    assert Storage(place).names() == []
+
+
+def test_a_place_with_a_copy_or_with_another_mark_is_not_given_up(here: Path, there: str) -> None:
+    commit(here, 10)
+    at(there).claim()
+    at(there, replace(OWNER, session="2")).release()
+    assert Storage(there).read(MARK) is not None
+    mirror_at(there).upload(here, 10)
+    at(there).release()
+    assert Storage(there).read(MARK) is not None
+
+
+# ---- a deletion that breaks off, and power cuts
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_deletion_that_breaks_off_is_gone_on_with(here: Path, there: str, after: int) -> None:
+    class Cut(Storage):
+        left = after
+
+        def delete(self, name: str) -> None:
+            if name.startswith("global_step_10"):
+                if Cut.left == 0:
+                    raise ConnectionResetError("line cut")
+                Cut.left -= 1
+            super().delete(name)
+
+    for step in (10, 20):
+        commit(here, step, FILES)
+        mirror_at(there).upload(here, step)
+    trash.delete_folder(here, step_dir(here, 10))
+    with pytest.raises(ConnectionResetError):
+        Mirror(lambda: Cut(there), OWNER).prune([KeepLast(1)], here, now=0.0)
+    mirror_at(there).prune([KeepLast(1)], here, now=0.0)
+    assert mirror_at(there).steps() == [20]
+    assert Storage(there).files("global_step_10") == {}
+
+
+def test_on_a_path_of_this_machine_a_copy_is_durable_before_its_manifest_and_that_before_the_tracker(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, order = tmp_path / "there", []
+    commit(here, 20, FILES)
+    marked(str(place))
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        order.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    at(str(place)).upload(here, 20)
+    names = [path.relative_to(place).as_posix() for path in order if path.is_relative_to(place)]
+    manifest = next(at for at, name in enumerate(names) if name.startswith("global_step_20/.manifest.json"))
+    tracker = next(at for at, name in enumerate(names) if name.startswith(f".{TRACKERS[FULL]}"))
+    assert {f"global_step_20/{name}" for name in FILES} <= set(names[:manifest])
+    assert "global_step_20/actor/huggingface" in names[:manifest]
+    assert "global_step_20" in names[manifest:tracker]
+    assert "." in names[tracker:]
+
+
+def test_a_deletion_on_a_path_of_this_machine_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(str(tmp_path / "there"))
+    storage.write("folder/name", "text")
+    synced: list[Path] = []
+    monkeypatch.setattr(storage_module, "sync_folder", synced.append)
+    storage.delete("folder/name")
+    assert synced == [tmp_path / "there" / "folder"]
+
+
+def test_a_small_file_on_a_path_of_this_machine_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    storage.write("name", "old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        storage.write("name", "new")
+    assert storage.read("name") == "old"

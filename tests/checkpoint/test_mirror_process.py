@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.mirror_places import LIMIT_S, fail, quick
+from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, quick
 from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror import process as module
 from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror, Uploaded
-from trinity_sync.checkpoint.mirror.process import MirrorError, call
+from trinity_sync.checkpoint.mirror.process import MirrorError
 from trinity_sync.host.threads import in_background
 
 #: More than fits into a connection that nobody reads.
@@ -71,7 +71,7 @@ def test_a_process_that_does_not_answer_fails_its_try(
     child(program)
     monkeypatch.setattr(module, "_MESSAGE_S", 1 if "within 1 s" in told else int(LIMIT_S))
     with pytest.raises(MirrorError, match=told) as caught:
-        call(str(there), quick(**settings), Mirror.probe)
+        asked(str(there), quick(**settings), Mirror.probe)
     assert not caught.value.final
 
 
@@ -80,7 +80,7 @@ def test_an_interpreter_that_is_not_there_fails_the_try(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with pytest.raises(MirrorError, match=r"the copying process could not be started: .*none") as caught:
-        call(str(there), quick(), Mirror.probe)
+        asked(str(there), quick(), Mirror.probe)
     assert not caught.value.final
 
 
@@ -89,7 +89,7 @@ def group_and_session(mirror: Mirror) -> tuple[int, int]:
 
 
 def test_it_is_spared_the_interrupts_of_the_run_and_stays_in_its_session(there: Path) -> None:
-    group, session = call(str(there), quick(options={}), group_and_session)
+    group, session = asked(str(there), quick(options={}), group_and_session)
     assert group != os.getpgid(0)
     assert session == os.getsid(0)
 
@@ -97,6 +97,9 @@ def test_it_is_spared_the_interrupts_of_the_run_and_stays_in_its_session(there: 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")
 def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tmp_path: Path) -> None:
     class Observed:
+        def claim(self, *_: object, **__: object) -> None:
+            pass
+
         def upload(self, *_: object, **__: object) -> Uploaded:
             return Uploaded(os.sched_getscheduler(0), 0)
 
@@ -104,16 +107,16 @@ def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tm
             return os.sched_getscheduler(0)
 
     observed: Any = Observed()
-    copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None), "copy")
+    copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None, True), "copy")
     assert copy.result(LIMIT_S) == (os.SCHED_IDLE, None)
-    fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0)), "fetch")
+    fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0), ()), "fetch")
     assert fetch.result(LIMIT_S) == os.sched_getscheduler(0)
 
 
 def test_a_default_limit_for_sockets_does_not_reach_the_connection(there: Path) -> None:
     socket.setdefaulttimeout(5.0)
     try:
-        assert call(str(there), quick(options={}), Mirror.probe) == []
+        assert asked(str(there), quick(options={}), Mirror.probe) is None
     finally:
         socket.setdefaulttimeout(None)
 
@@ -125,9 +128,10 @@ def test_a_program_without_its_standard_descriptors_has_copies_too(
     answer = tmp_path / "answer"
     program = (
         "from pathlib import Path\n"
-        "from tests.checkpoint.mirror_places import descriptors\n"
+        "from tests.checkpoint.mirror_places import OWNER, asked, descriptors\n"
         "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
-        f"found = call({str(there)!r}, MirrorSettings(timeout_s=20), descriptors)\n"
+        "from trinity_sync.checkpoint.owner import Owner\n"
+        f"found = call({str(there)!r}, MirrorSettings(timeout_s=20), {OWNER!r}, descriptors)\n"
         f"Path({str(answer)!r}).write_text(' '.join(found))\n"
     )
     without = " ".join(f"{number}>&-" for number in closed)
@@ -153,5 +157,5 @@ def test_a_program_without_its_standard_descriptors_has_copies_too(
 )
 def test_what_may_pass_is_tried_again_and_what_stays_is_not(there: Path, error: Exception, final: bool) -> None:
     with pytest.raises(MirrorError, match=str(error)) as caught:
-        call(str(there), quick(options={}), partial(fail, error=error))
+        asked(str(there), quick(options={}), partial(fail, error=error))
     assert caught.value.final == final

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
+from tests.checkpoint.mirror_places import OWNER, marked
 from trinity_sync.checkpoint import catalog, commits, recovery, rollback, trash, verification
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, read_manifest, step_dir
 from trinity_sync.checkpoint.mirror.copies import Mirror
@@ -155,7 +156,7 @@ def test_retention_leaves_alone_what_a_newer_version_or_verl_wrote(tmp_path: Pat
 def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     there.mkdir()
-    mirror = Mirror(lambda: Storage(str(there), {}))
+    mirror = Mirror(lambda: Storage(marked(str(there)), {}), OWNER)
     for step in (10, 20):
         commit(here, step)
         mirror.upload(here, step)
@@ -192,7 +193,7 @@ def test_what_holds_our_trainers_state_is_not_called_verls(tmp_path: Path) -> No
 def test_the_mirror_brings_back_a_checkpoint_that_lost_its_manifest(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     there.mkdir()
-    mirror = Mirror(lambda: Storage(str(there), {}))
+    mirror = Mirror(lambda: Storage(marked(str(there)), {}), OWNER)
     commit(here, 20, {"actor/model_world_size_1_rank_0.pt": "weights"})
     mirror.upload(here, 20)
     (step_dir(here, 20) / MANIFEST).unlink()

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, unreadable
-from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, loaded, quick
+from tests.checkpoint.mirror_places import LIMIT_S, OWNER, Events, SftpServer, asked, loaded, quick
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import LEASES, MANIFEST, step_dir
 from trinity_sync.checkpoint.leases import leased
 from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import Mirror
-from trinity_sync.checkpoint.mirror.process import MirrorError, call
+from trinity_sync.checkpoint.mirror.process import MirrorError
 from trinity_sync.checkpoint.mirror.run import RunMirror, Uploads
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.retention import KeepLast
@@ -54,6 +54,8 @@ def uploads(here: Path, there: Path, events: Events) -> Iterator[Callable[..., U
             here,
             place,
             quick(**settings),
+            owner=OWNER,
+            claimed=False,
             policies=policies,
             start=None,
             report=events.report,
@@ -213,7 +215,7 @@ def test_a_place_that_does_not_answer_is_broken_off(here: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(MirrorError, match=r"nothing moved for 0\.5 s"):
-            call(place, quick(timeout_s=0.5), Mirror.probe)
+            asked(place, quick(timeout_s=0.5), Mirror.probe)
 
 
 def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_path: Path) -> None:
@@ -222,15 +224,16 @@ def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_
         "print('begun', flush=True)\n"
         "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
         "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
-        f"print(call({str(there)!r}, MirrorSettings(), Mirror.probe))\n"
+        "from trinity_sync.checkpoint.owner import Owner\n"
+        f"print(call({str(there)!r}, MirrorSettings(), {OWNER!r}, Mirror.probe))\n"
     )
     ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "begun\n[]\n", "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "begun\nNone\n", "")
 
 
 def test_the_process_of_a_copy_is_small(there: Path) -> None:
     heavy = {"torch", "ray", "verl", "transformers", "pyarrow", "numpy", "hydra", "omegaconf"}
-    assert not heavy & call(str(there), quick(options={}), loaded)
+    assert not heavy & asked(str(there), quick(options={}), loaded)
 
 
 @pytest.mark.all
@@ -240,7 +243,8 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
         asking = (
             "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
             "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
-            f"call({place!r}, MirrorSettings(), Mirror.probe)"
+            "from trinity_sync.checkpoint.owner import Owner\n"
+            f"call({place!r}, MirrorSettings(), {OWNER!r}, Mirror.probe)"
         )
         parent = subprocess.Popen([sys.executable, "-c", asking])
         silent.settimeout(LIMIT_S)
@@ -256,23 +260,23 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_with_a_place_of_its_own_only(here: Path, there: Path) -> None:
-    RunMirror(str(there), quick(options={})).check(here)
+    RunMirror(str(there), quick(options={}), OWNER).check(here, claims=False)
     commit(there, 10)
     with pytest.raises(ConfigError, match=r"checkpoint\.mirror=.* holds checkpoints of another run"):
-        RunMirror(str(there), quick(options={})).check(here)
+        RunMirror(str(there), quick(options={}), OWNER).check(here, claims=False)
     with pytest.raises(ConfigError, match="is the checkpoint folder itself"):
-        RunMirror(str(there), quick()).check(there)
+        RunMirror(str(there), quick(), OWNER).check(there, claims=False)
 
 
 def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(here: Path, there: Path) -> None:
     there.write_text("a file where the folder should be")
     said: list[str] = []
-    mirror = RunMirror(str(there / "run"), quick(tries=1, options={}), say=said.append)
+    mirror = RunMirror(str(there / "run"), quick(tries=1, options={}), OWNER, say=said.append)
     with pytest.raises(RunError, match=r"cannot be asked for one.*--from-scratch"):
         mirror.fetch_newer(here, None)
     commit(here, 10)
     best = verification.newest_good(here)
-    assert mirror.fetch_newer(here, best) is None
+    assert mirror.fetch_newer(here, best) == (None, False)
     assert "going on from step 10, which is here" in said[-1]
 
 
@@ -285,7 +289,7 @@ def test_of_a_monitor_that_does_not_answer_nothing_more_is_told(there: Path, err
     monitor: Any = SimpleNamespace(wait_mirrored=lambda limit_s: Silent())
     said: list[str] = []
     faults: list[tuple[str, str]] = []
-    RunMirror(str(there), quick(), say=said.append).finish(
+    RunMirror(str(there), quick(), OWNER, say=said.append).finish(
         monitor, 5.0, lambda where, text: faults.append((where, text))
     )
     unknown = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
@@ -314,8 +318,8 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     (server.folder / "run/global_step_30/actor/model.pt").write_text("W" * 300_000)
     said: list[str] = []
     seen: list[tuple[int, int]] = []
-    back = RunMirror(server.url, quick(), say=said.append)
-    assert back.fetch_newer(tmp_path / "back", None, progress=lambda *amount: seen.append(amount)) == 20
+    back = RunMirror(server.url, quick(), OWNER, say=said.append)
+    assert back.fetch_newer(tmp_path / "back", None, progress=lambda *amount: seen.append(amount)) == (20, True)
     (total,) = {total for _, total in seen}
     assert seen[-1] == (total, total)
     assert any("copy of step 30 is passed over" in text for text in said)
@@ -366,4 +370,4 @@ def test_a_server_that_is_gone_for_good_leaves_nothing_torn(
     assert list(queue.left()) == [20]
     assert steps(server.folder / "run") == [10]
     server.start()
-    assert RunMirror(server.url, quick()).fetch_newer(tmp_path / "back", None) == 10
+    assert RunMirror(server.url, quick(), OWNER).fetch_newer(tmp_path / "back", None) == (10, True)

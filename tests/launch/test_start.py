@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
+from tests.checkpoint.mirror_places import OWNER, marked
 from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
@@ -230,22 +231,24 @@ def test_what_was_committed_again_after_it_was_pruned_is_looked_for(tmp_path: Pa
 def test_a_lost_folder_is_fetched_from_the_mirror_only_if_it_has_the_newest(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     saved(here, 10)
-    shutil.copytree(here, there)
+    marked(str(shutil.copytree(here, there)))
     gone(here, 10)
     cfg = config(f"checkpoint.mirror={there}")
     look_before_resume(cfg, here, Resume(), [10, 20])
     with pytest.raises(ConfigError, match=rf"steps 10, 20 were committed, .*{here} and checkpoint\.mirror={there}\."):
-        Start.find(cfg, here, resume=Resume(), committed=[10, 20])
-    assert Start.find(cfg, here, resume=Resume(), committed=[10]).step == 10
+        Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10, 20])
+    assert Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10]).step == 10
 
 
 def test_nothing_is_fetched_that_would_not_do(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    saved(there, 10)
+    marked(str(saved(there, 10).parent))
     with pytest.raises(ConfigError, match=r"steps 10, 20 were committed, .*Nothing was changed"):
-        Start.find(config(f"checkpoint.mirror={there}"), here, resume=Resume(), committed=[10, 20])
+        Start.find(config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume(), committed=[10, 20])
     assert names(here) == set()
-    start = Start.find(config(f"checkpoint.mirror={there}"), here, resume=Resume(skip_unreadable=True), committed=[20])
+    start = Start.find(
+        config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume(skip_unreadable=True), committed=[20]
+    )
     assert start.step == 10
 
 
@@ -255,11 +258,11 @@ def test_what_cannot_be_read_here_is_fetched_from_the_mirror(tmp_path: Path, nam
     here, there = tmp_path / "here", tmp_path / "there"
     saved(here, 10)
     saved(here, 20)
-    saved(there, newest)
+    marked(str(saved(there, newest).parent))
     unreadable(here / "global_step_20" / name)
     cfg = config(f"checkpoint.mirror={there}")
     look_before_resume(cfg, here, Resume(), [10, 20])
-    assert Start.find(cfg, here, resume=Resume(), committed=[10, 20]).step == newest
+    assert Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10, 20]).step == newest
 
 
 def test_what_cannot_be_read_here_and_is_not_at_the_mirror_is_waited_for(
@@ -268,14 +271,14 @@ def test_what_cannot_be_read_here_and_is_not_at_the_mirror_is_waited_for(
     here, there = tmp_path / "here", tmp_path / "there"
     saved(here, 10)
     second = saved(here, 20)
-    saved(there, 15)
+    marked(str(saved(there, 15).parent))
     unreadable(second / "actor" / "model_world_size_2_rank_0.pt")
     before = names(here)
     for mirror in (there, tmp_path / "file" / "below"):
         (tmp_path / "file").write_text("")
         cfg = config(f"checkpoint.mirror={mirror}", "checkpoint.mirror_tries=1")
         with pytest.raises(ConfigError, match=r"global_step_20/.* cannot be read now.*--skip-unreadable"):
-            Start.find(cfg, here, resume=Resume(), committed=[10, 20])
+            Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10, 20])
         assert "going on" not in capsys.readouterr().err
         assert names(here) == before
 
@@ -297,8 +300,9 @@ def test_a_mirror_with_a_checkpoint_of_a_newer_version_stops_a_resume(tmp_path: 
     here, there = tmp_path / "here", tmp_path / "there"
     saved(here, 10)
     newer(saved(there, 20))
+    marked(str(there))
     with pytest.raises(ConfigError, match=rf"the mirror {there}: .*newer version of trinity-sync"):
-        Start.find(config(f"checkpoint.mirror={there}"), here, resume=Resume())
+        Start.find(config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume())
 
 
 def test_a_first_look_writes_nothing(tmp_path: Path) -> None:

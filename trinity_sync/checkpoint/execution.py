@@ -16,6 +16,7 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog, log_fault
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import Uploads
+from trinity_sync.checkpoint.owner import Owner
 from trinity_sync.checkpoint.prune import Pruned
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story
@@ -59,12 +60,13 @@ class Execution:
         self._warned: set[str] = set()
         self._forever = asyncio.ensure_future(self._work())
 
-    def start_mirror(self, place: str, settings: MirrorSettings, *, resumed: bool) -> None:
+    def start_mirror(self, place: str, settings: MirrorSettings, *, resumed: bool, owner: Owner, claimed: bool) -> None:
         """Copy committed full checkpoints there from now on, and before that those that are missing there.
 
         Args:
             place: a path, or a URL that fsspec knows.
             resumed: the run goes on from a checkpoint that is here.
+            owner, claimed: see `Uploads`.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
@@ -73,6 +75,8 @@ class Execution:
             self._disk.root,
             place,
             settings,
+            owner=owner,
+            claimed=claimed,
             policies=self._disk.policies,
             start=max(here, default=0) if resumed else None,
             report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),

@@ -37,6 +37,7 @@ from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.owner import Owner
 from trinity_sync.checkpoint.writers import Writers
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
@@ -80,7 +81,8 @@ class MonitorConfig:
         log_dir: folder of the actor's log; None: Ray's own logs.
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
-        run: the run id, for manifests; None: that in the mark of the checkpoint folder, which gets one if it has none.
+        owner: the run; None: that of the mark of the checkpoint folder, which gets one if it has none.
+        mirror_claimed: see `Uploads`.
         writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails where
             that is another one by now.
     """
@@ -94,7 +96,8 @@ class MonitorConfig:
     log_dir: str | None = None
     writer: str | None = None
     roles: Sequence[str] = ()
-    run: str | None = None
+    owner: Owner | None = None
+    mirror_claimed: bool = False
 
 
 class CheckpointMonitor(Writers):
@@ -184,7 +187,7 @@ class CheckpointMonitor(Writers):
             fsync=config.fsync,
             clock=clock,
             writer=config.writer,
-            of_run=config.run,
+            of_run=config.owner.run if config.owner is not None else None,
         )
         self._events = EventLog(config.attempt, clock)
         restarted = host.restarted
@@ -195,7 +198,13 @@ class CheckpointMonitor(Writers):
         changes = Changes()
         execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
         if default_hdfs_dir is not None and self._disk.root is not None:
-            execution.start_mirror(default_hdfs_dir, config.mirror, resumed=not restarted and config.attempt > 0)
+            execution.start_mirror(
+                default_hdfs_dir,
+                config.mirror,
+                resumed=not restarted and config.attempt > 0,
+                owner=config.owner or Owner.new(str(self._disk.run), self._disk.root),
+                claimed=config.mirror_claimed,
+            )
         execution.apply(rebuilt.decisions)
         told = f"attempt {config.attempt}{', started again' if restarted else ''}"
         story.info("up for %s, %s", default_local_dir, told)

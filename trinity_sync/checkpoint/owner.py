@@ -141,7 +141,7 @@ def adopt(root: Path) -> str:
     """
     mark = read_mark(root)
     if mark is None:
-        runs = {manifest.run for manifest in _manifests(root) if manifest.run is not None}
+        runs = {manifest.run for manifest in manifests(root) if manifest.run is not None}
         mark = Owner.new(runs.pop() if len(runs) == 1 else uuid.uuid4().hex, root)
         write_mark(root, mark)
     return mark.run
@@ -198,14 +198,14 @@ def _problem(root: Path, owner: Owner, recorded: Recorded, named: bool) -> str |
 
 
 def _unmarked_problem(root: Path, owner: Owner, recorded: Recorded, named: bool) -> str | None:
-    manifests = list(_manifests(root))
-    other = next((manifest for manifest in manifests if manifest.run not in (None, owner.run)), None)
+    found = list(manifests(root))
+    other = next((manifest for manifest in found if manifest.run not in (None, owner.run)), None)
     if other is not None:
         return f"holds the checkpoint of step {other.step} of another run, {other.run}; name another folder"
-    if named or not manifests or _inside(root, owner.folder) or any(one.run == owner.run for one in manifests):
+    if named or not found or _inside(root, owner.folder) or any(one.run == owner.run for one in found):
         return None
     writer = other_run(root, Path(owner.folder))
-    shown = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests}
+    shown = {(one.step, one.attempt, one.digest, one.bytes) for one in found}
     known = {commit[:2] for commit in recorded}
     denied = any(one[:2] in known for one in shown.difference(recorded))
     if writer is None and not denied and not shown.isdisjoint(recorded):
@@ -217,7 +217,8 @@ def _unmarked_problem(root: Path, owner: Owner, recorded: Recorded, named: bool)
     )
 
 
-def _manifests(root: Path) -> Iterator[Manifest]:
+def manifests(root: Path) -> Iterator[Manifest]:
+    """Yield the valid manifests in a checkpoint folder, also those of abandoned steps."""
     for path in root.glob("*global_step_*"):
         with suppress(ManifestError):
             yield read_manifest(path)

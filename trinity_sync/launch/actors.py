@@ -308,7 +308,8 @@ class Actors:
                 timeout_s=cfg.checkpoint.timeout_s,
                 mirror=mirror.settings if mirror is not None else MirrorSettings(),
                 log_dir=self._logs,
-                run=self._owner.run if self._owner is not None else None,
+                owner=self._owner,
+                mirror_claimed=self._start.mirror_claimed,
             ),
             own=own,
         )

@@ -60,7 +60,7 @@ class Job:
         self._use_gpu = setup.use_gpu
         self._stop = setup.stop
         self._last_step = setup.last_step
-        self._mirror = run_mirror(setup.cfg)
+        self._mirror = run_mirror(setup.cfg, setup.owner)
         self.actors = Actors(setup, self.worker)
 
     def start(self) -> None:

@@ -91,15 +91,23 @@ def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:
         ConfigError: it belongs to another run, or that cannot be read now, or run.json cannot be read.
     """
     id = read_record(run / "run.json").get("id", "")  # of an earlier release there is none yet
-    events = [event for event in jsonl.read(run / "events.jsonl") if event.get("event") == "commit"]
-    commits = {
+    owner.check(checkpoints, owner.Owner.new(id, run), recorded=recorded_commits(run / "events.jsonl"), named=named)
+
+
+def recorded_commits(path: Path) -> owner.Recorded:
+    """Return the commits in a run's events.
+
+    Raises:
+        RunError: the events cannot be read.
+    """
+    events = [event for event in jsonl.read(path) if event.get("event") == "commit"]
+    return {
         commit
         for commit in (
             (event.get("step"), event.get("attempt"), event.get("digest"), event.get("bytes")) for event in events
         )
         if all(isinstance(value, int | str | None) for value in commit)
     }
-    owner.check(checkpoints, owner.Owner.new(id, run), recorded=commits, named=named)
 
 
 def _shown_now(cfg: DictConfig, key: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -16,7 +16,7 @@ from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, read_mani
 from trinity_sync.checkpoint.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.owner import check_free
+from trinity_sync.checkpoint.owner import Owner, Recorded, check_free
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain, typed
 from trinity_sync.config.lora import adapter_of
@@ -38,6 +38,7 @@ class Start:
         checkpoints: where it saves.
         folder: the checkpoint that it begins with; None: the initial model.
         weights_only: it takes the checkpoint's weights, and begins with a new optimizer.
+        mirror_claimed: the mirror has the mark of this start of the run.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Start:
     checkpoints: Path
     folder: Path | None
     weights_only: bool = False
+    mirror_claimed: bool = False
 
     @property
     def continued(self) -> bool:
@@ -64,6 +66,8 @@ class Start:
         resume: Resume | None,
         committed: Collection[int] = (),
         logs: Path | None = None,
+        owner: Owner | None = None,
+        recorded: Recorded = (),
     ) -> Start:
         """Look for it.
 
@@ -73,20 +77,22 @@ class Start:
             resume: go on from the newest checkpoint in it, or at the mirror, that verifies. None: a new run.
             committed: steps that the run's record says were committed, see `committed_steps`.
             logs: of the run.
+            owner: the run; None: it does not begin, and nothing is written.
+            recorded: commits in the run's record, see `recorded_commits`.
 
         Raises:
             ConfigError: there is nothing to go on with or too much, or the run's engine cannot load it; what was
                 committed cannot be seen; or the mirror cannot be used for a new run.
             RunError: nothing here verifies, and the mirror cannot be reached.
         """
-        mirror = run_mirror(cfg, logs)
+        mirror = run_mirror(cfg, owner, logs)
         if resume is not None:
-            return cls._resumed(cfg, checkpoints, mirror, resume, committed)
+            return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded)
         check_free(checkpoints)
         start = cls._first(cfg, checkpoints, None)
         if mirror is not None:
-            mirror.check(checkpoints)
-        return start
+            mirror.check(checkpoints, claims=owner is not None)
+        return replace(start, mirror_claimed=mirror is not None)
 
     @classmethod
     def _first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
@@ -100,13 +106,20 @@ class Start:
 
     @classmethod
     def _resumed(
-        cls, cfg: DictConfig, checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int]
+        cls,
+        cfg: DictConfig,
+        checkpoints: Path,
+        mirror: RunMirror | None,
+        resume: Resume,
+        committed: Collection[int],
+        recorded: Recorded,
     ) -> Start:
-        step = 0
-        found = None
-        if not resume.from_scratch:
+        found, step = None, 0
+        if resume.from_scratch:
+            claimed = mirror is not None and mirror.claim(checkpoints, recorded)
+        else:
             with _advised():
-                found = _newest(checkpoints, mirror, resume, committed)
+                found, claimed = _newest(checkpoints, mirror, resume, committed, recorded)
             step = found.step if found is not None else 0
         with _as_config_error():
             rollback.check_start(checkpoints, step)
@@ -116,12 +129,12 @@ class Start:
             start = cls._first(cfg, checkpoints, resume)
             begin = "at step 1" if start.folder is None else f"with checkpoint.resume_from={start.folder}"
             print(f"{why}: the run begins again {begin}", file=sys.stderr)
-            return start
+            return replace(start, mirror_claimed=claimed)
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
         _check_lora(cfg, found.path, found.manifest)
         whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
-        return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
+        return cls(found.step, True, checkpoints, found.path, weights_only=not whole, mirror_claimed=claimed)
 
 
 def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
@@ -133,10 +146,11 @@ def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
     return Path(cfg.checkpoint.dir or run / "checkpoints").absolute()  # for processes in other folders, too
 
 
-def run_mirror(cfg: DictConfig, logs: Path | None = None) -> RunMirror | None:
+def run_mirror(cfg: DictConfig, owner: Owner | None = None, logs: Path | None = None) -> RunMirror | None:
     """Where a run's committed checkpoints are copied to; None: nowhere.
 
     Args:
+        owner: the run; None: one that does not begin.
         logs: of the run.
     """
     node = cfg.checkpoint
@@ -149,7 +163,8 @@ def run_mirror(cfg: DictConfig, logs: Path | None = None) -> RunMirror | None:
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
     )
-    return RunMirror(absolute(node.mirror), settings, logs / "mirror.log" if logs is not None else None)
+    owner = owner or Owner.new("", Path())
+    return RunMirror(absolute(node.mirror), settings, owner, logs / "mirror.log" if logs is not None else None)
 
 
 def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
@@ -172,11 +187,13 @@ def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, commi
 
 
 def _newest(
-    checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int]
-) -> catalog.CheckpointInfo | None:
-    """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet."""
+    checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int], recorded: Recorded
+) -> tuple[catalog.CheckpointInfo | None, bool]:
+    """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet. And whether
+    the mirror has the mark of this start of the run.
+    """
     recovery.finish_replacements(checkpoints)
-    unread = False
+    unread = claimed = False
     try:
         found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
     except resume_point.UnseenError:
@@ -187,12 +204,12 @@ def _newest(
     if mirror is not None:
         least = 0 if resume.skip_unreadable else _least(checkpoints, found, committed, unread)
         with progress_bar("fetching from the mirror") as progress:
-            fetched = mirror.fetch_newer(checkpoints, found, least, progress)
+            fetched, claimed = mirror.fetch_newer(checkpoints, found, least, progress, recorded)
         if fetched is not None or unread:
             found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
     places = f"checkpoint.dir={checkpoints}" + (f" and checkpoint.mirror={mirror.name}" if mirror is not None else "")
     resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=resume.skip_unreadable)
-    return found
+    return found, claimed
 
 
 def _least(checkpoints: Path, found: catalog.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:

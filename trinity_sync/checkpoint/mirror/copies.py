@@ -1,5 +1,6 @@
 """A second place for committed full checkpoints, laid out as the checkpoint folder is::
 
+    .run.json                                                   the mark of the run, see `owner`
     latest_checkpointed_iteration.txt
     global_step_20/manifest.json, global_step_20/actor/...      a checkpoint, as here
     global_step_30/.uploading.json, global_step_30/actor/...    on its way; no checkpoint
@@ -10,14 +11,20 @@ has arrived is noted in ``.uploading.json`` together with the manifest's own dig
 the rest, and one of another attempt starts over. Size alone would not do: clients that write blocks side by side leave
 a torn file of full length.
 
+A place belongs to the one run whose mark it has. A folder there is that run's where its manifest says so, or where it
+has none, its note of an upload; all else is left alone. (Neither names a run where an earlier release wrote it; `claim`
+has compared such manifests with the run's record.)
+
 Blocking, one writer at a time.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import random
+import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -40,6 +47,7 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, manifests
 from trinity_sync.checkpoint.prune import facts_of
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
@@ -51,6 +59,13 @@ from trinity_sync.protocol.retention import Policy, decide
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
 
+#: Of a run that is about to put its mark there.
+_CLAIM = ".claim-"
+#: Runs that start at the same instant try again so often, and after so many seconds at most.
+_CLAIMS, _CLAIM_PAUSE_S = 5, 2.0
+#: A run that left its claim so long ago has died.
+_CLAIM_ENDS_S = 600.0
+
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
 _TICK_S = 1.0
@@ -58,6 +73,10 @@ _TICK_S = 1.0
 
 class DamagedError(RunError):
     """A checkpoint is not what its manifest says, here or there; trying again would not help."""
+
+
+class ForeignError(RunError):
+    """The place, or a folder there, belongs to another run; trying again would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,7 @@ class Mirror:
 
     Args:
         open_storage: opens a connection to it; called once per thread that needs one.
+        owner: the run that copies there.
         say: called with a sentence for each copy that is passed over or fetched.
         progress: called with (bytes here, bytes in all) about once a second while one is fetched.
     """
@@ -85,25 +105,135 @@ class Mirror:
     def __init__(
         self,
         open_storage: Callable[[], Storage],
+        owner: Owner,
         say: Callable[[str], object] = lambda text: None,
         progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        self._open = open_storage
+        self._open, self._owner = open_storage, owner
         self._storage = open_storage()
         self._say = say
         self._progress = progress
 
-    # ---- looking
+    # ---- whose it is
 
-    def probe(self) -> list[int]:
-        """Find out whether the place can be written, read and listed; return its `steps`."""
-        name = f".probe-{os.getpid()}"
+    def probe(self) -> None:
+        """Find out whether the place can be written, read and listed, and is free for a new run.
+
+        Raises:
+            ForeignError: it is not free.
+        """
+        name = f".probe-{secrets.token_hex(8)}"
         self._storage.write(name, "probe")
         read = self._storage.read(name)
         self._storage.delete(name)
         if read != "probe":
             raise RunError("what is written there cannot be read back")
-        return self.steps()
+        self._check_claimable(())
+
+    def claim(self, recorded: Recorded = (), root: Path | None = None) -> None:
+        """Put the run's mark there. Of runs that try it at the same instant, one at most succeeds.
+
+        Args:
+            recorded: commits in the run's own record.
+            root: the local checkpoint folder, whose checkpoints count as recorded.
+
+        Raises:
+            ForeignError: the place belongs to another run, or holds what this run has no record of.
+            UnreadableError: its mark cannot be read.
+        """
+        here = () if root is None else manifests(root)
+        known = {*recorded, *((one.step, one.attempt, one.digest, one.bytes) for one in here)}
+        own = f"{_CLAIM}{self._owner.session}"
+        for _ in range(_CLAIMS):
+            if self._check_claimable(known):
+                self._storage.write(MARK, self._owner.to_text())
+                return
+            # Object stores have no rename that fails where the name is taken. So a run announces itself, and looks
+            # for others after that: of two, the later one sees the other's claim, or its mark.
+            self._storage.write(own, str(int(time.time())))
+            try:
+                if not self._has_other_claims(own):
+                    self._check_claimable(known)
+                    self._storage.write(MARK, self._owner.to_text())
+                    return
+            finally:
+                self._storage.delete(own)
+            time.sleep(random.uniform(0.0, _CLAIM_PAUSE_S))
+        raise ForeignError("other runs that start now want to copy there as well; name a place of this run's own")
+
+    def release(self) -> None:
+        """Remove the mark of a run that has copied nothing, so that another run may use the place."""
+        mark = self._mark()
+        if mark is not None and mark.session == self._owner.session and not self.steps():
+            self._storage.delete(MARK)
+
+    def _mark(self) -> Owner | None:
+        text = self._storage.read(MARK)
+        return None if text is None else Owner.parse(text, MARK)
+
+    def _check_claimable(self, known: Recorded) -> bool:
+        """Return whether the place has this run's mark already. ForeignError where it may not get it."""
+        mark = self._mark()
+        if mark is None:
+            self._check_unmarked(known)
+            return False
+        if mark.run != self._owner.run:
+            raise ForeignError(
+                f"it belongs to another run: {mark}; name a place of this run's own, or delete {MARK} there where that "
+                "run is gone and nothing was copied"
+            )
+        if mark.is_copied_to(self._owner.folder):
+            raise ForeignError(
+                f"it belongs to the run in {mark.folder}, and {self._owner.folder} is a copy of that run; name another "
+                "place"
+            )
+        return True
+
+    def _check_unmarked(self, known: Recorded) -> None:
+        steps = self.steps()
+        if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
+            raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
+        for step in steps:
+            manifest = self._sound(step)
+            if manifest is None:
+                ours = self._note(step) is not None or self._abandoned(step) is not None
+            else:
+                commit = (step, manifest.attempt, manifest.digest, manifest.bytes)
+                ours = manifest.run == self._owner.run or (manifest.run is None and commit in known)
+            if not ours:
+                raise ForeignError(
+                    f"it holds {_folder(step)}, which is not in the record of {self._owner.folder}; name a place of "
+                    "this run's own"
+                )
+
+    def _has_other_claims(self, own: str) -> bool:
+        for name in self._storage.names():
+            text = self._storage.read(name) if name.startswith(_CLAIM) and name != own else None
+            # One that is being written may be empty still.
+            if text is not None and not (text.isdecimal() and int(text) < time.time() - _CLAIM_ENDS_S):
+                return True
+        return False
+
+    def _check_mine(self) -> None:
+        """Check that the place has the mark that this start of the run put there: writing goes on only then."""
+        mark = self._mark()
+        if mark is None:
+            raise RunError(f"the mark of this run, {MARK}, is not there any more; is the place mounted?")
+        if mark.run != self._owner.run or mark.session != self._owner.session:
+            raise ForeignError(f"it was taken over by {mark}")
+
+    def _is_ours(self, manifest: Manifest) -> bool:
+        return manifest.run in (None, self._owner.run)
+
+    def _unfinished(self, step: int) -> bool:
+        """Return whether a folder without a valid manifest is one that this run has begun, abandoned or begun to
+        delete.
+        """
+        note, abandoned = self._note(step), self._abandoned(step)
+        noted = note is not None and note.get("run") in (None, self._owner.run)
+        return noted or (abandoned is not None and self._is_ours(abandoned))
+
+    # ---- looking
 
     def steps(self) -> list[int]:
         """List the steps of all folders there, whole or not, ascending."""
@@ -154,24 +284,27 @@ class Mirror:
 
         Raises:
             DamagedError: a local file is not as the manifest says.
+            ForeignError: the place, or the folder of the step there, is not this run's.
             ManifestError: there is no such checkpoint here, or one of a newer version there.
         """
+        self._check_mine()
         manifest = read_manifest(step_dir(root, step))
         folder = _folder(step)
         there = self._sound(step)
         present = self._storage.files(folder)
+        if present and not (self._unfinished(step) if there is None else self._is_ours(there)):
+            raise ForeignError(f"{folder} there is not a copy by this run, so it is left alone; move it away")
         arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
         if there == manifest and len(arrived) == len(manifest.files):
             self._name_newest(manifest, start)
             return Uploaded(0, len(arrived))
-        if there == manifest:
-            self._storage.delete(f"{folder}/{MANIFEST}")
-        else:
+        if there != manifest:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
                 self._delete(step)
         sent = self._send(step_dir(root, step), manifest, arrived)
         self._check_sizes(manifest)
+        self._check_mine()  # a copy takes long
         self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
         self._storage.delete(f"{folder}/{UPLOADING}")
         self._name_newest(manifest, start)
@@ -179,20 +312,32 @@ class Mirror:
 
     def _noted(self, step: int, manifest: Manifest) -> set[str]:
         """Return the files that an earlier try of this very checkpoint has brought there."""
+        note = self._note(step) or {}
+        files = note.get("files")
+        return {*map(str, files)} if isinstance(files, list) and note.get("self") == manifest.own_digest else set()
+
+    def _note(self, step: int) -> dict[str, object] | None:
+        """Return what is noted of an upload that has not ended, or of a deletion; None: nothing is."""
         text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
         try:
-            noted = json.loads(text or "{}")
-            return set(noted["files"]) if noted["self"] == manifest.own_digest else set()
-        except (ValueError, KeyError, TypeError):
-            return set()
+            return None if text is None else dict(json.loads(text))
+        except (ValueError, TypeError):
+            return {"run": ""}  # whose it is cannot be told
+
+    def _write_note(self, step: int, digest: str | None = None, files: Collection[str] = ()) -> None:
+        noted = {"run": self._owner.run, "self": digest, "files": sorted(files)}
+        self._storage.write(f"{_folder(step)}/{UPLOADING}", json.dumps(noted))
+
+    def _abandoned(self, step: int) -> Manifest | None:
+        name = f"{_folder(step)}/{ABANDONED}"
+        text = self._storage.read(name)
+        with suppress(ManifestError):
+            return None if text is None else parse_manifest(text, name, step)
+        return None
 
     def _send(self, source: Path, manifest: Manifest, arrived: set[str]) -> list[FileEntry]:
         folder, lock = _folder(manifest.step), threading.Lock()
         rest = [entry for entry in manifest.files if entry.path not in arrived]
-
-        def note() -> None:
-            noted = {"self": manifest.own_digest, "files": sorted(arrived)}
-            self._storage.write(f"{folder}/{UPLOADING}", json.dumps(noted))
 
         def send(storage: Storage, entry: FileEntry) -> None:
             if problem := _problem(source / entry.path, entry):
@@ -200,9 +345,10 @@ class Mirror:
             storage.put(source / entry.path, f"{folder}/{entry.path}")
             with lock:
                 arrived.add(entry.path)
-                note()
+                self._write_note(manifest.step, manifest.own_digest, arrived)
 
-        note()
+        self._write_note(manifest.step, manifest.own_digest, arrived)
+        self._storage.delete(f"{folder}/{MANIFEST}")
         self._side_by_side(send, rest)
         return rest
 
@@ -221,10 +367,12 @@ class Mirror:
                 continue
             with suppress(ManifestError):
                 there = self.manifest(step)
-                if there is not None and there.attempt < manifest.attempt:
+                if there is None or not self._is_ours(there):
+                    continue
+                if there.attempt < manifest.attempt:
                     self._storage.write(f"{_folder(step)}/{ABANDONED}", there.to_text())
                     self._storage.delete(f"{_folder(step)}/{MANIFEST}")
-                elif there is not None:
+                else:
                     newest = max(newest, step)
         self._storage.write(TRACKERS[FULL], str(newest))
 
@@ -240,7 +388,11 @@ class Mirror:
 
         Returns:
             The steps that were deleted, ascending.
+
+        Raises:
+            ForeignError: the place is not this run's.
         """
+        self._check_mine()
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
         facts, gone = [], []
         for step in self.steps():
@@ -248,9 +400,9 @@ class Mirror:
                 manifest = self._sound(step)
             except NewerFormatError:
                 continue
-            if manifest is not None:
+            if manifest is not None and self._is_ours(manifest):
                 facts.append(facts_of(manifest, pins))
-            elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
+            elif manifest is None and step not in local and self._abandoned(step) is None and self._unfinished(step):
                 gone.append(step)
         gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
         for step in gone:
@@ -258,8 +410,12 @@ class Mirror:
         return sorted(gone)
 
     def _delete(self, step: int) -> None:
-        self._storage.delete(f"{_folder(step)}/{MANIFEST}")
-        self._storage.delete(_folder(step))
+        folder = _folder(step)
+        self._write_note(step)  # by which a later try knows what a broken one has left
+        self._storage.delete(f"{folder}/{MANIFEST}")
+        for name in self._storage.files(folder).keys() - {UPLOADING}:
+            self._storage.delete(f"{folder}/{name}")
+        self._storage.delete(folder)
 
     # ---- fetching
 
@@ -305,7 +461,9 @@ class Mirror:
             except ManifestError as error:
                 self._say(f"the mirror's copy of step {step} is passed over: {error}")
                 continue
-            if manifest is not None and manifest.kind == FULL:
+            if manifest is not None and not self._is_ours(manifest):
+                self._say(f"the mirror's copy of step {step} is passed over: it is of another run, {manifest.run}")
+            elif manifest is not None and manifest.kind == FULL:
                 found.append(manifest)
         attempt, step = newer_than or (0, 0)
         for manifest in sorted(found, key=lambda manifest: (manifest.attempt, manifest.step), reverse=True):

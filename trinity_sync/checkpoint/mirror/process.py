@@ -22,8 +22,9 @@ from typing import Literal, TypeVar, cast
 import tenacity
 
 from trinity_sync.checkpoint.layout import ManifestError, UnreadableError
-from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
+from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.owner import Owner
 from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
 from trinity_sync.host.urls import without_secrets
@@ -61,7 +62,7 @@ class MirrorError(RunError):
     """A try failed.
 
     Args:
-        final: another one would fail as well: what is to be copied is gone or damaged.
+        final: another one would fail as well: what is to be copied is gone or damaged, or the place is another run's.
     """
 
     def __init__(self, text: str, *, final: bool = False) -> None:
@@ -72,6 +73,7 @@ class MirrorError(RunError):
 def call(
     place: str,
     settings: MirrorSettings,
+    owner: Owner,
     work: Callable[[Mirror], T],
     *,
     say: Callable[[str], object] = lambda text: None,
@@ -84,6 +86,7 @@ def call(
 
     Args:
         place: a path, or a URL that fsspec knows.
+        owner: the run that copies there.
         work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
         say, progress: get what the mirror says on the way, see `Mirror`.
         tick: called before all, and about once a second.
@@ -103,7 +106,7 @@ def call(
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with connection, child:
         try:
-            _send(connection, (place, dict(settings.options), work))
+            _send(connection, (place, dict(settings.options), owner, work))
             heard = time.monotonic()
             while stop is None or not stop.is_set():
                 tick()
@@ -216,10 +219,12 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_end_with_parent, args=[connection], daemon=True).start()
     threading.Thread(target=_beat, args=[partial(send, "moving")], daemon=True).start()
     try:
-        place, options, work = pickle.loads(asked)
-        send("done", work(Mirror(partial(Storage, place, options), partial(send, "say"), partial(send, "progress"))))
+        place, options, owner, work = pickle.loads(asked)
+        mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"))
+        send("done", work(mirror))
     except Exception as error:
-        final = isinstance(error, ImportError | ManifestError | DamagedError) and not isinstance(error, UnreadableError)
+        lasting = ImportError | ManifestError | DamagedError | ForeignError
+        final = isinstance(error, lasting) and not isinstance(error, UnreadableError)
         send("failed", described(error), final)
     # Clients leave threads and connections behind, for which nobody has to wait.
     os._exit(0)

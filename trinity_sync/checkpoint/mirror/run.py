@@ -17,6 +17,7 @@ from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, st
 from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
+from trinity_sync.checkpoint.owner import Owner, Recorded
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import local_folder, shown, without_secrets
 from trinity_sync.host.yielding import run_when_idle
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 #: A place that is asked for the first time has so long to answer.
 _PROBE_S = 60.0
+_ADVICE = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null for none"
 #: What the monitor may need beyond its own limit before it answers.
 _ANSWER_S = 20.0
 #: A lease is renewed until its copy is done, between its tries too; of a monitor that was killed it ends by itself.
@@ -47,12 +49,14 @@ class RunMirror:
     Args:
         place: an absolute path, or a URL that fsspec knows.
         settings: `checkpoint.mirror_*`.
+        owner: the run.
         log: gets the words of the copying processes that the driver starts; None: they go to standard error.
         say: gets a sentence for all that the user should know.
     """
 
     place: str
     settings: MirrorSettings
+    owner: Owner
     log: Path | None = None
     say: Callable[[str], object] = _say
 
@@ -61,29 +65,53 @@ class RunMirror:
         """The place as it may be shown."""
         return shown(self.place)
 
-    def check(self, root: Path) -> None:
+    def check(self, root: Path, *, claims: bool) -> None:
         """Find out before a run whether the place can be written, and is free.
 
         Args:
             root: the local checkpoint folder.
+            claims: put the run's mark there.
 
         Raises:
-            ConfigError: it cannot be used, holds checkpoints of another run, or is the checkpoint folder itself.
+            ConfigError: it cannot be used, belongs to another run, or is the checkpoint folder itself.
         """
         self._check_apart(root)
-        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _PROBE_S))
         try:
-            steps = call(self.place, brief, Mirror.probe, log=self.log)
+            call(self.place, self._brief, self.owner, _probe_and_claim if claims else Mirror.probe, log=self.log)
         except MirrorError as error:
             raise ConfigError(
-                f"checkpoint.mirror={self.name} cannot be used: {error}; name a place that can be written to, "
-                f"with checkpoint.mirror_options where it needs them, or null for none"
+                f"checkpoint.mirror={self.name} cannot be used: {error}" + ("" if error.final else _ADVICE)
             ) from error
-        if steps:
-            raise ConfigError(
-                f"checkpoint.mirror={self.name} holds checkpoints of another run already; "
-                f"name a place of this run's own"
-            )
+
+    def claim(self, root: Path, recorded: Recorded) -> bool:
+        """Put the run's mark there for a resume that fetches nothing; False: the place cannot be reached now.
+
+        Raises:
+            ConfigError: the place belongs to another run, or is the checkpoint folder itself.
+        """
+        self._check_apart(root)
+        try:
+            call(self.place, self._brief, self.owner, partial(Mirror.claim, recorded=recorded, root=root), log=self.log)
+        except MirrorError as error:
+            self._refuse_final(error)
+            self.say(f"the mirror {self.name}: {error}")
+            return False
+        return True
+
+    def release(self) -> None:
+        """Remove the run's mark where nothing was copied; what goes wrong is said."""
+        try:
+            call(self.place, self._brief, self.owner, Mirror.release, log=self.log)
+        except MirrorError as error:
+            self.say(f"the mark of this run may still be at the mirror {self.name}: {error}")
+
+    @property
+    def _brief(self) -> MirrorSettings:
+        return replace(self.settings, timeout_s=min(self.settings.timeout_s, _PROBE_S))
+
+    def _refuse_final(self, error: MirrorError) -> None:
+        if error.final:
+            raise ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}") from error
 
     def fetch_newer(
         self,
@@ -91,7 +119,8 @@ class RunMirror:
         best: CheckpointInfo | None,
         least: int = 0,
         progress: Callable[[int, int], object] = lambda done, total: None,
-    ) -> int | None:
+        recorded: Recorded = (),
+    ) -> tuple[int | None, bool]:
         """Bring the newest good checkpoint there into the local folder where it is newer than the best one here.
 
         Args:
@@ -99,38 +128,42 @@ class RunMirror:
             best: the newest good one here; None: there is none.
             least: nothing older than this step would do.
             progress: called with (bytes here, bytes in all) while it is fetched.
+            recorded: commits in the run's own record.
 
         Returns:
             The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached
-            and there is a `best`.
+            and there is a `best`. And whether the place has the mark of this start of the run.
 
         Raises:
-            ConfigError: the mirror is the checkpoint folder itself.
+            ConfigError: the mirror belongs to another run, or is the checkpoint folder itself.
             NewerFormatError: what is newer there was written by a later version of this program.
             RunError: the mirror cannot be reached and there is nothing here.
         """
         self._check_apart(root)
         here = best.step if best is not None else 0
         known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
-        work = partial(_fetch, root=root, newer_than=known)
+        work = partial(_fetch, root=root, newer_than=known, recorded=recorded)
         try:
             found = try_again(
                 self.settings,
-                partial(call, self.place, self.settings, work, say=self.say, progress=progress, log=self.log),
+                partial(
+                    call, self.place, self.settings, self.owner, work, say=self.say, progress=progress, log=self.log
+                ),
                 lambda text: self.say(f"the mirror {self.name}: {text}"),
             )
         except MirrorError as error:
+            self._refuse_final(error)
             if best is not None:
                 then = f"; going on from step {here}, which is here" if here >= least else ""
                 self.say(f"the mirror cannot be asked for a newer checkpoint{then}")
-                return None
+                return None, False
             raise RunError(
                 f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
                 f"try again when it can be reached, or begin again at step 1 with --from-scratch"
             ) from error
         if isinstance(found, NewerFormatError):
             raise NewerFormatError(f"the mirror {self.name}: {found}")
-        return found
+        return found, True
 
     def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
         """Wait for the copies that are under way, and tell the user, also as a fault, what did not get there.
@@ -163,6 +196,8 @@ class Uploads:
     Args:
         root: the local checkpoint folder.
         place: the mirror: a path, or a URL that fsspec knows.
+        owner: the run.
+        claimed: the place has the mark of this start of the run. Else the first copy puts it there.
         policies: retention, for a mirror that keeps the same.
         start: the step after which this attempt goes on; None: it is the first, or not known.
         report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
@@ -176,6 +211,8 @@ class Uploads:
         place: str,
         settings: MirrorSettings,
         *,
+        owner: Owner,
+        claimed: bool,
         policies: Sequence[Policy],
         start: int | None,
         report: Callable[[str, dict[str, object]], object],
@@ -183,6 +220,7 @@ class Uploads:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root, self._place, self._settings = root, place, settings
+        self._owner, self._claimed = owner, claimed
         self._policies = tuple(policies) if settings.keep == "same" else None
         self._start = start
         self._report, self._on_idle, self._clock = report, on_idle, clock
@@ -280,13 +318,15 @@ class Uploads:
             self._settle(step)
             self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
             return
-        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
+        claims = not self._claimed
+        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies, claims=claims)
         with lease:
             try:
                 sent, problem = self._call(work, where, lease)
             except MirrorError as error:
                 self._settle(step, str(error), final=error.final)
                 return
+        self._claimed = True
         if problem is not None:
             self._fault(where, without_secrets(problem, self._place, self._settings.options))
         self._told(step, state="copied", bytes=sent, total_s=max(0.0, self._clock() - started))
@@ -319,7 +359,7 @@ class Uploads:
             if lease is not None:
                 lease.keep(_LEASE_S, renew_s=_RENEW_S)
 
-        once = partial(call, self._place, self._settings, work, tick=tick, stop=self._stop)
+        once = partial(call, self._place, self._settings, self._owner, work, tick=tick, stop=self._stop)
         return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)
 
     def _settle(self, step: int | None, problem: str | None = None, *, final: bool = False) -> None:
@@ -340,8 +380,13 @@ class Uploads:
 # ---- done at the mirror, in a process of its own
 
 
+def _probe_and_claim(mirror: Mirror) -> None:
+    mirror.probe()
+    mirror.claim()
+
+
 def _copy(
-    mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None
+    mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None, claims: bool
 ) -> tuple[int, str | None]:
     """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
     starts.
@@ -350,6 +395,8 @@ def _copy(
         The bytes sent, and what hindered the deletion.
     """
     run_when_idle()
+    if claims:
+        mirror.claim(root=root)
     sent = mirror.upload(root, step, start=start).bytes
     try:
         if policies is not None:
@@ -359,8 +406,11 @@ def _copy(
     return sent, None
 
 
-def _fetch(mirror: Mirror, root: Path, newer_than: tuple[int, int]) -> int | NewerFormatError | None:
+def _fetch(
+    mirror: Mirror, root: Path, newer_than: tuple[int, int], recorded: Recorded
+) -> int | NewerFormatError | None:
     """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
+    mirror.claim(recorded, root)
     try:
         return mirror.download(root, newer_than=newer_than)
     except NewerFormatError as error:

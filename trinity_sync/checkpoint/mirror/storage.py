@@ -5,9 +5,13 @@ fsspec is imported when a place is first opened: the monitor does not pay for it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict
+
+from trinity_sync.host.durable import make_folder, replace_file, sync_folder
+from trinity_sync.host.urls import local_folder
 
 
 class _Info(TypedDict):
@@ -19,7 +23,8 @@ class _Info(TypedDict):
 
 
 class Storage:
-    """A folder at a place, with a connection of its own. Not for several threads at a time.
+    """A folder at a place, with a connection of its own. Not for several threads at a time. Writes to a path on this
+    machine are durable when the call returns.
 
     Names are relative to the folder, with ``/``. Everything raises what the place's client raises: an `OSError`, or an
     error of its own where the connection is lost.
@@ -35,11 +40,20 @@ class Storage:
         # fsspec hands out one instance per place, whose connection may be a dead one of an earlier try.
         self._fs, base = url_to_fs(place, skip_instance_cache=True, **(options or {}))
         self._base = base.rstrip("/")
+        self._local = local_folder(place) is not None
         self._folders: set[str] = set()
 
     def put(self, source: Path, name: str) -> None:
         """Copy a file there; a file of that name is replaced."""
-        self._fs.put_file(str(source), self._writable(name))
+        path = self._writable(name)
+        self._fs.put_file(str(source), path)
+        if self._local:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            sync_folder(Path(path).parent)
 
     def get(self, name: str, target: Path) -> None:
         """Copy a file from there.
@@ -51,8 +65,12 @@ class Storage:
         self._fs.get_file(self._path(name), str(target))
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file."""
-        self._fs.pipe_file(self._writable(name), text.encode())
+        """Write a small file; on a path of this machine all of it or nothing."""
+        path = self._writable(name)
+        if self._local:
+            replace_file(Path(path), text)
+        else:
+            self._fs.pipe_file(path, text.encode())
 
     def read(self, name: str) -> str | None:
         """Read a small file; None where there is none.
@@ -70,6 +88,10 @@ class Storage:
         """List all files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
         return dict(self._walk(self._path(name), ""))
 
+    def names(self) -> list[str]:
+        """List the names of all files and folders that lie here directly."""
+        return sorted(name for name, _ in self._children(self._base))
+
     def folders(self) -> list[str]:
         """List the names of the folders that lie here directly."""
         return sorted(name for name, info in self._children(self._base) if info["type"] == "directory")
@@ -79,6 +101,8 @@ class Storage:
         try:
             self._fs.invalidate_cache()
             self._fs.rm(self._path(name), recursive=True)
+            if self._local:
+                sync_folder(Path(self._path(name)).parent)
         except FileNotFoundError:
             pass
         self._folders.clear()
@@ -90,7 +114,10 @@ class Storage:
         path = self._path(name)
         folder = path.rpartition("/")[0]
         if folder not in self._folders:
-            self._fs.makedirs(folder, exist_ok=True)
+            if self._local:
+                make_folder(Path(folder))
+            else:
+                self._fs.makedirs(folder, exist_ok=True)
             self._folders.add(folder)
         return path
 
