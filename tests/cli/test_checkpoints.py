@@ -19,6 +19,7 @@ from tests.checkpoint.helpers import newer, refuse, unreadable, verls
 from trinity_sync import config
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest, step_dir
+from trinity_sync.checkpoint.owner import Owner, write_mark
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.cli import checkpoints
 from trinity_sync.cli import main as cli
@@ -158,8 +159,69 @@ def test_inspect_shows_the_newest_checkpoint_with_its_files(run: Path, capsys: C
 
 def test_a_run_that_keeps_its_checkpoints_elsewhere_is_followed(run: Path, capsys: Capture) -> None:
     OmegaConf.save(config.compose(["checkpoint.dir=store/here"]), run / ".hydra" / "config.yaml")
+    (run / "run.json").write_text('{"attempt": 0}')
+    told = {"event": "commit", "step": 40, "attempt": 0, "kind": "full", "digest": f"{40:032x}", "bytes": 100}
+    (run / "events.jsonl").write_text(json.dumps(told) + "\n")
     commit(run.parent / "store" / "here", 40)
     assert [row["step"] for row in answer(capsys, "list", run)[1]] == [40]
+
+
+@pytest.fixture
+def two(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two runs with `checkpoint.dir=${oc.env:PLACE}`, which was `ours` for the first, and is `theirs` of the second."""
+    shutil.rmtree(run / "checkpoints")
+    monkeypatch.setenv("PLACE", "theirs")
+    OmegaConf.save(config.compose(["checkpoint.dir=${oc.env:PLACE}"]), run / ".hydra" / "config.yaml")
+    second = Path(shutil.copytree(run, tmp_path / "second"))
+    for folder, id, name in ((run, "a" * 32, "ours"), (second, "b" * 32, "theirs")):
+        places = {"checkpoint.dir": str(tmp_path / name), "checkpoint.mirror": None}
+        (folder / "run.json").write_text(json.dumps({"attempt": 0, "id": id, "places": places}))
+        for step in (1, 2, 3):
+            commit(tmp_path / name, step, run=id)
+        write_mark(tmp_path / name, Owner.new(id, folder))
+    return run, second
+
+
+COMMANDS: list[list[str]] = [["list"], ["inspect"], ["verify"], ["prune", "--keep", "keep_last.n=1"], ["pin", "3"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_recorded_folder_is_used_and_not_the_one_that_the_settings_name_today(
+    two: tuple[Path, Path], tmp_path: Path, command: list[str], capsys: Capture
+) -> None:
+    assert cli.main(["ckpt", command[0], str(two[0]), *command[1:]]) == 0
+    assert len(list((tmp_path / "theirs").glob("global_step_*"))) == 3
+    assert not (tmp_path / "theirs" / ".pins").exists()
+    if command[0] == "prune":
+        assert [path.name for path in (tmp_path / "ours").glob("global_step_*")] == ["global_step_3"]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("command", [*COMMANDS, ["export", "--output", "out"]])
+def test_a_folder_that_belongs_to_another_run_is_refused(
+    two: tuple[Path, Path], tmp_path: Path, command: list[str], capsys: Capture, *, recorded: bool
+) -> None:
+    record = {"attempt": 0, "id": "a" * 32}
+    places = {"places": {"checkpoint.dir": str(tmp_path / "theirs")}} if recorded else {}
+    (two[0] / "run.json").write_text(json.dumps(record | places))
+    assert cli.main(["ckpt", command[0], str(two[0]), *command[1:]]) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint.dir={tmp_path}/theirs belongs to another run: run {'b' * 32} in {two[1]}" in said
+    assert f"name that folder in place of {two[0]}" in said
+    assert len(list((tmp_path / "theirs").glob("global_step_*"))) == 3
+    assert not (tmp_path / "theirs" / ".pins").exists()
+
+
+def test_the_policies_of_the_run_around_a_folder_are_not_those_of_its_checkpoints(
+    two: tuple[Path, Path], capsys: Capture
+) -> None:
+    commit(two[0] / "strange", 1)
+    assert cli.main(["ckpt", "prune", str(two[0] / "strange")]) == 2
+    assert "no policies are known" in capsys.readouterr().err
+
+
+def test_a_report_looks_for_checkpoints_in_the_recorded_folder(two: tuple[Path, Path], tmp_path: Path) -> None:
+    assert load_run(two[0]).checkpoints == tmp_path / "ours"
 
 
 # verify
@@ -251,7 +313,8 @@ def recorded(run: Path) -> Path:
     with RunFolder.open(run, resume=False) as folder:
         recorder = Recorder.start(folder, command="", seed=1, config_digest=None, threads=1, total_steps=30, view="off")
         for step in (10, 20, 30):
-            recorder.event("commit", step=step, kind="full", digest=None, bytes=100, blocked_s=0.0, total_s=0.0)
+            digest = f"{step:032x}"
+            recorder.event("commit", step=step, kind="full", digest=digest, bytes=100, blocked_s=0.0, total_s=0.0)
         recorder.finish("completed")
     return run
 

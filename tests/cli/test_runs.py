@@ -400,6 +400,62 @@ def test_jobs_that_would_share_a_folder_are_refused_before_the_first_one_runs(
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.parametrize(
+    ("shared", "key"),
+    [
+        (["checkpoint.dir=kept"], "checkpoint.dir={}/kept"),
+        (["checkpoint.dir=${oc.env:PLACE}"], "checkpoint.dir={}/named"),
+        (["checkpoint.dir=./kept,kept"], "checkpoint.dir={}/kept"),
+        (["checkpoint.dir=kept,link"], "checkpoint.dir={}/kept"),
+        (["checkpoint.mirror=far"], "checkpoint.mirror={}/far"),
+        (["checkpoint.mirror=far,'file://${oc.env:HERE}/far'"], "checkpoint.mirror={}/far"),
+        (
+            ["checkpoint.mirror=ftp://me:secret@host/run,ftp://me:secret@host/run/"],
+            "checkpoint.mirror=ftp://me:***@host/run",
+        ),
+        (["checkpoint.mirror=null,sweep/0/checkpoints"], "checkpoint.mirror={}/sweep/0/checkpoints"),
+        (["checkpoint.dir=sweep/1/checkpoints,null"], "checkpoint.dir={}/sweep/1/checkpoints"),
+    ],
+)
+def test_jobs_that_would_share_a_place_are_refused_before_the_first_one_runs(
+    launcher: StandIn,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shared: list[str],
+    key: str,
+) -> None:
+    monkeypatch.setenv("PLACE", "named")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("kept")
+    before = contents(tmp_path)
+    swept = [] if any("," in text for text in shared) else ["seed=1,2"]
+    assert start("-m", "hydra.sweep.dir=sweep", *shared, *swept) == 2
+    said = capsys.readouterr().err
+    assert f"would both write to {key.format(tmp_path)}" in said
+    assert "secret" not in said
+    assert contents(tmp_path) == before
+    assert not launcher.calls
+
+
+@pytest.mark.parametrize("own", ["${hydra:job.num}", "${seed}", "${hydra:runtime.output_dir}/kept"])
+def test_jobs_with_places_of_their_own_may_run(launcher: StandIn, own: str) -> None:
+    places = [f"checkpoint.dir=kept/{own}", f"checkpoint.mirror=far/{own}"]
+    assert start("-m", "hydra.sweep.dir=sweep", *places, "seed=1,2") == 0
+    assert len(launcher.calls) == 2
+
+
+@pytest.mark.parametrize(("place", "code"), [("far", 2), ("far/${hydra:job.num}", 0), ("far/${seed}", 0)])
+def test_a_search_whose_jobs_would_share_a_place_is_refused(
+    launcher: StandIn, place: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ["hydra/sweeper=search", "hydra.sweeper.n_trials=2", "seed=choice(1,2)"]
+    assert start("-m", "hydra.sweep.dir=sweep", f"checkpoint.mirror={place}", *search) == code
+    assert ("would both write to checkpoint.mirror=" in capsys.readouterr().err) == (code == 2)
+
+
 def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Path) -> None:
     for number, status in enumerate(["completed", "failed", None]):
         (tmp_path / str(number) / ".hydra").mkdir(parents=True)
@@ -637,13 +693,16 @@ def test_the_checkpoints_of_another_run_are_not_taken_over_unasked(
     assert cli.main(["resume", "moved"]) == 0
 
 
+BEGUN = {"checkpoint.resume_from": None}
+
+
 def test_a_resume_uses_the_places_that_were_recorded(
     launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEPT", f"{tmp_path}/kept")
     folder = first_run("checkpoint.dir=${oc.env:KEPT}", "checkpoint.mirror=${oc.env:KEPT}/far")
     places = written_places(launcher.calls[0].cfg, folder.absolute())
-    assert places == {"checkpoint.dir": f"{tmp_path}/kept", "checkpoint.mirror": f"{tmp_path}/kept/far"}
+    assert places == {"checkpoint.dir": f"{tmp_path}/kept", "checkpoint.mirror": f"{tmp_path}/kept/far"} | BEGUN
     record(folder, places=places)
     for change in (lambda: monkeypatch.setenv("KEPT", "/elsewhere"), lambda: monkeypatch.delenv("KEPT")):
         change()
@@ -653,6 +712,7 @@ def test_a_resume_uses_the_places_that_were_recorded(
     assert written_places(launcher.calls[-1].cfg, folder.absolute()) == {
         "checkpoint.dir": f"{tmp_path}/new",
         "checkpoint.mirror": None,
+        **BEGUN,
     }
 
 
@@ -880,7 +940,7 @@ def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:
     committed(folder, 4)
     assert cli.main(["resume", str(folder), "--from-scratch", "trainer.steps=20"]) == 0
     assert cli.main(["resume", "--skip-unreadable", str(folder), "trainer.steps=20"]) == 2
-    assert launcher.calls[1].resume == Resume(from_scratch=True, started_in=Path.cwd())
+    assert launcher.calls[1].resume == Resume(from_scratch=True, started_in=Path.cwd(), named={"trainer.steps"})
     assert launcher.calls[1].cfg.trainer.steps == 20
     assert cli.main(["resume", str(folder), "--from-scratch", "--bogus"]) == 2
     assert len(launcher.calls) == 2

@@ -69,7 +69,7 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_mirror(
 
     taken = launch(tmp_path / "other", *mirrored(server))
     assert taken.code == 2
-    assert "holds checkpoints of another run" in taken.output
+    assert "belongs to another run" in taken.output
 
 
 def test_a_mirror_that_is_gone_stops_no_run_and_what_is_not_there_is_said(server: SftpServer, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from trinity_sync.protocol.retention import Policy
 from trinity_sync.tracking import units
 from trinity_sync.tracking.afterwards import note_prunes
 from trinity_sync.tracking.progress import Progress, progress_bar
+from trinity_sync.tracking.record import read_record, recorded_checkpoints
 
 _VERDICTS = {
     "committed": "good",
@@ -230,8 +232,7 @@ def _prune(options: argparse.Namespace) -> int:
 def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:
     """Add the deletions to the events of the run whose checkpoints they were, if it has ended."""
     for run in (path, root.parent):
-        own = _elsewhere(run) or run / "checkpoints"
-        if (run / "run.json").is_file() and own.resolve() == root:
+        if (run / "run.json").is_file() and _checkpoints_of(run).resolve() == root:
             note_prunes(run, [(item.step, item.reason, item.freed_bytes) for item in deleted], root)
             return
 
@@ -262,9 +263,14 @@ def find(path: Path, step: int | None) -> tuple[Path, int | None]:
     """Return the checkpoint folder, and the step that the user named by the path or beside it.
 
     Raises:
-        ConfigError: the path is no run, checkpoints or step folder, or names another step.
+        ConfigError: the path is no run, checkpoints or step folder, or names another step; or what the run in it has
+            for a checkpoint folder is that of another run.
     """
-    root, in_path = locate(_elsewhere(path) or path)
+    own = _checkpoints_of(path)
+    elsewhere = not own.resolve().is_relative_to(path.resolve())
+    if elsewhere:
+        _check_owned(path, own)
+    root, in_path = locate(own if elsewhere else path)
     if step is not None and in_path not in (None, step):
         raise ConfigError(f"{path} is step {in_path}, but step {step} is asked for; name one of them")
     return root, in_path if step is None else step
@@ -307,11 +313,25 @@ def newest(root: Path) -> CheckpointInfo:
     raise RunError(f"{last.problems[0]}{advice}")
 
 
-def _elsewhere(run: Path) -> Path | None:
-    """Return the checkpoint folder of a run that does not keep its checkpoints in its own folder."""
+def _checkpoints_of(run: Path) -> Path:
+    """Return the checkpoint folder of the run in a folder, as recorded; of an earlier release, as in its settings."""
+    recorded = None
+    with suppress(ConfigError):  # who has to know whose the checkpoints are reads it once more
+        recorded = recorded_checkpoints(read_record(run / "run.json"), run)
+    if recorded is not None:
+        return recorded
     cfg, started_in = _saved_config(run)
     folder = (cfg.get("checkpoint") or {}).get("dir")
-    return Path(started_in, folder) if folder else None
+    return Path(started_in, folder) if folder else run / "checkpoints"
+
+
+def _check_owned(run: Path, checkpoints: Path) -> None:
+    from trinity_sync.launch.resume import check_owned
+
+    try:
+        check_owned(run, checkpoints)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. To look at the checkpoints there, name that folder in place of {run}") from error
 
 
 def _saved_config(run: Path) -> tuple[Mapping[str, Any], str]:
@@ -347,6 +367,8 @@ def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
     if options.keep:
         return given_policies(options.keep)
     for run in (options.path, root.parent):
+        if _checkpoints_of(run).resolve() != root:
+            continue
         saved, _ = _saved_config(run)
         policies = (saved.get("retention") or {}).get("policies")
         if policies:

@@ -17,7 +17,7 @@ from trinity_sync.host.urls import absolute, shown
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.record import read_record
 
-_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
+_DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,16 @@ class Resume:
 def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
     """Return the places of checkpoints by config key, for run.json: resolved, and without passwords.
 
+    That which the run begins with stays as given: it counts in the digest of the config.
+
     Args:
         run: the run's folder. A place inside it is relative to it, so that it moves with the run.
     """
-    folder, mirror = cfg.checkpoint.dir, cfg.checkpoint.mirror
+    folder, mirror, begun = cfg.checkpoint.dir, cfg.checkpoint.mirror, cfg.checkpoint.resume_from
     if folder is not None:
         folder = Path(folder).absolute()
         folder = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
-    return {_DIR: folder, _MIRROR: None if mirror is None else shown(absolute(mirror))}
+    return {_DIR: folder, _MIRROR: None if mirror is None else shown(absolute(mirror)), _RESUME_FROM: begun}
 
 
 def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
@@ -66,12 +68,10 @@ def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
     """
     used = anchored(cfg, resume.started_in)
     recorded = read_record(run / "run.json").get("places") or {}
-    for key in (_DIR, _MIRROR):
+    for key in (_DIR, _MIRROR, _RESUME_FROM):
         if key not in recorded or resume.names(key):
             continue
         place = recorded[key]
-        if not isinstance(place, str | None):
-            raise ConfigError(f"{run / 'run.json'} is not the record of a run: {key} is {place!r:.60}")
         if place is not None and key == _DIR:
             place = str(run / place)
         if place is None or "***" not in place:  # of a URL, for the password

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.record import RunJson, read_record
+from trinity_sync.tracking.record import RunJson, read_record, recorded_checkpoints
 from trinity_sync.tracking.run_folder import lock_owner
 from trinity_sync.tracking.summary import Summary, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
@@ -159,8 +159,10 @@ def load_run(path: Path) -> Run:
     run.overrides = _read(run, ".hydra/overrides.yaml", _read_list, [])
     nothing: tuple[str | None, Mapping[str, object]] = (None, {})
     run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, nothing)
-    elsewhere = run.setting("checkpoint", "dir")
-    if elsewhere:
+    recorded, elsewhere = recorded_checkpoints(run.record, path), run.setting("checkpoint", "dir")
+    if recorded is not None:
+        run.checkpoints = recorded
+    elif elsewhere:
         run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, str(path)), str(elsewhere))
     peaks = _read(run, "summary.json", _read_peaks, None)
     # Always from the lines themselves: after a kill and a resume summary.json may be that of an earlier attempt.

@@ -105,7 +105,7 @@ class RunJson(AttemptJson, total=False):
 
     format: int
     id: str
-    places: dict[str, str | None]
+    places: dict[str, str | None] | None
     seed: int | None
     git: GitState | None
     packages: dict[str, str]
@@ -134,7 +134,7 @@ class RunRecord:
         config_digest: the digest of the resolved config.
         reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
         last_version: the newest version of the weights, once the attempt has ended.
-        places: the places outside of logs that the run writes, by config key, resolved; see `places`.
+        places: the places that the run writes outside of its folder, by config key; None: inside it, or none.
         started, ended: Unix seconds of this attempt; `ended` is None while it runs.
         error: why the attempt failed.
         attempts: the earlier attempts, oldest first.
@@ -158,7 +158,7 @@ class RunRecord:
     ended: float | None = None
     error: str | None = None
     last_version: VersionJson | None = None
-    places: dict[str, str | None] = field(default_factory=dict)
+    places: dict[str, str | None] | None = None
     attempts: list[AttemptJson] = field(default_factory=list)
     clock: Callable[[], float] = time.time
 
@@ -208,7 +208,7 @@ class RunRecord:
             config_digest=config_digest,
             reproducible=reproducible,
             resumed_from=resumed_from,
-            places=dict(places or {}),
+            places=None if places is None else dict(places),
             attempts=earlier,
             clock=clock,
         )
@@ -323,11 +323,20 @@ def check_shape(record: Mapping[str, object], path: Path) -> None:
             continue
         if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in fields.items()):
             raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
+    for place in dict(record.get("places") or {}).values():  # type: ignore[call-overload]
+        if not isinstance(place, str | None):
+            raise ConfigError(f"{path} is not the record of a run: a place is {place!r:.60}")
     for name, kinds in _NUMBERS.items():
         if not isinstance(record.get(name), kinds):
             raise ConfigError(f"{path} is not the record of a run: {name} is {record.get(name)!r:.60}")
     if (id := record.get("id")) is not None and not is_run_id(id):
         raise ConfigError(f"{path} is not the record of a run: id is {id!r:.60}")
+
+
+def recorded_checkpoints(record: RunJson, run: Path) -> Path | None:
+    """Return the checkpoint folder in the record of the run in a folder; None: an earlier release recorded none."""
+    places = record.get("places")
+    return None if places is None else run / (places.get("checkpoint.dir") or "checkpoints")
 
 
 def is_run_id(text: object) -> bool:
