@@ -516,12 +516,12 @@ def test_what_arrived_for_one_explorer_is_never_put_in_for_another(
     control = engine._control
     start = control.start_update
 
-    def another_comes() -> None:
+    def another_comes(version: str) -> None:
         monkeypatch.undo()
         own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
         own.take({name: tensor.bfloat16() for name, tensor in weights[2].items()}, 0)
         own.close()
-        start()
+        start(version)
 
     monkeypatch.setattr(control, "start_update", another_comes)
     with pytest.raises(RunError, match="another explorer gives this engine its versions now"):

@@ -1,34 +1,142 @@
-"""What the control of a server makes of answers that come late; the server is made up."""
+"""What the control of a server says to it, and makes of its answers; the server is made up."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trinity_sync.actors.explorer import EngineDied
-from trinity_sync.errors import WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.vllm.http_control import HttpControl
+from trinity_sync.integrations.vllm.server import lock_server
+
+CHANGES_WEIGHTS = ("/start_weight_update", "/update_weights", "/collective_rpc")
 
 
 class LateServer:
-    """Does what it is told, and may answer too late."""
+    """Does what it is told, and may answer too late, or fail, or be given weights by somebody else.
+
+    Attributes:
+        labels: what it said that it holds, when its weights changed.
+    """
 
     who = "the vLLM server at nowhere"
 
     def __init__(self) -> None:
         self.held = "default"
         self.late = False
+        self.labels: list[str] = []
+        self.on: dict[str, Callable[[], None]] = {}
 
     def get(self, path: str, what: str) -> dict[str, Any]:
         return {"weight_version": self.held}
 
     def post(self, path: str, what: str, body: Any = None, params: Any = None) -> dict[str, Any]:
-        if path == "/finish_weight_update":
-            self.held = body["weight_version"]
+        if path in CHANGES_WEIGHTS:
+            self.labels.append(self.held)
+        self.on.get(path, lambda: None)()
+        if path in ("/finish_weight_update", "/update_weight_version"):
+            self.held = body.get("weight_version", body.get("new_version"))
         if self.late:
             raise WaitTimeout(self.who, what, 1.0)
         return {}
+
+    def fails(self) -> None:
+        raise RunError("planted")
+
+    def taken_over(self) -> None:
+        self.held = "0.7-of-somebody"
+
+
+def by_workers(control: HttpControl, version: str) -> None:
+    control.start_update(version)
+    control.update(version)
+    control.finish_update(version)
+
+
+def by_file(control: HttpControl, version: str) -> None:
+    control.reload(Path("/nowhere"), version)
+
+
+WAYS = pytest.mark.parametrize("give", [by_workers, by_file])
+
+
+@WAYS
+def test_a_server_says_that_it_is_updated_from_before_its_weights_change_until_all_are_in(
+    give: Callable[[HttpControl, str], None],
+) -> None:
+    server = LateServer()
+    control = HttpControl(server)  # type: ignore[arg-type]
+    for version in ("0.1", "0.2"):
+        give(control, version)
+        assert all(label.startswith(f"updating-{version}-") for label in server.labels)
+        assert server.held.startswith(f"{version}-")
+        server.labels.clear()
+
+
+@pytest.mark.parametrize(
+    ("give", "path"),
+    [
+        *((by_workers, path) for path in ("/start_weight_update", "/update_weights", "/finish_weight_update")),
+        (by_file, "/collective_rpc"),
+    ],
+)
+def test_a_server_whose_update_ended_half_way_says_that_it_is_updated_and_takes_the_next(
+    give: Callable[[HttpControl, str], None], path: str
+) -> None:
+    server = LateServer()
+    control = HttpControl(server)  # type: ignore[arg-type]
+    give(control, "0.1")
+    server.on[path] = server.fails
+    with pytest.raises(RunError, match="planted"):
+        give(control, "0.2")
+    assert server.held.startswith("updating-0.2-")
+    server.on.clear()
+    control.pause("wait")
+    give(control, "0.3")
+    control.check()
+
+
+@pytest.mark.parametrize(("give", "path"), [(by_workers, "/update_weights"), (by_file, "/collective_rpc")])
+def test_weights_of_somebody_else_that_come_between_get_no_label_of_ours(
+    give: Callable[[HttpControl, str], None], path: str
+) -> None:
+    server = LateServer()
+    control = HttpControl(server)  # type: ignore[arg-type]
+    server.on[path] = server.taken_over
+    with pytest.raises(EngineDied, match=r"says that it holds 0\.7-of-somebody"):
+        give(control, "0.1")
+    assert server.held == "0.7-of-somebody"
+
+
+def test_a_server_is_locked_by_its_port_until_its_holder_is_gone() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = (
+        "import sys, time; from trinity_sync.integrations.vllm.server import lock_server\n"
+        "lock = lock_server(sys.argv[1]); print('locked', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, f"http://127.0.0.1:{port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        holder.send_signal(signal.SIGSTOP)  # alive, and no longer at work
+        for _ in range(2):  # who was refused leaves nothing behind
+            with pytest.raises(
+                ConfigError, match=f"process {holder.pid} gives the vLLM server at http://localhost:{port}"
+            ):
+                lock_server(f"http://localhost:{port}", 0.0)
+        lock_server(f"http://127.0.0.1:{port - 1}", 0.0).close()
+        holder.kill()
+    lock_server(f"http://localhost:{port}").close()
 
 
 def test_an_own_name_whose_answer_came_too_late_is_nobody_elses() -> None:

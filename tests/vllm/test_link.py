@@ -14,7 +14,8 @@ import pytest
 
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.vllm.link import Hello, WorkerLink, serve
+from trinity_sync.integrations.vllm import link as link_module
+from trinity_sync.integrations.vllm.link import Address, Hello, WorkerLink, serve
 from trinity_sync.weights.apply import ChecksumError
 
 LIMIT = 20.0
@@ -133,3 +134,14 @@ def test_workers_that_do_not_come_are_waited_for_no_longer_than_that() -> None:
         made.wait(0.1)
     made.close()
     assert not Path(made.address.path).parent.exists()
+
+
+def test_a_worker_waits_for_a_process_that_listens_and_does_not_answer_no_longer_than_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_CONNECT_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen()
+        with pytest.raises(WaitTimeout, match=f"listens at {tmp_path}/silent did not take the connection within 0.1 s"):
+            serve(Address(str(tmp_path / "silent"), "00"), 0, {}, lambda: None, lambda: None)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -181,6 +182,55 @@ def test_weights_that_come_while_samples_are_made_are_noticed(
     monkeypatch.setattr(engine._server, "post_each", then_another)
     with pytest.raises(EngineDied, match="says that it holds theirs"):
         generated(engine)
+    engine.close()
+
+
+def test_a_server_that_another_run_gives_weights_is_refused_until_that_ends(
+    server: RealServer, models: list[Path]
+) -> None:
+    first = engine_of(server, models[0])
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} gives the vLLM server at .* its weights"):
+        engine_of(server, models[0], url=f"http://localhost:{server.port}")
+    first.close()
+    engine_of(server, models[0]).close()
+
+
+WRONG = {
+    "shapes of a tensor": {"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[3]]},
+    "no version": {"version": 7, "giver": "nobody"},
+    "a version of nobody": {"version": "0.1", "giver": None},
+    "a text": "x",
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("info", WRONG.values(), ids=WRONG)
+def test_an_update_that_is_wrong_is_refused_and_weights_and_label_stay(
+    server: RealServer, models: list[Path], trainer: PretendTrainer, weights: list[Weights], info: object, paused: bool
+) -> None:
+    engine = engine_of(server, models[0])
+    trainer.publish(weights[0])
+    loader_of(engine, trainer, "workers").load(None)
+    label = server.get("/weight_info")
+    if paused:
+        server.post("/pause", mode="wait")
+    for path, body in (
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": info}),
+        ("/finish_weight_update", {"weight_version": "theirs"}),
+        ("/start_draft_weight_update", None),
+        ("/init_weight_transfer_engine", {"init_info": {"path": "/nowhere", "key": "00"}}),
+        ("/init_weight_transfer_engine", {"init_info": {"master_port": 1}}),
+    ):
+        refused = path != "/start_weight_update"
+        assert (httpx.post(server.url + path, json=body, timeout=60, trust_env=False).status_code >= 400) == refused
+    if paused:
+        server.post("/resume")
+    assert server.get("/weight_info") == label
+    assert_made_by(models[0], generated(engine))
+    loader_of(engine, trainer, "workers").load(None)
+    engine.close()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -207,6 +257,7 @@ def test_an_update_that_fails_leaves_no_version_and_the_next_one_gets_in(
         with pytest.raises(RunError, match=rf"{server.url} failed to (load|put) version"):
             loader.load(None)
     assert loader.held is None
+    assert str(server.get("/weight_info")["weight_version"]).startswith("updating-")
     assert server.get("/is_paused") == {"is_paused": True}
     assert not files_left()
     loader.load(None)

@@ -23,7 +23,7 @@ from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.file_target import FileTarget
 from trinity_sync.integrations.vllm.http_control import HttpControl
-from trinity_sync.integrations.vllm.server import Json, Server
+from trinity_sync.integrations.vllm.server import Json, Server, lock_server
 from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
@@ -70,7 +70,8 @@ class VLLMServerEngine(RolloutEngine):
         settings: of other engines; not used.
 
     Raises:
-        ConfigError: what is at the URL is no vLLM server, or not one that can do this.
+        ConfigError: what is at the URL is no vLLM server, or not one that can do this; or another program gives it
+            weights.
         WaitTimeout: no server came up.
     """
 
@@ -115,6 +116,7 @@ class VLLMServerEngine(RolloutEngine):
         self._check_model(model_path, trust_remote_code)
         self._control = HttpControl(self._server)
         self._target: WorkerTarget | None = None
+        self._lock = lock_server(self._url)
         self._sampling = {
             "model": self._facts.model,
             "max_tokens": response_length,
@@ -155,6 +157,7 @@ class VLLMServerEngine(RolloutEngine):
         """Let the server's workers go. The server goes on with the weights that it has."""
         if self._target is not None:
             self._target.close()
+        self._lock.close()
 
     def after_load(self) -> None:
         """Nothing is left to do: pausing has dropped all keys, values and prefixes of the weights before."""

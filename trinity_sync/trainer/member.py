@@ -101,7 +101,7 @@ class Member:
             self._segments,
             agent,
             self._part,
-            timeout_s=timeout_s,
+            timeout_s=synchronizer.timeout_s,
         )
         coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self._rank}")
         meetings = Meetings.of_default_group(timeout_s)

@@ -90,15 +90,20 @@ class Arrivals(ABC):
         self._version = arrival.lease.version
         return arrived
 
-    def tensors(self, version: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the version that has arrived, layer by layer. They are to be read only, and not to be
-        kept when the version is let go.
+    def check(self, version: str) -> None:
+        """Check that it is this version that has arrived.
 
         Raises:
-            RunError: it is not this one.
+            RunError: it is not.
         """
         if str(self._version) != version:
             raise RunError(f"version {version} is to be used, but {self._version or 'none'} has arrived")
+
+    def tensors(self, version: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of the version that has arrived, layer by layer. They are to be read only, and not to be
+        kept when the version is let go. Raises as `check`.
+        """
+        self.check(version)
         for name in self.shapes:
             yield name, self.read(name)
 

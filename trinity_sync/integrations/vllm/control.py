@@ -21,6 +21,11 @@ OnUpdate = Literal["wait", "keep", "abort"]
 """What becomes of requests that are under way: they are finished first, go on with the new weights, or are aborted."""
 
 
+def updating(version: str) -> str:
+    """What an engine says that it holds, from before its first byte changes until all of a version is in."""
+    return f"updating-{version}"
+
+
 class EngineControl(Protocol):
     """A vLLM engine whose weights change. Each method waits until the engine has done it.
 
@@ -40,8 +45,8 @@ class EngineControl(Protocol):
         """Have it generate again."""
         ...
 
-    def start_update(self) -> None:
-        """Begin a session."""
+    def start_update(self, version: str) -> None:
+        """Have the engine say from now on that it is being updated to a version, and begin a session."""
         ...
 
     def update(self, version: str | None) -> None:
@@ -80,8 +85,10 @@ class AsyncControl:
     def resume(self) -> None:
         self.wait(self._llm.resume_generation(), "go on")
 
-    def start_update(self) -> None:
-        self.wait(self._llm.start_weight_update(), "begin an update")
+    def start_update(self, version: str) -> None:
+        what = f"begin the update to version {version}"
+        self.wait(self._llm.update_weight_version(updating(version)), what)
+        self.wait(self._llm.start_weight_update(), what)
 
     def update(self, version: str | None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

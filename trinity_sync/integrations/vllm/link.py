@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as LateError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from pickle import PicklingError
@@ -22,8 +23,12 @@ from typing import NamedTuple
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import told
+from trinity_sync.host.threads import in_background
 
 _LONGEST_FOLDER = 70
+
+_CONNECT_S = 30.0
+"""For a process that listens to take a connection; the engine stands still meanwhile."""
 
 
 class Address(NamedTuple):
@@ -200,8 +205,19 @@ def serve(
         methods: what it can be asked.
         begin: called by the thread first.
         end: called by it last.
+
+    Raises:
+        OSError: nobody listens there.
+        WaitTimeout: the listening process does not answer.
     """
-    connection = Client(address.path, "AF_UNIX", authkey=bytes.fromhex(address.key))
+    key = bytes.fromhex(address.key)
+    connecting = in_background(lambda: Client(address.path, "AF_UNIX", authkey=key), "connect to who gives versions")
+    try:
+        connection = connecting.result(_CONNECT_S)
+    except LateError:
+        if connecting.done():  # the connection's own
+            raise
+        raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S) from None
     connection.send(Hello(rank, os.getpid()))
     threading.Thread(target=_serve, args=(connection, methods, begin, end), name="versions arrive", daemon=True).start()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -61,6 +65,54 @@ class ServerFacts(NamedTuple):
     load_format: str
     quantization: str | None
     version: str
+
+
+def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
+    """Lock a server of this node against other programs that give it weights, of whatever user.
+
+    The lock is an abstract socket, so it ends with this process and leaves no file; it is seen where the server's port
+    is, which is what it goes by: an address has several names.
+
+    Args:
+        url: of the server.
+        timeout_s: how long an earlier explorer may take to end, seconds.
+
+    Returns:
+        The lock; to be closed.
+
+    Raises:
+        ConfigError: another process has locked the server.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    name = f"\0trinity-sync-vllm-server-{port}"
+    lock = socket.socket(socket.AF_UNIX)
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            lock.bind(name)
+            lock.listen()
+            return lock
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                lock.close()
+                raise ConfigError(
+                    f"explorer.url: {_holder(name)} gives the vLLM server at {url} its weights; end that run first, or "
+                    "start another server"
+                ) from error
+        time.sleep(_LOOK_S)
+
+
+def _holder(name: str) -> str:
+    """Name the process that listens at an address of this node."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(name)
+            pid, *_ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        except OSError:  # it has just ended, or very many have asked
+            return "another process"
+    return f"process {pid}"
 
 
 class Server:

@@ -178,7 +178,7 @@ class WorkerTarget:
         give_up()
         self._broken = True
         try:
-            control.start_update()
+            control.start_update(version)
             go_on()
             control.update(version)
             go_on()

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -71,6 +71,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -78,13 +79,14 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._arrivals: Arrivals | None = None
         self._giver: str | None = None
+        self._filled = False  # a version is in the model, which the session under way has to finish
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to who gives versions; its questions are answered beside what the engine does. Who gave some before
-        gives none any more: what has arrived for one is never put in for another.
+        gives none any more: what has arrived for one is never put in for another. An address at which nobody answers
+        changes nothing.
         """
-        giver = self._giver = init_info.key
-        self._arrivals = None
+        giver, before = init_info.key, (self._giver, self._arrivals)
         methods: dict[str, Callable[..., object]] = {
             "expect": self._expect,
             "take the version": self._take,
@@ -93,12 +95,28 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         mine = {name: partial(self._answer, giver, method) for name, method in methods.items()}
         address = Address(init_info.path, init_info.key)
-        serve(address, self.parallel_config.rank, mine, self._use_device, partial(self._given_up, giver))
+        self._giver, self._arrivals = giver, None
+        try:
+            serve(address, self.parallel_config.rank, mine, self._use_device, partial(self._given_up, giver))
+        except BaseException:
+            self._giver, self._arrivals = before
+            raise
 
     def start_weight_update(self) -> None:
-        """Begin a session. What one before has left half done is put right first."""
-        give_back(self.model)
-        initialize_layerwise_reload(self.model)
+        """Begin a session. Anybody can ask for one, so the model stays as it is until a version is put in. What a
+        session before has left half done is put right.
+        """
+        self._give_back()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Put the version that has arrived into the model, see `receive_weights`; anything else is refused, and layers
+        that wait for weights get their memory back: the engine would die of them.
+        """
+        try:
+            super().update_weights(update_info)
+        except BaseException:
+            self._give_back()
+            raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Put the version that has arrived into the model.
@@ -106,21 +124,31 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RunError: it has not arrived, the model has tensors that it does not fill, or it was told to give up.
         """
-        try:
-            if update_info.version is None:
-                raise RunError("the update was given up")
-            self._check_giver(update_info.giver)
-            self._load(update_info.version)
-        except BaseException:
-            give_back(self.model)
-            raise
+        if update_info.version is None:
+            raise RunError("the update was given up")
+        self._check_giver(update_info.giver)
+        self._arrived().check(update_info.version)
+        initialize_layerwise_reload(self.model)
+        self._load(update_info.version)
+        self._filled = True
 
     def finish_weight_update(self) -> None:
-        """End the session."""
+        """End the session.
+
+        Raises:
+            RunError: no version was put in, so the engine must not say that it holds another one.
+        """
+        if not self._filled:
+            raise RunError("no version was put into the model in this session")
+        self._filled = False
         finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing is held that the end of the process does not free."""
+
+    def _give_back(self) -> None:
+        self._filled = False
+        give_back(self.model)
 
     def _use_device(self) -> None:
         """Have the calling thread use the worker's device: that is each thread's own matter."""
