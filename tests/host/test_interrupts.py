@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from trinity_sync.host import interrupts
+from trinity_sync.host.child_process import start_child
 from trinity_sync.host.interrupts import finishing_steps, interruptible
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@dataclass
+class Clock:
+    """The time that signals are told apart by."""
+
+    now: float = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(interrupts, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_interrupts_and_handlers_are_as_before(signum: int) -> None:
     before = signal.getsignal(signum)
     with pytest.raises(KeyboardInterrupt), interruptible():
@@ -22,14 +45,160 @@ def test_a_signal_interrupts_and_handlers_are_as_before(signum: int) -> None:
     interrupts.check()
 
 
-def test_the_first_sigterm_may_ask_for_a_last_save() -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_sigterm_may_ask_for_a_last_save(signum: int, clock: Clock) -> None:
     stop = threading.Event()
     with interruptible(), finishing_steps(stop):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signum)
         assert stop.is_set()
         interrupts.check()
+        clock.now += 2.5
         with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signum)
+
+
+def test_signals_that_come_together_are_one(clock: Clock) -> None:
+    with interruptible(), finishing_steps(threading.Event()):
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            signal.raise_signal(signum)
+            clock.now += 0.9
+        interrupts.check()
+
+
+def test_ctrl_c_right_after_sigterm_waits_for_no_step(clock: Clock) -> None:
+    with interruptible(), finishing_steps(threading.Event()):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_sighup_that_is_ignored_is_left_alone() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            signal.raise_signal(signal.SIGHUP)
+            interrupts.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_step_that_takes_half_of_the_time_is_given_up() -> None:
+    began = time.monotonic()
+    with interruptible(limit_s=6.0), finishing_steps(threading.Event()):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait(60.0)
+        assert time.monotonic() - began > 2.5
+
+
+def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock) -> None:
+    with interruptible(limit_s=30.0):
+        assert interrupts.left(600.0, 5.0) == 600.0
+        with finishing_steps(threading.Event()):
             signal.raise_signal(signal.SIGTERM)
+        assert interrupts.left(10.0, 5.0) == 10.0
+        clock.now += 20.0
+        assert interrupts.left(10.0, 5.0) == pytest.approx(0.5)
+        clock.now += 20.0
+        assert interrupts.left(10.0) == 0.0
+    assert interrupts.left(600.0) == 600.0
+
+
+def test_the_time_goes_on_for_who_is_around_what_was_told_to_end(clock: Clock) -> None:
+    with interruptible(limit_s=10.0):
+        with interruptible(limit_s=30.0), finishing_steps(threading.Event()):
+            signal.raise_signal(signal.SIGTERM)
+        assert interrupts.left(600.0) <= 30.0
+    assert interrupts.left(600.0) == 600.0
+
+
+def test_what_fails_while_the_last_step_is_done_fails_of_the_signal() -> None:
+    with interruptible():
+        with finishing_steps(threading.Event()):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), interrupts.failing_of_it():
+            raise ValueError("a program that the reward had started is gone")
+
+
+_STUCK = """
+import ctypes, sys
+from trinity_sync.host.interrupts import interruptible, last_words
+
+def hang():
+    raise SystemExit
+
+def say(word):
+    return last_words(lambda: print(word, flush=True))
+
+with interruptible(limit_s=float(sys.argv[1])):
+    with say("first"), last_words(hang), say("last"):
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+        lock(mutex)
+        print("up", flush=True)
+        lock(mutex)  # never returns, and no handler runs
+"""
+
+
+def test_a_program_that_hears_no_signal_ends_in_time_and_says_its_last_words() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STUCK, "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        while "futex" not in Path(f"/proc/{process.pid}/wchan").read_text():
+            time.sleep(0.01)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        said, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said == "first\nlast\n"
+    assert "error: the run did not end within 2 s of the signal" in error
+    assert time.monotonic() - began > 1.5
+
+
+_LEAVES = """
+import os, subprocess, sys, time
+from multiprocessing.connection import Connection
+
+def serve(descriptor):
+    connection = Connection(descriptor)
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    connection.send(program.pid)
+    program.wait()
+    connection.send(program.returncode)
+    connection.recv()
+"""
+
+
+@pytest.mark.parametrize("signum", interrupts.ENDING)
+def test_a_child_process_leaves_signals_to_the_driver_and_a_users_program_does_not(
+    signum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_signals.py").write_text(_LEAVES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    child, connection = start_child("leaves_signals", None)
+    with connection, child:
+        child.send_signal(signum)  # while it starts
+        program = connection.recv()
+        child.send_signal(signum)
+        os.kill(program, signum)
+        assert connection.recv() == -signum
+        child.send_signal(signum)
+        assert child.poll() is None
+        child.kill()
+
+
+def test_programs_that_are_started_for_a_run_are_not_reached_by_its_signals() -> None:
+    with interrupts.left_to_driver():
+        program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    for signum in interrupts.ENDING:
+        program.send_signal(signum)
+    said, _ = program.communicate(b"alive", timeout=60)
+    assert (said, program.returncode) == (b"alive", 0)
 
 
 def test_where_no_step_is_under_way_there_is_nothing_to_save_and_sigterm_interrupts() -> None:
@@ -107,13 +276,9 @@ def test_elsewhere_than_in_the_main_thread_nothing_changes() -> None:
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-def test_an_interrupt_is_answered_at_once_and_once(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(interrupts, "time", clock)
+def test_an_interrupt_is_answered_at_once_and_once(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
     with interruptible():
-        for now in (100.0, 101.5):  # noqa: B007
+        for clock.now in (100.0, 101.5):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert interrupts.interrupted()

@@ -244,3 +244,28 @@ def test_a_failure_from_a_host_where_the_process_has_the_same_number_is_logged(
         there.setattr(logs, "_HERE", "another host")
         log_failure("write", error)
     assert [record.getMessage() for record in caplog.records] == ["write failed: no"]
+
+
+_LOGS_AT_ITS_END = """
+import logging, sys
+from trinity_sync.host.logs import LogFile
+
+logger = logging.getLogger("at its end")
+logger.addHandler(LogFile(sys.argv[1]))
+
+class Late:
+    def __del__(self):
+        assert sys.is_finalizing()
+        logger.error("too late")
+
+late = Late()
+late.itself = late  # found by the last collection only, as tasks of asyncio are
+logger.warning("in time")
+"""
+
+
+def test_what_is_logged_while_the_interpreter_ends_does_not_keep_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    done = subprocess.run([sys.executable, "-c", _LOGS_AT_ITS_END, path], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert path.read_text() == "in time\n"

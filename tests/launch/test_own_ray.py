@@ -231,3 +231,59 @@ def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
         assert "raylet" in other["parent"]
     assert not [process for process in marked(f"first-{root.name}") if lives(process)]
     assert list(root.iterdir()) == []
+
+
+def started(monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float = 60.0) -> tuple[str, float, list[int]]:
+    """Start a Ray whose raylet is a shell script: the error, the seconds that it took, and the GCSs."""
+    from ray._private import services
+
+    start, gcs = services.start_ray_process, []
+
+    def start_process(command: list[str], kind: str, *args: Any, **kwargs: Any) -> Any:
+        if kind == "raylet":
+            printed = next(text for text in command if text.startswith("--stderr_filepath="))
+            command = ["sh", "-c", script, "raylet", printed.partition("=")[2]]
+        info = start(command, kind, *args, **kwargs)
+        if kind == "gcs_server":
+            gcs.append(info.process.pid)
+        return info
+
+    monkeypatch.setattr(services, "start_ray_process", start_process)
+    began = time.monotonic()
+    with pytest.raises(RunError) as failed:
+        own_ray.start_ray(limit_s, num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    assert services.start_ray_process is start_process
+    return str(failed.value), time.monotonic() - began, gcs
+
+
+CHECK = (
+    "[2026-11-25 C 1 1] (raylet) memory.cc:7:  Unexpected. Check failed: there is no room\n*** StackTrace ***\nmain()"
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (f"echo '{CHECK}' > $1; exit 7", "ended with exit code 7: there is no room"),
+        ("echo 'a port is taken' > $1; kill -9 $$", "was ended by signal 9: a port is taken"),
+        ("exit 3", "ended with exit code 3"),
+    ],
+)
+def test_a_raylet_that_cannot_live_is_started_twice_and_ends_the_start_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, script: str, why: str
+) -> None:
+    error, seconds, gcs = started(monkeypatch, script)
+    assert error == f"Ray did not start: its raylet {why}"
+    assert seconds < 20
+    assert len(gcs) == 2
+    assert not any(psutil.pid_exists(pid) for pid in gcs)
+
+
+@pytest.mark.timeout(120)
+def test_a_gcs_that_cannot_live_ends_the_start_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_storage", "nonsense")
+    error, seconds, _ = started(monkeypatch, "sleep 600")
+    assert error.startswith("Ray did not start: its gcs_server ended with exit code 1: ")
+    assert "nonsense" in error
+    assert seconds < 20

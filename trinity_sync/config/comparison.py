@@ -25,6 +25,7 @@ LOCATIONS = (
     "checkpoint.mirror_backoff_s",
     "checkpoint.mirror_timeout_s",
     "checkpoint.mirror_wait_s",
+    "checkpoint.stop_s",
     "sync.shm_dir",
     "cluster",
     "hydra",

@@ -120,6 +120,7 @@ class CheckpointConfig:
     save_strategy: str = choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
     save_on_sigterm: bool = MISSING
+    stop_s: float = seconds(more_than=0)
     monitor: dict[str, Any] = MISSING
     coordinator: dict[str, Any] = MISSING
 

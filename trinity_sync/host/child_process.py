@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+from trinity_sync.host.interrupts import left_to_driver
+
 
 def start_child(
     module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start ``serve(descriptor)`` of a module in a process of its own, which Ctrl-C does not reach.
+    """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver.
 
     Args:
         module: dotted name; its `serve` gets the file descriptor of its end of the connection, and must end when that
@@ -49,8 +51,13 @@ def start_child(
             log.parent.mkdir(parents=True, exist_ok=True)
             output = opened.enter_context(open(log, "ab"))
         given = [theirs.fileno(), *further]
+        program = f"""
+from trinity_sync.host.interrupts import leave_to_driver; leave_to_driver()
+from {module} import serve; serve({", ".join(map(str, given))})
+"""
+        opened.enter_context(left_to_driver())
         child = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-c", f"from {module} import serve; serve({', '.join(map(str, given))})"],
+            [sys.executable, "-u", "-P", "-c", program],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

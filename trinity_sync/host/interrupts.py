@@ -1,29 +1,54 @@
-"""Ctrl-C, SIGTERM, and the signals by which a queue tells that time is up: how they reach a run."""
+"""The signals that end a run: Ctrl-C, SIGTERM, SIGHUP, and those by which a queue says that time is up.
+
+The driver answers them, for the whole run: all other processes of a run leave them to it, so that a signal to all of
+them (systemd, Slurm, a closed terminal) means what a signal to the driver means. What they end with is
+`host.lifeline`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from trinity_sync.host.logs import log_failure
+from trinity_sync.host.threads import in_background
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""They end a run."""
 
 _seen = threading.Event()
 _stop: threading.Event | None = None
 _shields = 0
+_deadline = math.inf
+"""When the run has to have ended; by `time.monotonic`."""
+_last_words: list[Callable[[], object]] = []
 _TOLD = b"stopping ...\n"
 _UNWINDING_S = 1.0
 """So long after an interrupt the next one is only noted: it would meet the way to what is shielded."""
+SAME_S = 2.0
+"""A signal so soon after the first is the same one: systemd sends SIGHUP after SIGTERM, and a sweep tells its jobs what
+the queue has told them, too.
+"""
+_WORDS_S = 2.0
+_FOR_STEP, _FOR_ALL = 0.5, 0.85
+"""Shares of the limit: for the step under way; for everything, but the last words."""
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return those of `ENDING` that end this run: a SIGHUP that is ignored (nohup) does not."""
+    return [signum for signum in ENDING if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
-def interruptible(*, sigterm_saves: bool = True) -> Iterator[None]:
-    """Let SIGTERM end what runs inside as Ctrl-C does.
+def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP where it is not ignored (nohup), end what runs inside as Ctrl-C does.
 
     So do SIGUSR1 and SIGUSR2 where somebody handles them, such as submitit for a queue: the handler is called at the
     end, when what runs inside is over and saved. Signal handlers exist in the main thread only; in others nothing
@@ -32,41 +57,157 @@ def interruptible(*, sigterm_saves: bool = True) -> Iterator[None]:
     Args:
         sigterm_saves: whether the first SIGTERM lets the step under way end, see `finishing_steps`. The signals of a
             queue always do.
+        limit_s: from the first signal until the program has ended, whatever it waits for, seconds. Half of it is for
+            the step under way. Signals of a queue are another matter: its SIGTERM follows.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not (main := threading.main_thread()):
         yield
         return
 
-    raised = -math.inf
+    first, raised = math.inf, -math.inf
 
     def interrupt(signum: int, frame: Any) -> None:
+        nonlocal first, raised
         if signum in handled:
             told.append(signum)
-        if signum in saving and _stop is not None and not _stop.is_set():
+        else:
+            _count_down(limit_s)
+        first = min(first, time.monotonic())
+        if signum in saving and _stop is not None and (not _stop.is_set() or time.monotonic() < first + SAME_S):
             _stop.set()
             return
-        nonlocal raised
-        first = not _seen.is_set()
+        unheard = not _seen.is_set()
         _seen.set()
-        if first:
+        if unheard:
             with contextlib.suppress(OSError):
                 os.write(2, _TOLD)  # from a handler `print` could come into a `print` under way
         if not _shields and time.monotonic() - raised > _UNWINDING_S:
             raised = time.monotonic()
             raise KeyboardInterrupt
 
+    def give_step_up() -> None:
+        nonlocal first
+        first = -math.inf
+        if _stop is not None and _stop.is_set():
+            signal.pthread_kill(main.ident or 0, signal.SIGTERM)  # as if it came again
+
     told: list[int] = []
     handled = [signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(signum))]
-    saving = {*handled, *([signal.SIGTERM] if sigterm_saves else [])}
-    before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM, *handled)}
+    ending = ending_signals()
+    saving = {*handled, *(set(ending) - {signal.SIGINT} if sigterm_saves else ())}
+    before = {signum: signal.signal(signum, interrupt) for signum in (*ending, *handled)}
     try:
-        yield
+        with _ended_in_time(frozenset(ending), limit_s, give_step_up):
+            yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         _seen.clear()
         if told:
             signal.raise_signal(told[0])
+
+
+@contextlib.contextmanager
+def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], None]) -> Iterator[None]:
+    """Within the block, see to the limit on a thread of its own: the main one may stand in a call that never returns,
+    and handles no signal then.
+    """
+    global _deadline
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    outer = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(woken, ending, limit_s, give_step_up), name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(outer)
+        os.close(wake)
+        thread.join()
+        os.close(woken)
+        if outer < 0:
+            _deadline = math.inf
+        elif _deadline < math.inf:
+            os.write(outer, bytes([signal.SIGTERM]))  # who is around this ends, too
+
+
+def _watch(woken: int, ending: Set[int], limit_s: float, give_step_up: Callable[[], None]) -> None:
+    """Read the numbers of signals, until there are no more.
+
+    Args:
+        woken: file descriptor, see `signal.set_wakeup_fd`.
+    """
+    heard, step_ends = False, math.inf
+    while True:
+        until = min(step_ends, _deadline) - time.monotonic()
+        if select.select([woken], [], [], None if math.isinf(until) else max(0.0, until))[0]:
+            numbers = os.read(woken, 64)
+            if not numbers:
+                return
+            if not heard and not ending.isdisjoint(numbers):
+                heard, step_ends = True, time.monotonic() + limit_s * _FOR_STEP
+                _count_down(limit_s)
+        elif time.monotonic() >= _deadline:
+            _end_at_once(limit_s)
+        else:
+            step_ends = math.inf
+            give_step_up()
+
+
+def _count_down(limit_s: float) -> None:
+    global _deadline
+    _deadline = min(_deadline, time.monotonic() + limit_s * _FOR_ALL)
+
+
+def _end_at_once(limit_s: float) -> None:
+    for say in _last_words:
+        with contextlib.suppress(Exception):
+            in_background(say, "last words").exception(_WORDS_S)
+    with contextlib.suppress(OSError):
+        os.write(2, b"error: the run did not end within %d s of the signal; it ends\n" % round(limit_s * _FOR_ALL))
+    os._exit(130)
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[], object]) -> Iterator[None]:
+    """Within the block, have something done before the program ends because time is up; those of outer blocks first.
+
+    Args:
+        say: called on another thread; has two seconds.
+    """
+    _last_words.append(say)
+    try:
+        yield
+    finally:
+        _last_words.remove(say)
+
+
+def left(most_s: float, reserve_s: float = 0.0) -> float:
+    """Return how long something may take: `most_s`, or less where a signal has come.
+
+    Args:
+        reserve_s: for what comes after it, seconds.
+    """
+    return max(0.0, min(most_s, _deadline - time.monotonic() - reserve_s))
+
+
+@contextlib.contextmanager
+def left_to_driver() -> Iterator[None]:
+    """Processes that are started in the block are not reached by `ENDING`, nor are theirs: the driver ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_to_driver() -> None:
+    """Have `ENDING` do nothing in this process. Programs that it starts are ended by them, as usual: neither is the
+    signal ignored nor blocked, which they would inherit.
+    """
+    for signum in ENDING:
+        signal.signal(signum, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 @contextlib.contextmanager
@@ -104,7 +245,7 @@ def failing_of_it() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _seen.is_set():
+        if not _seen.is_set() and _deadline == math.inf:
             raise
         log_failure("what was interrupted", error)
         raise KeyboardInterrupt from error

@@ -102,6 +102,8 @@ class LogFile(logging.Handler):
         super().close()
 
     def _begin(self) -> None:
+        if sys.is_finalizing():
+            return  # no thread begins any more, and its start would be waited for, for ever
         if self._writer is None or not self._writer.is_alive():  # a fork has none
             self._writer = threading.Thread(target=self._write, name=f"log {self._path.name}", daemon=True)
             self._writer.start()

@@ -1,13 +1,19 @@
-"""What processes of a run do for themselves: their start, their size. Imports nothing heavy."""
+"""What processes of a run do for themselves: their start, their size, their end. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+DRIVER = "TRINITY_SYNC_LIFELINE"
+"""Environment variable: path of a named pipe that is open for writing in the driver of the run, and nowhere else."""
 
 
 @contextmanager
@@ -52,3 +58,41 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def driver_lifeline(path: Path) -> Iterator[dict[str, str]]:
+    """Within the block, be the driver with which processes end that call `end_with_driver`.
+
+    Args:
+        path: of the named pipe, which is made.
+
+    Yields:
+        Environment variables for these processes.
+    """
+    os.mkfifo(path, 0o600)
+    held = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # only for writing it would wait for a reader
+    try:
+        yield {DRIVER: str(path)}
+    finally:
+        os.close(held)
+
+
+def end_with_driver() -> None:
+    """Have the kernel kill this process and its group when its driver is gone, even where it is stopped or hangs.
+    Nothing where the driver has no lifeline: Ray is another program's, and ends its processes.
+    """
+    if (path := os.environ.get(DRIVER)) is None:
+        return
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # processes of others may be in the group
+    try:
+        lifeline = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with suppress(BlockingIOError):  # it is there
+        os.read(lifeline, 1)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from trinity_sync.host import interrupts
+
 if TYPE_CHECKING:
     from trinity_sync.actors.agent import AgentClient
     from trinity_sync.actors.calls import Call
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from trinity_sync.weights.layout import PartLayout
 
 _CLOSE_S = 10.0
+_RAY_S = 4.0
+"""Of the time after an interrupt, what is for the end of Ray."""
 
 
 def start_agents(
@@ -118,4 +122,4 @@ def close_agents(agents: Mapping[str, AgentClient]) -> None:
     from trinity_sync.actors.calls import results
 
     with suppress(Exception):
-        results([agent.close() for agent in agents.values()], _CLOSE_S)
+        results([agent.close() for agent in agents.values()], interrupts.left(_CLOSE_S, _RAY_S))

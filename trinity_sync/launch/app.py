@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import origin, told
@@ -107,6 +108,7 @@ def run_main(
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run = line.dry_run
         with (
+            interruptible(),
             own_modules_found(resume.started_in if resume else None),
             _command_line(line.arguments),
             _hydra_errors_raised(),
@@ -255,7 +257,7 @@ class RunHooks(Callback):
             _try_jobs(config)
         note_settings(config)
         _session.around_jobs.enter_context(composed_before(config.hydra))
-        _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra))
+        _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra, float(config.checkpoint.stop_s)))
         if elsewhere.in_this_process(config.hydra):
             from trinity_sync.launch.own_ray import ray_kept
 

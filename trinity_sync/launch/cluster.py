@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
 from trinity_sync.host.module_path import own_module_folders
 from trinity_sync.host.threads import in_background
@@ -96,6 +97,7 @@ def cluster(
             give_up(own)
 
         stack.enter_context(ended_with_its_node(end))
+        stack.enter_context(last_words(partial(give_up, own)))
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for node in nodes:
             story.info("node %s is %s (%s)", node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])

@@ -22,6 +22,7 @@ import psutil
 from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
+from trinity_sync.host.interrupts import SAME_S, ending_signals
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 HydraSettings = HydraConf | DictConfig
@@ -43,7 +44,6 @@ OPTIONS = {
 }
 """Options that are there only where it is installed, and what each needs."""
 
-_ENDING_S = 60.0
 _FREE_S = 120.0
 _POLL_S = 0.05
 
@@ -165,9 +165,12 @@ class _Prefixed(io.TextIOBase):
 
 
 @contextmanager
-def jobs_end_first(hydra: HydraSettings) -> Iterator[None]:
-    """Around a sweep: have Ctrl-C and SIGTERM end jobs that run beside each other in good order, and then the sweep.
-    joblib by itself kills them, and what they have started stays behind.
+def jobs_end_first(hydra: HydraSettings, limit_s: float) -> Iterator[None]:
+    """Around a sweep: have Ctrl-C, SIGTERM and SIGHUP end jobs that run beside each other in good order, and then the
+    sweep. joblib by itself kills them, and what they have started stays behind.
+
+    Args:
+        limit_s: for the jobs to end, seconds.
     """
     joblib = str(hydra.launcher._target_).startswith(_JOBLIB)
     if not joblib or threading.current_thread() is not threading.main_thread():
@@ -175,13 +178,20 @@ def jobs_end_first(hydra: HydraSettings) -> Iterator[None]:
         return
 
     def end(signum: int, frame: FrameType | None) -> None:
+        told = time.monotonic()
+
+        def again(signum: int, frame: FrameType | None) -> None:
+            if time.monotonic() > told + SAME_S:  # a second one waits for nobody
+                raise KeyboardInterrupt
+
         for number in before:
-            signal.signal(number, signal.default_int_handler)  # a second one waits for nobody
-        print("note: ending the jobs", file=sys.stderr)
-        _end_jobs()
+            signal.signal(number, again)
+        with suppress(OSError):
+            print("note: ending the jobs", file=sys.stderr)
+        _end_jobs(limit_s)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, end) for number in ending_signals()}
     try:
         yield
     finally:
@@ -189,9 +199,9 @@ def jobs_end_first(hydra: HydraSettings) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_jobs() -> None:
+def _end_jobs(limit_s: float) -> None:
     told: set[psutil.Process] = set()
-    deadline = time.monotonic() + _ENDING_S
+    deadline = time.monotonic() + limit_s
     while (running := set(_running())) and time.monotonic() < deadline:
         for process in running - told:  # one that ends well meanwhile makes room for the next
             with suppress(psutil.NoSuchProcess):

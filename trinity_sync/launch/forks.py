@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.launch import forked_worker
 
 FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
@@ -55,7 +56,7 @@ def fork_server(folder: Path) -> Iterator[Forks]:
     # the server imports what this program would import, wherever that lies
     command = [sys.executable, str(_SERVER), str(path), ",".join(FIRST), ",".join(LATER), json.dumps(sys.path)]
     try:
-        with noted.open("wb") as log:
+        with noted.open("wb") as log, left_to_driver():
             server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         (folder / _SESSION).write_text(str(server.pid))
     except OSError as error:

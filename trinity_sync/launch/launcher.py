@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.owner import Owner, Recorded, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.interrupts import failing_of_it, interruptible, shielded
+from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, left, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
@@ -74,7 +74,7 @@ def run(
     threads = _threads()
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm))
+        stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm, limit_s=cfg.checkpoint.stop_s))
         check_beforehand(cfg)
         scanned = scanned_task(cfg)
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
@@ -100,6 +100,7 @@ def run(
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         recorder = _recorder(cfg, folder, start, owner, threads, last_step)
         try:
+            stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
             with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
                 if scanned.counts is not None:
                     recorder.event("rows", **scanned.counts._asdict())
@@ -269,10 +270,11 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
     ended is of no use to anybody, nor are slots that an agent had no time to give back.
     """
     try:
-        if has_no_monitor(checkpoints, _MONITOR_LIMIT_S):
+        limit = left(_MONITOR_LIMIT_S)
+        if has_no_monitor(checkpoints, limit):
             recovery.recover(checkpoints)
         else:
-            raise RunError(f"the checkpoint monitor still writes there after {_MONITOR_LIMIT_S:.0f} s")
+            raise RunError(f"the checkpoint monitor still writes there after {limit:.0f} s")
     except (TrinityError, OSError) as error:
         print(f"{checkpoints} was not tidied up ({error}); the next run there does it", file=sys.stderr)
     for root in (shm_dir, folder.slots):

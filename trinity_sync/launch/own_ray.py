@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.interrupts import interruptible, shielded
+from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
-from trinity_sync.host.process import environment
+from trinity_sync.host.process import driver_lifeline, environment
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.forks import fork_server, workers_forked
 from trinity_sync.launch.node_watch import starting_raylets_watched
@@ -39,7 +42,15 @@ a later Ray would have no token for a program that asks them for one.
 
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
+_LIFELINE = "lifeline"
+_PREFIX = re.compile(r"^\[[^]]*\] \(\w+\) ")
+_PRINTED, _STACK, _CHECK = "--stderr_filepath=", "*** StackTrace", "Check failed: "
+_MOST_SAID = 300
+_PORT_MS = 500
+"""Ray holds Python's lock while it waits for the port of its GCS."""
 _KILLED_S = 5.0
+_MOST_DEAD = 2
+"""So many of Ray's own processes may die while Ray starts, one try after another: another one would die likewise."""
 _LOOK_S = 0.02
 _END_S = 20.0
 _CLEAR_S = 60.0
@@ -194,7 +205,7 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
         stack.callback(end_processes, folder)  # where Ray is interrupted before it could end them itself
         released: Callable[[], None] = lambda: None  # noqa: E731
         with contextlib.ExitStack() as starting:
-            starting.enter_context(environment(local))
+            starting.enter_context(environment(local | stack.enter_context(driver_lifeline(folder / _LIFELINE))))
             starting.enter_context(own_sigterm())
             if wanted["forked"]:
                 forks = stack.enter_context(fork_server(folder))
@@ -230,7 +241,8 @@ def _ended_on_error() -> Iterator[contextlib.ExitStack]:
 
 def start_ray(limit_s: float, **options: Any) -> None:
     """A Ray of one's own through `ray.init`, whatever RAY_ADDRESS says and whoever else's runs on the machine; again
-    where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits.
+    where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits. Once more where one of
+    these has died.
 
     Raises:
         RunError: it does not start, for another reason or within `limit_s`, or this program has one already.
@@ -239,16 +251,96 @@ def start_ray(limit_s: float, **options: Any) -> None:
 
     check_unconnected()
     deadline, folder = time.monotonic() + limit_s, options.get("_temp_dir")
+    dead = 0
     while True:
         try:
-            with _lean(), starting_raylets_watched(folder) if folder else contextlib.nullcontext():
+            watched = starting_raylets_watched(folder) if folder else contextlib.nullcontext()
+            with _lean(), watched, _processes_looked_after():
                 ray.init(address="local", **options)
             return
         except Exception as error:
             ray.shutdown()
-            if "timed out" in str(error) and time.monotonic() < deadline:
+            dead += isinstance(error, _DiedError)
+            again = dead < _MOST_DEAD if isinstance(error, _DiedError) else "timed out" in str(error)
+            if again and time.monotonic() < deadline:
                 continue
             raise RunError(f"Ray did not start: {first_line(error)}") from error
+
+
+class _DiedError(Exception):
+    """One of Ray's own processes has died while Ray was starting."""
+
+
+@contextlib.contextmanager
+def _processes_looked_after() -> Iterator[None]:
+    """Ray's own processes that are started in the block leave signals to this program. If one of them dies, so does the
+    start, for which Ray would wait; what an error leaves of them is ended.
+
+    Raises:
+        _DiedError: one has died; says why.
+    """
+    from ray._private import node, services
+
+    started: list[tuple[str, subprocess.Popen[bytes], str]] = []
+    start, gcs_port, own_node = services.start_ray_process, node.wait_for_persisted_port, services.get_node
+
+    def start_process(command: list[str], kind: str, *args: Any, **kwargs: Any) -> Any:
+        with left_to_driver():
+            info = start(command, kind, *args, **kwargs)
+        printed = next((text.removeprefix(_PRINTED) for text in command if text.startswith(_PRINTED)), "")
+        started.append((kind, info.process, printed))
+        return info
+
+    def look() -> None:
+        for kind, process, printed in started:
+            if (code := process.poll()) is not None:
+                raise _DiedError(f"its {kind} {_end_of(code, Path(printed))}")
+
+    def wait_for_port(*args: Any, timeout_ms: int) -> Any:
+        deadline = time.monotonic() + timeout_ms / 1000
+        while True:
+            try:
+                return gcs_port(*args, timeout_ms=min(timeout_ms, _PORT_MS))
+            except RuntimeError:
+                look()
+                if time.monotonic() > deadline:
+                    raise
+
+    def wait_for_node(*args: Any) -> Any:
+        answer = in_background(partial(own_node, *args), "Ray's start")  # half a minute
+        while not answer.done():
+            look()
+            time.sleep(_LOOK_S)
+        return answer.result()
+
+    services.start_ray_process = start_process
+    node.wait_for_persisted_port, services.get_node = wait_for_port, wait_for_node
+    try:
+        yield
+    except BaseException:
+        for _, process, _ in started:
+            process.kill()
+        for _, process, _ in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_S)
+        raise
+    finally:
+        services.start_ray_process, node.wait_for_persisted_port, services.get_node = start, gcs_port, own_node
+
+
+def _end_of(code: int, printed: Path) -> str:
+    """Say how one of Ray's processes has ended, and what it printed of it: the last line before a stack.
+
+    Args:
+        code: exit code, negative for a signal.
+    """
+    how = f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
+    try:
+        lines = printed.read_text(errors="replace").partition(_STACK)[0].strip().splitlines()
+    except OSError:
+        lines = []
+    said = _PREFIX.sub("", lines[-1]).rpartition(_CHECK)[2] if lines else ""
+    return f"{how}: {said[:_MOST_SAID]}" if said else how
 
 
 @contextlib.contextmanager

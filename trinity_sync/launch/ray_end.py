@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,8 @@ _INTERRUPTED_S = 1.0
 _SHUTDOWN_S = 30.0
 _NOTICE_S = 30.0
 """For Ray to notice that its processes were killed; a GCS that stood still takes it five seconds."""
+_KILL_S = 2.0
+"""For what is left then of the time after an interrupt."""
 _POLL_S = 0.02
 
 
@@ -28,9 +30,9 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
     """End the local Ray whose session is in `folder`, and return when none of its processes is left; or let go of
     somebody else's (None).
 
-    `ray.shutdown` ends its own and the actors, but not what an actor had started: that ends when it notices that its
-    parent is gone. What stands still of Ray would keep it for ever: of the local one it is killed, and where that is of
-    no use, or it is somebody else's, this program ends.
+    `ray.shutdown` ends Ray's own processes. Workers would then miss them for seconds, and are killed. What an actor had
+    started ends when it notices that its parent is gone. What stands still of Ray would keep it for ever: of the local
+    one it is killed, and where that is of no use, or it is somebody else's, this program ends.
 
     Args:
         folder: of the local one.
@@ -39,11 +41,12 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
     import ray
 
     processes = processes_of(folder) if folder is not None else []
+    workers = _workers(processes)
     begin()
     over, began = threading.Event(), time.monotonic()
 
     def watch() -> None:
-        if over.wait(_SHUTDOWN_S):
+        if over.wait(interrupts.left(_SHUTDOWN_S, _KILL_S)):
             return
         kill_all(processes)
         if not over.wait(_NOTICE_S if folder is not None else 0.0):
@@ -55,12 +58,37 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
 
     threading.Thread(target=watch, name="ray-end", daemon=True).start()
     try:
-        ray.shutdown()
+        with _killed_by_ray():
+            ray.shutdown()
     finally:
         over.set()
+    kill_all(workers)
     stubborn = wait_for_ends(processes, _INTERRUPTED_S if interrupts.interrupted() else _END_S)
     kill_all(stubborn)
     wait_for_ends(stubborn, _END_S)
+
+
+def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that Ray has started: whose parents this program has started."""
+    parents = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            parents[process] = process.ppid()
+    own = {process.pid for process, parent in parents.items() if parent == os.getpid()}
+    return [process for process, parent in parents.items() if parent in own]
+
+
+@contextlib.contextmanager
+def _killed_by_ray() -> Iterator[None]:
+    """Have Ray kill its own processes: it would ask them by SIGTERM first, see `interrupts.left_to_driver`."""
+    from ray._private.node import Node
+
+    kill = Node.kill_all_processes
+    Node.kill_all_processes = lambda self, **kwargs: kill(self, **kwargs | {"allow_graceful": False})
+    try:
+        yield
+    finally:
+        Node.kill_all_processes = kill
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -107,8 +106,6 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection to the parent.
     """
     os.set_inheritable(descriptor, False)
-    # A queue that ends a job tells all its processes; the run has to end first. No SIG_IGN, which programs inherit.
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)
     connection = Connection(descriptor)
     requests: SimpleQueue[tuple[str, tuple[object, ...]] | None] = SimpleQueue()
     threading.Thread(target=_listen, args=[connection, requests], daemon=True).start()
