@@ -32,7 +32,7 @@ SECOND_UID = 4242
 # A refusal takes seconds. A server that is in use is noticed by the explorer, after the start of Ray.
 _REFUSED_S = 150.0
 _RUN_S = 600.0
-_ANOTHER = [*SMALL, "backend=fsdp", "backend.ranks=1", "seed=7"]
+_ANOTHER = [*SMALL, "backend=fsdp", "backend.ranks=1", "seed=31"]
 _MANY = ("checkpoint.interval=1", "retention=[keep_all]")
 """More checkpoints than the retention of a chain keeps, so that a prune in the wrong place deletes some."""
 _CANARY = "import pathlib\npathlib.Path(r'{}').touch()\n"
@@ -219,7 +219,8 @@ class Visits:
         into_mirror = draw < 0.7 and self._setup.mirrored
         place = self._places.mirror if into_mirror else self._places.checkpoints
         override = f"checkpoint.{'mirror' if into_mirror else 'dir'}={place}"
-        return self._refused(home, [*_RESUME, str(run), override, "trainer.steps=6"], str(place))
+        problems = self._refused(home, [*_RESUME, str(run), override, _MORE], str(place))
+        return problems + list(checks.Owner().look(run, [run / "checkpoints"], {}))
 
     def _other_mirror(self, home: Path, _: float) -> list[str]:
         return self._mirror_instead(home, self._stranger.copy(home).parent / "mirror")
@@ -321,8 +322,8 @@ class Visits:
         if code not in codes:
             how = f"ended with {code}" if code is not None else "was not refused, and was killed"
             return [f"{TAKEN}: the visitor {how}: {self.said or text[-300:]}"]
-        if named not in " ".join(text.split()) or not self.said or "Traceback" in text:
-            return [f"the refusal does not name {named}, or has a traceback: {text[-300:]}"]
+        if not self.said or named not in self.said or "Traceback" in text:
+            return [f"the refusal does not name {named}, or has a traceback: {self.said or text[-300:]}"]
         return []
 
     def _start(
