@@ -208,7 +208,7 @@ class Visits:
 
     def _another(self, home: Path, *overrides: str, codes: Sequence[int] = (2,)) -> list[str]:
         command = [str(ROOT / "launch.py"), *self._of_another(home), "trainer.steps=2", *overrides]
-        return self._refused(home, command, overrides[-1 if len(codes) == 1 else 1].partition("=")[2], codes=codes)
+        return self.refused(home, command, overrides[-1 if len(codes) == 1 else 1].partition("=")[2], codes=codes)
 
     def _of_another(self, home: Path) -> list[str]:
         shm, ray = self._places.shm, self._places.ray
@@ -219,7 +219,7 @@ class Visits:
         into_mirror = draw < 0.7 and self._setup.mirrored
         place = self._places.mirror if into_mirror else self._places.checkpoints
         override = f"checkpoint.{'mirror' if into_mirror else 'dir'}={place}"
-        problems = self._refused(home, [*_RESUME, str(run), override, _MORE], str(place))
+        problems = self.refused(home, [*_RESUME, str(run), override, _MORE], str(place))
         return problems + list(checks.Owner().look(run, [run / "checkpoints"], {}))
 
     def _other_mirror(self, home: Path, _: float) -> list[str]:
@@ -239,7 +239,7 @@ class Visits:
             mirror.rename(aside)
         other.rename(mirror)
         try:
-            problems = self._refused(home, [*_RESUME, str(self._places.run), _MORE], str(mirror))
+            problems = self.refused(home, [*_RESUME, str(self._places.run), _MORE], str(mirror))
             if changed := _difference(known, contents(mirror)):
                 problems.append(f"{TAKEN}: in a mirror without a mark of the run, the resume changed {changed}")
         finally:
@@ -263,7 +263,7 @@ class Visits:
             _edit(run / ".hydra" / "config.yaml", "checkpoint.mirror", str(other.parent / "mirror"))
         else:
             _edit(run / ".hydra" / "config.yaml", "checkpoint.dir", str(other / "checkpoints"))
-        problems = self._refused(home, [*_RESUME, str(run), _MORE], "")
+        problems = self.refused(home, [*_RESUME, str(run), _MORE], "")
         if canary.exists():
             problems.append(f"{TAKEN}: the resume ran a module of the folder's owner")
         if changed := _difference(known, contents(home / "other")):
@@ -282,7 +282,7 @@ class Visits:
             command = [str(ROOT / "launch.py"), *_ANOTHER, f"hydra.run.dir={run.parent / 'new'}", "trainer.steps=2"]
             command += [f"checkpoint.dir={self._places.checkpoints}"]
         environment = {"HOME": user_home, "XDG_STATE_HOME": f"{user_home}/state"}
-        return self._refused(home, command, "", environment=environment, before=before)
+        return self.refused(home, command, "", environment=environment, before=before)
 
     def _folder_of_second_user(self, home: Path) -> Path:
         """A copy of the run's folder, without checkpoints that lie in it, which another user owns."""
@@ -297,12 +297,12 @@ class Visits:
         key = "checkpoint.mirror" if draw < 0.5 else "checkpoint.dir"
         command = [str(ROOT / "launch.py"), "-m", *_ANOTHER, "hydra/launcher=parallel", "seed=1,2", "trainer.steps=2"]
         command += [f"hydra.sweep.dir={home / 'sweep'}", f"{key}={home / 'shared'}"]
-        problems = self._refused(home, command, key)
+        problems = self.refused(home, command, key)
         if (home / "shared").exists() and list((home / "shared").rglob("*")):
             problems.append(f"{LEFT}: the sweep that was refused wrote to {home / 'shared'}")
         return problems
 
-    def _refused(
+    def refused(
         self,
         home: Path,
         command: Sequence[str],

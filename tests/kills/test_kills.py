@@ -466,10 +466,12 @@ def test_damage_changes_one_copy_of_a_file(tmp_path: Path, how: str, left: int |
     assert how != "flip" or path.read_bytes() != link.read_bytes()
 
 
-def test_the_table_counts_by_kind_and_victim() -> None:
+def test_the_table_counts_by_kind() -> None:
     line = {"kind": "kill", "victim": "rank", "outcome": "resumed", "problems": []}
-    table = render([line, {**line, "problems": ["x"]}, {**line, "kind": "damage", "victim": "optim"}])
-    assert "| kill | rank | 2 | 0 | 2 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
+    others = [{**line, "kind": "damage", "victim": "optim"}, {**line, "kind": "SIGTERM", "victim": "all, twice"}]
+    table = render([line, {**line, "victim": "driver", "problems": ["x"]}, *others])
+    assert "| SIGKILL of driver, rank | 2 | 0 | 2 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
+    assert "| SIGTERM to all | 1 |" in table
+    assert "| all | 4 | 0 | 4 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
     lost = {**line, "outcome": "lost", "problems": ["lost: x", "of another run: y"]}
-    assert "| kill | rank | 1 | 0 | 0 | 0 | 1 | 0 | 1 | 0 | 0 |" in render([lost])
-    assert "| all |  | 3 | 0 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in table
+    assert "| SIGKILL of rank | 1 | 0 | 0 | 0 | 1 | 0 | 1 | 0 | 0 |" in render([lost])

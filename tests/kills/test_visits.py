@@ -59,6 +59,37 @@ def scene() -> Iterator[Scene]:
     shutil.rmtree(home)
 
 
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("import sys; print('error: /place belongs to another run'); sys.exit(2)", None),
+        ("import sys; print('error: no'); sys.exit(2)", "the refusal does not name /place"),
+        ("import sys; print('no'); sys.exit(2)", "the refusal does not name /place"),
+        ("print('error: /place belongs to another run')", "of another run: the visitor ended with 0"),
+        ("print('sending the first version', flush=True); input()", "of another run: the visitor ended"),
+        (
+            "import time; print('sending the first version', flush=True); time.sleep(600)",
+            "of another run: the visitor was not refused",
+        ),
+    ],
+)
+def test_a_visitor_that_is_not_refused_is_a_problem(tmp_path: Path, script: str, told: str | None) -> None:
+    setup = replace(draw_plan(0, 0).setup, by_environment=False)
+    places = Places(tmp_path, tmp_path, tmp_path, tmp_path, tmp_path, small_disk=False)
+    visits = Visits(places, setup, Stranger(tmp_path, frozenset()), [], threading.Event())
+    problems = visits.refused(tmp_path, ["-c", script], "/place")
+    assert [told] == [problem[: len(told)] for problem in problems] if told else not problems
+
+
+def test_a_run_is_not_visited_at_a_place_that_it_lacks() -> None:
+    setup = replace(draw_plan(0, 0).setup, mirrored=False, by_environment=False)
+    places = Places(Path(), Path(), Path(), Path(), Path(), small_disk=False)
+    visits = Visits(places, setup, Stranger(Path(), frozenset()), [], threading.Event())
+    assert {visits.possible(name) for name in (plan.MIRROR, plan.FOREIGN_MIRROR)} == {plan.CHECKPOINTS}
+    assert visits.possible(plan.ENVIRONMENT) == plan.EDITED
+    assert visits.possible(plan.SWEEP) == plan.SWEEP
+
+
 @pytest.fixture
 def visits(scene: Scene) -> Visits:
     shutil.rmtree(scene.places.home / "elsewhere", ignore_errors=True)
