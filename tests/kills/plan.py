@@ -36,7 +36,7 @@ WHILE_IT_RUNS = (CHECKPOINTS, MIRROR, FOLDER, RESUMED_HERE, RESUMED_HERE)
 BETWEEN_LIVES = (*WHILE_IT_RUNS, FOREIGN_MIRROR, VERL_MIRROR, EDITED, EDITED, SECOND_USER, ENVIRONMENT, AT_ONCE, SWEEP)
 """Programs that may start after the end of the run and before its resume."""
 
-_SERVED = 7
+_SERVED = 5
 START_S = 30.0
 """About how long a run takes to its first step."""
 
@@ -200,13 +200,14 @@ def draw_plan(seed: int, chain: int, *, mounts: bool = True, serves: bool = True
 
     Args:
         mounts: a small disk can be mounted.
-        serves: there is a vLLM server. One chain in seven uses it.
+        serves: there is a vLLM server. One chain in five uses it.
     """
     rng = random.Random(f"{seed}/{chain}")
     order = random.Random(seed).sample(CONFIGS, len(CONFIGS))
     setup = _draw_setup(rng, *order[chain % len(order)])
-    served = serves and chain % _SERVED == _SERVED // 2 and setup.sync != "nccl"
-    setup = replace(setup, small_disk=setup.small_disk and mounts, served=served)
+    setup = replace(setup, small_disk=setup.small_disk and mounts)
+    if serves and chain % _SERVED == _SERVED // 2:
+        setup = replace(setup, served=True, sync="memory" if setup.sync == "nccl" else setup.sync)
     lives = [_draw_life(rng, setup, number) for number in range(rng.randint(3, 5))]
     if rng.random() < 0.15:
         lives[-1] = replace(lives[-1], damage=Damage(rng.choice(DAMAGES), "every", rng.random()))
@@ -264,6 +265,8 @@ def _draw_survivable(rng: random.Random, setup: Setup, instant: Instant) -> Blow
         choices.append("explorer")
     if setup.small_disk:
         choices += ["disk"] * 3
+    if setup.served and rng.random() < 0.5:
+        return Blow("intrusion", SERVER, instant, rng.random())
     choice = rng.choice(choices)
     if choice == "pause":
         return Blow("pause", rng.choice(PAUSED), instant, rng.random(), rng.uniform(0.2, 5.0))
@@ -272,7 +275,7 @@ def _draw_survivable(rng: random.Random, setup: Setup, instant: Instant) -> Blow
         everyone = ("driver", ALL) if setup.nohup and kind == "SIGHUP" else ()
         return Blow(kind, rng.choice((*SIGNALLED, *everyone)), instant, rng.random())
     if choice == "intrusion":
-        return Blow("intrusion", rng.choice((*WHILE_IT_RUNS, *([SERVER] * 8 * setup.served))), instant, rng.random())
+        return Blow("intrusion", rng.choice(WHILE_IT_RUNS), instant, rng.random())
     if choice == "disk":
         return Blow("full disk", "", instant, 0.0, rng.uniform(0.3, 3.0))
     return Blow("kill", choice, instant, rng.random())
