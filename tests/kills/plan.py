@@ -200,7 +200,7 @@ def draw_plan(seed: int, chain: int, *, mounts: bool = True, serves: bool = True
 
     Args:
         mounts: a small disk can be mounted.
-        serves: there is a vLLM server. One chain in five uses it.
+        serves: there is a vLLM server. One chain in five uses it, in a mode that can.
     """
     rng = random.Random(f"{seed}/{chain}")
     order = random.Random(seed).sample(CONFIGS, len(CONFIGS))
