@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.actors.test_local import forked
 from trinity_sync.actors.local.handle import LocalHandle
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointCoordinator, resume_point
-from trinity_sync.checkpoint.daemon import connecting, rendezvous
+from trinity_sync.checkpoint.daemon import connecting, process, rendezvous
 from trinity_sync.checkpoint.daemon.connecting import connect
 from trinity_sync.checkpoint.daemon.process import Lifetime
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
@@ -32,6 +33,7 @@ from trinity_sync.checkpoint.tracker_files import read_committed, read_tracker, 
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host import detached
 from trinity_sync.host.locks import open_lock, try_lock
+from trinity_sync.integrations.verl.at_exit import SIGNAL_S
 from trinity_sync.protocol.parts import FULL
 
 LIMIT = 20.0
@@ -260,6 +262,23 @@ def test_a_monitor_that_is_told_to_end_commits_what_is_whole(root: Path, join: C
     wait_until_let_go(root)
     assert read_manifest(step_dir(root, 1)).step == 1
     assert "told to end (SIGTERM)" in (root / ".monitor.log").read_text()
+
+
+def test_a_monitor_whose_disk_hangs_at_the_end_ends_all_the_same(root: Path, join: Connect) -> None:
+    handle = join(lifetime=replace(LIFETIME, end_s=0.5))
+    commit(handle, 1)
+    tracker = root / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    os.mkfifo(tracker)  # of which nobody writes the other end
+    handle.close()
+    wait_until_let_go(root)
+    assert "the checkpoint monitor did not end within 0.5 s" in (root / ".monitor.log").read_text()
+
+
+def test_the_monitor_outlives_the_program_by_less_than_30_seconds() -> None:
+    default = Lifetime()
+    assert max(default.first_s, default.grace_s, default.return_s) + default.end_s < 30.0
+    assert SIGNAL_S < process._TERM_S < process._KILL_S < 30.0
 
 
 def test_two_who_may_start_it_at_once_have_one(root: Path, join: Connect) -> None:

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
 
 import ray
 from ray.exceptions import RayError
 
+from trinity_sync.host.threads import in_background
+
+_ORPHAN_S = 20.0
+"""A process that is left by its raylet has so long to end by itself, seconds."""
+
+
+def end_with_raylet() -> None:
+    """Kill this process, one of Ray's workers, some time after its raylet is gone. Ray only asks it to end, and a task
+    that does not return hears nothing of it.
+    """
+    raylet = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == raylet:
+            time.sleep(1.0)
+        time.sleep(_ORPHAN_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_background(watch, "raylet")
+
 
 class RayHost:
-    """Ray, as the `hosting.Host` of the actor in this process."""
+    """Ray, as the `hosting.Host` of the actor in this process, which ends with its raylet."""
+
+    def __init__(self) -> None:
+        end_with_raylet()
 
     @property
     def restarted(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import pickle
 import re
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,14 +26,16 @@ from trinity_sync.checkpoint.daemon import rendezvous
 from trinity_sync.checkpoint.lock import Held, locked, writer_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.checkpoint.resume_point import put_in_order
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.detached import Report
 from trinity_sync.host.logs import flush_logs, log_failure, own_log, story
 from trinity_sync.host.origin import told
 
 _LOG = ".monitor"
-#: After a SIGTERM callers have so long to end, as they have got one, too, where a batch system ends a job.
-_TERM_S = 10.0
+#: After a SIGTERM callers have so long to finish a save and end, as a batch system signals all processes of a job.
+_TERM_S = 21.0
+#: From then on, the monitor has so long for everything. A batch system kills after 30 s.
+_KILL_S = 28.0
 _ATTEMPT = re.compile(r"attempt (\d+)")
 
 
@@ -43,11 +47,13 @@ class Lifetime:
         first_s: so long it waits for its first caller, seconds.
         grace_s: for so long nobody has been connected, seconds.
         return_s: one that goes on in the place of another waits so long for the callers of that one, seconds.
+        end_s: then the last commits have so long, seconds. The process ends after that, also where a disk hangs.
     """
 
-    first_s: float = 60.0
+    first_s: float = 15.0
     grace_s: float = 2.0
     return_s: float = 15.0
+    end_s: float = 14.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +159,11 @@ class _MonitorProcess:
             body, attempt = await self._open(lock)
             server.serve(body, partial(self._hello, server, attempt))
             on_up()
-            await self._members_gone(server)
+            left_s = await self._members_gone(server)
+            _end_in(left_s)
             self._ending = True
             server.take_no_more()
-            await body.end("all processes of the program have ended", settings.config.timeout_s)
+            await body.end("all processes of the program have ended", left_s)
         finally:
             await server.close()
             rendezvous.withdraw(settings.root, said)
@@ -178,7 +185,8 @@ class _MonitorProcess:
         )
         return body, attempt
 
-    async def _members_gone(self, server: LocalServer) -> None:
+    async def _members_gone(self, server: LocalServer) -> float:
+        """Return when no caller is left: how long the end may take, seconds."""
         lifetime = self._settings.lifetime
         gone = asyncio.ensure_future(
             server.members_gone(
@@ -191,12 +199,15 @@ class _MonitorProcess:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
         told = asyncio.ensure_future(told_to_end.wait())
         await asyncio.wait([gone, told], return_when=asyncio.FIRST_COMPLETED)
-        if not gone.done():
-            story.warning("told to end (SIGTERM)")
-            gone.cancel()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.members_gone(first_s=0.0, grace_s=0.0), _TERM_S)
         told.cancel()
+        if gone.done():
+            return lifetime.end_s
+        story.warning("told to end (SIGTERM)")
+        gone.cancel()
+        until = time.monotonic() + _KILL_S
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.members_gone(first_s=0.0, grace_s=0.0), _TERM_S)
+        return min(lifetime.end_s, until - time.monotonic())
 
     def _hello(self, server: LocalServer, attempt: int) -> Hello:
         return {
@@ -206,6 +217,19 @@ class _MonitorProcess:
             "members": server.members,
             "ending": self._ending,
         }
+
+
+def _end_in(seconds: float) -> None:
+    """End this process then, whatever it does: Python waits for threads, and a thread may wait for a disk."""
+
+    def end() -> None:
+        log_failure("the end of the checkpoint monitor", WaitTimeout("the checkpoint monitor", "end", seconds))
+        flush_logs()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 class _Failures(logging.Handler):

@@ -126,6 +126,10 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
         return None
     manager.trainer_file = _trainer_file(engine)
     finish_at_exit(manager)
+    if under_ray():
+        from trinity_sync.actors.ray_host import end_with_raylet  # imports Ray
+
+        end_with_raylet()
     remote_copies.of_manager(manager)
     return manager
 
