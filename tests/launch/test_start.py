@@ -43,7 +43,9 @@ def saved(
     root: Path, step: int, *, backend: str = "fsdp2", ranks: int = 2, dcp: bool = False, lora_rank: int = 0
 ) -> Path:
     """A committed full checkpoint."""
-    files = {"actor/dcp/.metadata": "x"} if dcp else {"actor/model_world_size_2_rank_0.pt": "x"}
+    files = {f"actor/model_world_size_{ranks}_rank_{rank}.pt": "x" for rank in range(ranks)}
+    if dcp:
+        files = {"actor/dcp/.metadata": "x"}
     if lora_rank:
         files["actor/adapter_config.json"] = json.dumps(
             {"r": lora_rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}

@@ -25,6 +25,7 @@ def test_draft_heads_are_not_lost_when_the_engine_changes(tmp_path: Path) -> Non
         folder=SimpleNamespace(logs=tmp_path, model=tmp_path / "model"),
         start=Start(3, True, tmp_path / "checkpoints", step, weights_only=True),
         recorder=None,
+        owner=None,
         cluster=None,
         run_key="run",
         use_gpu=False,
