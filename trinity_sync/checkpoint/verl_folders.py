@@ -54,24 +54,17 @@ def wrote_over(folder: Path, weights: Collection[str]) -> bool:
 def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
     """Return the first thing that a full checkpoint of verl's lacks, relative to the folder; None: it is whole.
 
-    That is a role of `roles`, the file of a rank's model, or what else some rank has saved.
+    That is a role of `roles`, or the file of a rank of which another one is there.
     """
     for role in roles:
         if not _ranks(folder / role) and not (folder / role / _MEGATRON).is_file():
             return role
-    for place in _places(folder):
-        ranks = _ranks(place)
-        for part in _PARTS:
-            paths = [place / f"{part}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
-            absent = [path for path in paths if not path.is_file()]
-            if absent and (part == "model" or len(absent) < ranks):
-                return absent[0].relative_to(folder).as_posix()
-    return None
+    files = [path.relative_to(folder).as_posix() for place in _places(folder) for path in place.glob("*.pt")]
+    return next(iter(missing_rank_files(files)), None)
 
 
 def missing_files(folder: Path, files: Collection[str]) -> list[str]:
-    """Return files that some of these cannot be read without: those of other ranks, by name; and those that
-    torch.distributed.checkpoint and Megatron name in their ``.metadata``.
+    """Return the files that these need: of other ranks, by name, and those that a ``.metadata`` of torch's names.
 
     Args:
         folder: the step folder.
@@ -82,11 +75,9 @@ def missing_files(folder: Path, files: Collection[str]) -> list[str]:
     """
     missing = missing_rank_files(files)
     for place in sorted({path.rpartition("/")[0] for path in files if path.endswith(_DISTRIBUTED)}):
-        metadata = f"{place}/{_METADATA}"
-        named = {metadata}
-        if metadata in files:
-            # A pickle, which is not loaded: it holds the names of the files as they are.
-            found = re.findall(_CHUNKS, (folder / metadata).read_bytes())
+        named = {f"{place}/{_METADATA}"}
+        if named.issubset(files):  # a pickle, which is not loaded: it holds the names of files as they are
+            found = re.findall(_CHUNKS, (folder / place / _METADATA).read_bytes())
             named = {f"{place}/{name.decode()}" for name in found}
         missing += sorted(named.difference(files))
     return missing

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import TimeoutError as LateError
+from concurrent import futures
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from pickle import PicklingError
@@ -207,17 +207,13 @@ def serve(
         end: called by it last.
 
     Raises:
-        OSError: nobody listens there.
-        WaitTimeout: the listening process does not answer.
+        OSError, WaitTimeout: nobody listens there, or does not answer.
     """
     key = bytes.fromhex(address.key)
     connecting = in_background(lambda: Client(address.path, "AF_UNIX", authkey=key), "connect to who gives versions")
-    try:
-        connection = connecting.result(_CONNECT_S)
-    except LateError:
-        if connecting.done():  # the connection's own
-            raise
-        raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S) from None
+    if not futures.wait([connecting], _CONNECT_S).done:
+        raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S)
+    connection = connecting.result()
     connection.send(Hello(rank, os.getpid()))
     threading.Thread(target=_serve, args=(connection, methods, begin, end), name="versions arrive", daemon=True).start()
 

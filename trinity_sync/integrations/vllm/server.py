@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -70,22 +69,17 @@ class ServerFacts(NamedTuple):
 def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
     """Lock a server of this node against other programs that give it weights, of whatever user.
 
-    The lock is an abstract socket, so it ends with this process and leaves no file; it is seen where the server's port
-    is, which is what it goes by: an address has several names.
+    The lock is an abstract socket: it ends with this process, and is seen where the server's port is. An address has
+    several names, so the port alone counts.
 
     Args:
-        url: of the server.
         timeout_s: how long an earlier explorer may take to end, seconds.
-
-    Returns:
-        The lock; to be closed.
 
     Raises:
         ConfigError: another process has locked the server.
     """
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    name = f"\0trinity-sync-vllm-server-{port}"
+    at = httpx.URL(url)
+    name = f"\0trinity-sync-vllm-server-{at.port or at.scheme}"
     lock = socket.socket(socket.AF_UNIX)
     until = time.monotonic() + timeout_s
     while True:
@@ -105,14 +99,12 @@ def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
 
 def _holder(name: str) -> str:
     """Name the process that listens at an address of this node."""
-    with socket.socket(socket.AF_UNIX) as asking:
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
         asking.setblocking(False)
-        try:
-            asking.connect(name)
-            pid, *_ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        except OSError:  # it has just ended, or very many have asked
-            return "another process"
-    return f"process {pid}"
+        asking.connect(name)
+        pid, *_ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return f"process {pid}"
+    return "another process"  # it has just ended, or many have asked
 
 
 class Server:
