@@ -50,6 +50,8 @@ class PretendMonitor(MonitorClient):
                 return {"root": str(monitored.root), "attempt": 0, "fsync": False}
             case "has_part":
                 return monitored.book.has(*args)
+            case "announce":
+                monitored.book.announce(*args, **given)
             case "notify_finished":
                 step, weights = args
                 files = [entry.as_tuple() for entry in given.pop("files") or ()]
@@ -95,6 +97,7 @@ def engine(text: str) -> Any:
         model = Path(path) / "model" / "dist_ckpt"
         model.mkdir(parents=True)
         (model / "__0_0.distcp").write_text(text)
+        (model / ".metadata").write_text("__0_0.distcp")
         (Path(path) / "ckpt_contents.json").write_text("{}")
 
     manager = SimpleNamespace(
