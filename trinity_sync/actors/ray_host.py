@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 
 import ray
+from ray._private import utils
 from ray.exceptions import RayError
 
+from trinity_sync.host.interrupts import ENDING, leave_to_driver
+from trinity_sync.host.process import DRIVER
 from trinity_sync.host.threads import in_background
 
 _ORPHAN_S = 20.0
@@ -18,8 +21,11 @@ _ORPHAN_S = 20.0
 
 def end_with_raylet() -> None:
     """Kill this process, one of Ray's workers, some time after its raylet is gone. Ray only asks it to end, and a task
-    that does not return hears nothing of it.
+    that does not return hears nothing of it. Nothing in a Ray of a run's own, whose workers end with the driver, and
+    may be forks, see `host.process.end_with_driver`.
     """
+    if DRIVER in os.environ:
+        return
     raylet = os.getppid()
 
     def watch() -> None:
@@ -53,3 +59,13 @@ class RayHost:
         except RayError:
             return True
         return False
+
+
+def leave_signals_to_driver() -> None:
+    """Prepare a worker of a Ray that this run has joined: signals that end a run are for its driver (Ray's own handler
+    would end the worker), and it ends with its raylet. To be called in its main thread before it takes work.
+    """
+    end_with_raylet()
+    leave_to_driver()
+    utils.set_sigterm_handler = lambda handler: None
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # for what is started here, such as vLLM's processes

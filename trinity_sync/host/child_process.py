@@ -53,6 +53,7 @@ def start_child(
         given = [theirs.fileno(), *further]
         program = f"""
 from trinity_sync.host.interrupts import leave_to_driver; leave_to_driver()
+from trinity_sync.host.process import end_with_driver; end_with_driver()
 from {module} import serve; serve({", ".join(map(str, given))})
 """
         opened.enter_context(left_to_driver())

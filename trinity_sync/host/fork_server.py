@@ -73,6 +73,7 @@ class _Request:
             with contextlib.suppress(OSError):  # a smaller one is not for everybody
                 Path("/proc/self/oom_score_adj").write_text(self.oom)
         _draw_own_numbers()
+        _end_with_driver()
 
 
 class ForkServer:
@@ -184,6 +185,12 @@ def _receive(connection: socket.socket) -> _Request | None:
         return None
 
 
+def _end_with_driver() -> None:
+    from trinity_sync.host.process import end_with_driver
+
+    end_with_driver()
+
+
 def _draw_own_numbers() -> None:
     """Have this fork draw other random numbers than the others do; Python's own generator sees to it itself."""
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -225,6 +232,7 @@ def main() -> None:
     path, first, later, starters = sys.argv[1:]
     _own_path = [place for place in sys.path if place != str(Path(__file__).parent)]
     sys.path[:] = json.loads(starters)
+    _end_with_driver()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(128)

@@ -1,4 +1,7 @@
-"""What processes of a run do for themselves: their start, their size, their end. Imports nothing heavy."""
+"""What processes of a run do for themselves: their start, their size, their end. Imports nothing heavy.
+
+``python .../process.py COMMAND ...`` becomes the command, which ends with its driver, see `end_with_driver`.
+"""
 
 from __future__ import annotations
 
@@ -78,16 +81,20 @@ def driver_lifeline(path: Path) -> Iterator[dict[str, str]]:
         os.close(held)
 
 
-def end_with_driver() -> None:
+def end_with_driver(*, kept: bool = False) -> None:
     """Have the kernel kill this process and its group when its driver is gone, even where it is stopped or hangs.
     Nothing where the driver has no lifeline: Ray is another program's, and ends its processes.
+
+    Args:
+        kept: it holds for the program that this process becomes, too.
     """
     if (path := os.environ.get(DRIVER)) is None:
         return
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # processes of others may be in the group
     try:
-        lifeline = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        lifeline = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_inheritable(lifeline, kept)
     except FileNotFoundError:
         os.kill(os.getpid(), signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -96,3 +103,8 @@ def end_with_driver() -> None:
     with suppress(BlockingIOError):  # it is there
         os.read(lifeline, 1)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    end_with_driver(kept=True)
+    os.execv(sys.argv[1], sys.argv[1:])

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 _LAST_WORDS_S = 10.0
+_HOOK = "trinity_sync.actors.ray_host.leave_signals_to_driver"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def cluster(
         stack.enter_context(_ray_logged())
         if settings.address is not None:
             check_unconnected()
-            _join(settings.address, runtime_env={"env_vars": dict(env)}, **common)
+            _join(settings.address, runtime_env={"env_vars": dict(env), "worker_process_setup_hook": _HOOK}, **common)
             stack.callback(shut_down, None)
         else:
             own = stack.enter_context(own_ray(settings, cpus, env, forked, common))

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import Any
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host import process
 from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
 from trinity_sync.host.process import driver_lifeline, environment
@@ -46,6 +48,7 @@ _LIFELINE = "lifeline"
 _PREFIX = re.compile(r"^\[[^]]*\] \(\w+\) ")
 _PRINTED, _STACK, _CHECK = "--stderr_filepath=", "*** StackTrace", "Check failed: "
 _MOST_SAID = 300
+_AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 _PORT_MS = 500
 """Ray holds Python's lock while it waits for the port of its GCS."""
 _KILLED_S = 5.0
@@ -281,20 +284,20 @@ def _processes_looked_after() -> Iterator[None]:
     """
     from ray._private import node, services
 
-    started: list[tuple[str, subprocess.Popen[bytes], str]] = []
+    started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     start, gcs_port, own_node = services.start_ray_process, node.wait_for_persisted_port, services.get_node
 
     def start_process(command: list[str], kind: str, *args: Any, **kwargs: Any) -> Any:
         with left_to_driver():
-            info = start(command, kind, *args, **kwargs)
+            info = start(list(map(_with_driver, command)), kind, *args, **kwargs)
         printed = next((text.removeprefix(_PRINTED) for text in command if text.startswith(_PRINTED)), "")
-        started.append((kind, info.process, printed))
+        started.append((kind, info.process, Path(printed)))
         return info
 
     def look() -> None:
-        for kind, process, printed in started:
-            if (code := process.poll()) is not None:
-                raise _DiedError(f"its {kind} {_end_of(code, Path(printed))}")
+        for kind, running, printed in started:
+            if (code := running.poll()) is not None:
+                raise _DiedError(f"its {kind} {_end_of(code, printed)}")
 
     def wait_for_port(*args: Any, timeout_ms: int) -> Any:
         deadline = time.monotonic() + timeout_ms / 1000
@@ -318,14 +321,22 @@ def _processes_looked_after() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for _, process, _ in started:
-            process.kill()
-        for _, process, _ in started:
+        for _, running, _ in started:
+            running.kill()
+        for _, running, _ in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILLED_S)
+                running.wait(_KILLED_S)
         raise
     finally:
         services.start_ray_process, node.wait_for_persisted_port, services.get_node = start, gcs_port, own_node
+
+
+def _with_driver(argument: str) -> str:
+    """Have Ray's agents, which a raylet starts by a command that it is given, end with this program."""
+    name, equals, command = argument.partition("=")
+    if name not in _AGENTS:
+        return argument
+    return f"{name}{equals}{subprocess.list2cmdline([sys.executable, '-IS', str(process.__file__)])} {command}"
 
 
 def _end_of(code: int, printed: Path) -> str:
