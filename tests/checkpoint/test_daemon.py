@@ -264,6 +264,36 @@ def test_a_monitor_that_is_told_to_end_commits_what_is_whole(root: Path, join: C
     assert "told to end (SIGTERM)" in (root / ".monitor.log").read_text()
 
 
+def finish_saves(handle: LocalHandle, timeout_s: float = LIMIT) -> None:
+    MonitorClient(handle).finish_saves(timeout_s).result(LIMIT)
+
+
+def test_saves_under_way_are_finished_as_soon_as_the_tracker_of_the_trainer_names_them(
+    root: Path, join: Connect
+) -> None:
+    handle = join()
+    finish_saves(handle, 0.0)  # there are none
+    folder = begin(handle, 1, "model", *BESIDE)
+    step_dir(root, 1).mkdir()
+    threading.Timer(0.3, lambda: save(handle, folder, 1, "model")).start()
+    threading.Timer(0.6, lambda: write_tracker(root, FULL, 1)).start()
+    finish_saves(handle)
+    assert read_manifest(step_dir(root, 1)).step == 1
+    assert read_committed(root) == 1
+
+
+def test_saves_under_way_that_cannot_be_finished_are_named(root: Path, join: Connect) -> None:
+    handle = join()
+    commit(handle, 1)
+    write_tracker(root, FULL, 1)  # of the step before
+    save(handle, begin(handle, 2, "model", *BESIDE), 2, "model")
+    with pytest.raises(WaitTimeout, match=r"step 2 .*: part 'actor/beside', part 'critic/beside'.* within 0.3 s"):
+        finish_saves(handle, 0.3)
+    threading.Timer(0.3, lambda: MonitorClient(handle).fail_step(2, "planted", attempt=None).result(LIMIT)).start()
+    with pytest.raises(RunError, match=r"the checkpoint of step 2 failed: .*planted"):
+        finish_saves(handle)
+
+
 def test_a_monitor_whose_disk_hangs_at_the_end_ends_all_the_same(root: Path, join: Connect) -> None:
     handle = join(lifetime=replace(LIFETIME, end_s=0.5))
     commit(handle, 1)
