@@ -126,7 +126,7 @@ def test_a_kill_at_any_instant_of_a_save_costs_no_step_that_was_whole(
     assert_whole(program.checkpoints, [2, 4, 6])
 
 
-@pytest.mark.all  # the signal: tests/integrations/test_at_exit.py; the save: tests/integrations/test_signals.py
+@pytest.mark.all  # the signal: tests/integrations/test_at_exit.py; the save: tests/integrations/test_saves.py
 @pytest.mark.parametrize("to", ["torchrun", "all", "monitor too", "rank 1"])
 def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
     prepared: Path, uninterrupted: Program, tmp_path: Path, to: str
@@ -152,7 +152,7 @@ def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
         assert set(codes) <= {None, -signal.SIGTERM}  # None: torchrun, their parent, has seen it
     assert_whole(program.checkpoints, [2, 4])
     assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert "checkpoint was lost" not in program.said()
+    assert "was not committed within" not in program.said()
     assert has_no_monitor(program.checkpoints, 30.0)
     assert program.run() == 0, program.said()
     assert_goes_on(program, uninterrupted, [4])

@@ -50,6 +50,10 @@ class Commits:
         self._threads.append(thread)
         thread.start()
 
+    def following(self) -> list[threading.Thread]:
+        """Return the threads that wait for a commit, or do what follows one."""
+        return list(self._threads)
+
     def raise_failures(self) -> None:
         """Raise what followed a commit and failed since the last call. Does not wait."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]

@@ -254,8 +254,11 @@ class CommittedSaves(ABC):
         with self._saving:
             pass
         if self._root is not None:
+            following = self._commits.following()  # the trainer may begin another save
             self._monitor.finish_saves(SIGNAL_S).result(SIGNAL_S)
-            self._commits.wait()
+            for thread in following:
+                thread.join(SIGNAL_S)
+            self._commits.raise_failures()
 
     def finish_writing(self) -> None:
         """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
