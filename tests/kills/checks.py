@@ -205,7 +205,7 @@ def mirror_problems(mirror: Path) -> Iterable[str]:
     for info in catalog.scan(mirror):
         if info.manifest is not None:
             yield from (f"{LOSS}: {info.path}: {problem}" for problem in verification.verify(info.path).problems)
-    known = ("global_step_*", "latest_checkpointed_iteration.txt", ".*")
+    known = ("global_step_*", "latest_*_iteration.txt", ".*")
     for path in mirror.iterdir() if mirror.exists() else ():
         if not any(path.match(pattern) for pattern in known):
             yield f"{LEFT}: {path}"
