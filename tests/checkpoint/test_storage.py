@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.host.urls import local_folder, place_problem, shown, without_secrets
+from trinity_sync.host.masking import shown, without_secrets
+from trinity_sync.host.urls import local_folder, place_problem
 
 
 @pytest.mark.parametrize("place", ["far", "/mnt/far", "file:///mnt/far", "sftp://user@host:22/far"])

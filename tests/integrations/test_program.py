@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,41 @@ def test_the_ranks_of_a_program_open_a_folder_by_themselves(ranks: list[Any], tm
     ray.get(ends(ranks, "leave_run"), timeout=LIMIT)
     assert has_no_monitor(root, LIMIT)
     assert {attempt for _, attempt in joined} == {0}
+
+
+def test_a_checkpoint_folder_that_the_ranks_do_not_share_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other ranks would look for the monitor of rank 0 until their timeout."""
+    from trinity_sync.integrations.verl import local_run
+
+    def connect(root: Path, **given: Any) -> str:
+        root.mkdir(exist_ok=True)
+        return "handle"
+
+    def run(rank: int, root: Path, seen: str) -> list[str]:
+        done = []
+
+        def together(what: str, work: Any) -> list[Any]:
+            done.append(what)
+            return [work() if rank == 0 else [seen, work()][0]]
+
+        monkeypatch.setattr(local_run, "together", together)
+        monkeypatch.setattr(local_run.dist, "get_rank", lambda: rank)
+        local_run.join_run(root, resume_step=0, timeout_s=LIMIT)
+        return done
+
+    monkeypatch.setattr(local_run, "this_program", lambda: SimpleNamespace(word="program", address=""))
+    monkeypatch.setattr(local_run, "connect", connect)
+    monkeypatch.setattr(local_run.RunMonitor, "of", lambda handle, timeout_s: handle)
+    monkeypatch.setattr(local_run, "_SHARED_S", 0.2)
+    root = tmp_path / "checkpoints"
+    assert run(0, root, "")[-1] == "find the checkpoint monitor"
+    assert list(root.iterdir()) == []
+    (root / ".shared-1").touch()
+    assert run(1, root, ".shared-1")[-1] == "find the checkpoint monitor"
+    with pytest.raises(ConfigError, match=f"{tmp_path}/other on .* is not the checkpoint folder of rank 0"):
+        run(1, tmp_path / "other", ".shared-1")
 
 
 def ends(ranks: list[Any], method: str, *args: object) -> list[Any]:

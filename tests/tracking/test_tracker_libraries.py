@@ -20,7 +20,7 @@ import pytest
 from tests.tracking import pretend
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.feeding import Trackers
-from trinity_sync.tracking.mlflow import MlflowTracker
+from trinity_sync.tracking.mlflow import MlflowTracker, _database
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, build_trackers
 
 LIMIT_S = 120.0
@@ -63,10 +63,23 @@ def run_and_resume(folder: Path, tracker: Any, options: dict[str, Any]) -> None:
         assert told == []
 
 
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a%3Fb", "a#b c", "plain"])
+def test_the_url_of_mlflow_s_database_leads_to_the_folder_of_the_run(name: str, tmp_path: Path) -> None:
+    engine = pytest.importorskip("sqlalchemy")
+    path = tmp_path / name / "mlflow.db"
+    path.parent.mkdir()
+    with engine.create_engine(_database(str(path))).connect() as connection:
+        connection.execute(engine.text("CREATE TABLE it (one INTEGER)"))
+    assert path.is_file()
+
+
 @pytest.mark.all
-def test_mlflow_has_one_run_with_all_points_its_config_and_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run", "a?b%20c"])
+def test_mlflow_has_one_run_with_all_points_its_config_and_its_end(tmp_path: Path, name: str) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("alembic")
+    tmp_path /= name
+    tmp_path.mkdir()
     run_and_resume(tmp_path, pretend.LonelyMlflowTracker, {"experiment": "digits"})
     with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database:
         read = database.execute

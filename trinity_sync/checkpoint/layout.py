@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from trinity_sync.checkpoint.manifest_fields import Base, left_out_of, reference_of
+from trinity_sync.checkpoint.manifest_fields import Base, check_values, left_out_of, reference_of
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.file_digest import digest_file
@@ -213,6 +213,7 @@ class Manifest:
             raise ValueError("its own digest does not match its contents")
         if body["kind"] not in KINDS:
             raise ValueError(f"its kind is {body['kind']!r}")
+        check_values(body)
         return cls(
             step=int(body["step"]),
             attempt=int(body["attempt"]),
@@ -289,7 +290,7 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
     """
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{name} cannot be read: {error}") from None
     version = body.get("format") if isinstance(body, dict) else None
     if type(version) is int and version > FORMAT:
@@ -300,7 +301,7 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
         manifest = Manifest.from_json(body)
     except KeyError as error:
         raise ManifestError(f"{name} is not valid: {error.args[0]} is missing") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ManifestError(f"{name} is not valid: {error}") from None
     if step is not None and step != manifest.step:
         raise ManifestError(f"{name} is not valid: it is of step {manifest.step}")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trinity_sync.protocol.decisions import Compared, LeftOut
 from trinity_sync.weights.wire import Wire
+
+_MOST = 2**63 - 1
+_LAST_S = 253402300799
+"""The end of the year 9999, in Unix seconds."""
 
 BASE_NOTE = "trinity_base"
 """Key in the header of an exported adapter's file, where what the manifest says of its base stands as JSON."""
@@ -73,6 +78,40 @@ def reference_of(body: Mapping[str, Any]) -> Compared:
     """Read what a manifest says of the reference that the policy was held near to; errors as of `left_out_of`."""
     _check_texts(body, "its reference", ("path", "digest"))
     return {"path": body["path"], "digest": body["digest"]}
+
+
+def check_values(body: Mapping[str, Any]) -> None:
+    """Check that what a manifest says of a checkpoint and its files can be: whoever wrote it may mean harm.
+
+    Raises:
+        ValueError, KeyError, TypeError: it cannot.
+    """
+    files = body["files"]
+    _check_texts(body, "this checkpoint", ("backend",))
+    odd = [(name, body[name]) for name in ("digest", "config_digest") if not isinstance(body[name], str | None)]
+    odd += [(name, body[name]) for name in ("step", "attempt", "world_size") if not _is_count(body[name])]
+    odd += [("created", body["created"])] if not _is_number(body["created"], _LAST_S) else []
+    odd += [(f"metric {name}", one) for name, one in body["metrics"].items() if not (one is None or _is_number(one))]
+    odd += [("path of a file", file["path"]) for file in files if not _is_inside(file["path"])]
+    odd += [(f"size of {file['path']}", file["bytes"]) for file in files if not _is_count(file["bytes"])]
+    odd += [(f"digest of {file['path']}", one) for file in files if not isinstance(one := file["xxh3_128"], str)]
+    if odd:
+        raise ValueError(f"its {odd[0][0]} is {odd[0][1]!r:.100}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_number(value: object, most: float = math.inf) -> bool:
+    return type(value) in (int, float) and 0 <= abs(value) <= most  # type: ignore[arg-type]
+
+
+def _is_inside(path: object) -> bool:
+    """Whether a path leads to a file in the folder that it is relative to."""
+    if not isinstance(path, str) or not path or not path.isprintable():
+        return False
+    return not path.startswith("/") and ".." not in path.split("/")
 
 
 def _check_texts(body: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:

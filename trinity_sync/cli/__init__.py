@@ -3,6 +3,8 @@
 import sys
 from types import TracebackType
 
+from trinity_sync.host.terminal import open_missing
+
 _told = sys.excepthook
 
 
@@ -13,5 +15,6 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
         _told(kind, error, trace)
 
 
+open_missing()  # before any file takes the number of a closed stream
 # Ctrl-C while the command still imports what it needs, before `main` can say anything
 sys.excepthook = _tell

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
+from trinity_sync.config.overrides import as_numbers
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.messages import explain
 
@@ -102,7 +103,7 @@ class Invocation:
         given = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
         searched = [text for text in map(str, given or ()) if text.startswith("hydra.searchpath=")]
         return cls(
-            overrides=(*overrides, *searched),
+            overrides=(*as_numbers(overrides), *searched),
             config_name=str(settings.job.config_name),
             config_dir=Path(extra[0]) if extra else None,
             started_in=Path(settings.runtime.cwd),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _list(options: argparse.Namespace) -> int:
     from trinity_sync.cli.tables import print_json
     from trinity_sync.report.overview import SweepLine
-    from trinity_sync.tracking import units
 
     lines = runs_below(options.folder)
     if options.json:
@@ -50,13 +50,13 @@ def _list(options: argparse.Namespace) -> int:
         else:
             rows.append(_run_row(line, line.name or "-"))
             problems += line.problems
-    rows = [tuple(map(units.printable, row)) for row in rows]
+    rows = [tuple(map(printable, row)) for row in rows]
     if not rows:
         print("no runs")
     _print(rows)
     sys.stdout.flush()
     for problem in problems:
-        print(f"note: {units.printable(problem)}", file=sys.stderr)
+        print(f"note: {printable(problem)}", file=sys.stderr)
     return 0
 
 
@@ -65,9 +65,9 @@ def _print(rows: Sequence[tuple[str, ...]]) -> None:
     from trinity_sync.cli.tables import print_table
 
     if sys.stdout.isatty():
-        from rich.console import Console
+        from trinity_sync.tracking.console import PlainConsole
 
-        console = Console()
+        console = PlainConsole()
         widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
         if sum(widths) + 2 * (len(widths) - 1) > console.width:
             for row in rows:

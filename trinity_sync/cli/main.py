@@ -15,6 +15,7 @@ from trinity_sync import __version__
 from trinity_sync.cli import completion, doctor, explain, listing, reproduce, runs, trace, verl, watch
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.module_path import own_modules_found
+from trinity_sync.host.terminal import output_lost, safe_streams
 
 _DESCRIPTION = """\
 Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
@@ -24,6 +25,11 @@ _EXIT_CODES = """\
 exit codes: 0 done; 1 the run or the check failed; 2 the configuration or the command line is wrong; 130 interrupted"""
 
 
+_RUNS = ("run", "resume", "reproduce")
+"""Commands whose result is not their output."""
+
+
+@safe_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -34,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 the run or the check failed, 2 something the user gave is wrong, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    code = _main(arguments)
+    lost = arguments[:1] not in ([name] for name in _RUNS) and output_lost()
+    return code or (1 if lost else 0)
+
+
+def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["run"]:
         # Hydra has options and a help of its own
         return runs.start(arguments[1:])
@@ -51,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrinityError as error:
         return _refuse(error)
     except BrokenPipeError:
-        from trinity_sync.launch.app import reader_gone
-
-        return reader_gone()
+        return 0
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130

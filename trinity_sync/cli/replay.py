@@ -7,16 +7,26 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.cli.invocation import Recomposed, merge_overrides
 from trinity_sync.cli.source import Source
-from trinity_sync.config.comparison import ABSENT, LOCATIONS, NAMED_BY_PATH, is_place, without_places
+from trinity_sync.config.comparison import (
+    ABSENT,
+    EARLIER_LOCATIONS,
+    LOCATIONS,
+    NAMED_BY_PATH,
+    is_place,
+    without_places,
+)
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.masking import masked_override
 
 _WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
 _BEGAN_WITH = "checkpoint.resume_from"
@@ -61,7 +71,7 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(new, allowed)
     check_digest(source, recomposed.cfg)
-    changed = [one for one in config.config_diff(saved, recomposed.cfg) if not is_place(one.key)]
+    changed = [one for one in config.shown_diff(saved, recomposed.cfg) if not is_place(one.key)]
     return Replay(recomposed=recomposed, left_out=left_out + [text for _, text in places], changed=changed)
 
 
@@ -92,7 +102,7 @@ def _own_places(cfg: DictConfig, new: Sequence[str]) -> Iterator[tuple[str, str]
             yield f"~tracker.{name}", f"tracker={name}"
     for key, ours, here in config.config_diff(config.compose(), cfg):
         if key.startswith(_WRITTEN_TO) and ABSENT not in (ours, here):
-            yield f"{key}={_as_value(ours)}", f"{key}={here}"
+            yield f"{key}={_as_value(ours)}", masked_override(f"{key}={here}")
 
 
 def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
@@ -102,6 +112,12 @@ def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
     if isinstance(begun, str) and found is not saved:
         OmegaConf.update(found, _BEGAN_WITH, str(folder / begun))
     return found
+
+
+def _known(cfg: DictConfig, key: str) -> object:
+    with suppress(OmegaConfBaseException):  # a variable that this machine does not have
+        return OmegaConf.select(cfg, key)
+    return None
 
 
 def _as_value(value: object) -> str:
@@ -131,20 +147,26 @@ def check_digest(source: Source, cfg: DictConfig) -> None:
         ConfigError: they are not.
     """
     expected = source.record.get("config_digest")
+
+    def is_expected() -> bool:
+        in_folder = source.place.is_dir()  # what a bundle refers to may be otherwise here
+        counted = (LOCATIONS, EARLIER_LOCATIONS)
+        return any(config.config_digest(saved, resolve=in_folder, places=places) == expected for places in counted)
+
     saved = config.anchored(source.config, source.invocation.started_in)
     saved = copy.deepcopy(saved)
     OmegaConf.set_readonly(saved, False)
-    if expected is None or config.config_digest(saved) == expected:
+    if expected is None or is_expected():
         return
     missing = []
     for key in NAMED_BY_PATH:  # of what was a file only the name counted
-        old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
+        old, new = _known(saved, key), OmegaConf.select(cfg, key)
         if isinstance(old, str) and not Path(old).exists():
             missing += [f"{key} is {old}, which is not here: give it anew"] if old == new else []
             # found where it lies now; given anew under another name, it is the old name that counted
             same = isinstance(new, str) and Path(new).name == Path(old).name
             OmegaConf.update(saved, key, new if same else Path(old).name)
-    if config.config_digest(saved) != expected:
+    if not is_expected():
         raise ConfigError(
             f"the settings of {source.place} are not those of its record, which has config_digest {expected}: "
             f"{'; or '.join([*missing, 'they were changed since'])}"

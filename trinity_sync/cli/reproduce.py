@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.errors import ConfigError
@@ -74,22 +74,34 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _write_bundle(source: Source, output: Path | None) -> int:
+    from omegaconf import OmegaConf
+
     from trinity_sync import config
+    from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.cli.replay import check_digest, split_places
-    from trinity_sync.config.comparison import without_places
+    from trinity_sync.config.comparison import bundled, without_places
+    from trinity_sync.host.masking import masked_override
     from trinity_sync.reproduction.bundle import Bundle
 
     if not source.place.is_dir():
         raise ConfigError(f"{source.place} is a bundle already; name the folder of a run")
     _check_known(source)
     check_digest(source, source.config)
+    cfg = bundled(saved_settings(source.place))
+    record = source.record
+    if cfg != without_places(source.config):  # it has references, or had secrets
+        digest = config.config_digest(config.anchored(cfg, source.invocation.started_in), resolve=False)
+        record = {**record, "config_digest": digest}
     path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
+    secret = [text for text in kept if masked_override(text) != text]
+    for text in secret:
+        print(f"left out: {masked_override(text)}: give it again where the run is reproduced", file=sys.stderr)
     Bundle(
-        record=source.record,
+        record=record,
         config_name=source.invocation.config_name,
-        overrides=tuple(kept),
-        config=config.plain(without_places(source.config)),
+        overrides=tuple(text for text in kept if text not in secret),
+        config=cast(dict[str, object], OmegaConf.to_container(cfg)),
         outcome=source.outcome,
     ).write(path.absolute())
     if source.invocation.config_dir is not None:
@@ -151,7 +163,7 @@ def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
 def _folder_name(override: str) -> str:
     from hydra.errors import HydraException
 
-    from trinity_sync.config.composition import parse
+    from trinity_sync.config.overrides import parse
     from trinity_sync.launch.messages import explain
 
     try:

@@ -195,7 +195,7 @@ def _go_on(
     checkpoints = checkpoint_folder(cfg, folder)
     check_owned(folder, checkpoints, named=resume.names("checkpoint.dir"))
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
-    _tell_changes(config.config_diff(before, settings.cfg))
+    _tell_changes(config.shown_diff(before, settings.cfg))
     with settings.only_trusted():  # Hydra composes it once more
         return start(settings.command_line(folder), resume=resume)
 

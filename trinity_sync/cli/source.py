@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
 from trinity_sync.cli.invocation import Invocation, saved_settings
+from trinity_sync.config.overrides import as_numbers
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.bundle import read_bundle
 from trinity_sync.reproduction.outcome import Outcome, read_outcome
@@ -102,7 +103,7 @@ def read_source(place: Path, config_dir: Path | None) -> Source:
     bundle = read_bundle(place)
     return Source(
         invocation=Invocation(
-            overrides=bundle.overrides,
+            overrides=tuple(as_numbers(bundle.overrides)),
             config_name=bundle.config_name,
             config_dir=config_dir,
             started_in=Path.cwd(),

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from trinity_sync.host.terminal import printable
+
 NO_COLOURS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -33,16 +35,18 @@ def print_table(
     """
     if not rows:
         return
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
     if not sys.stdout.isatty():
         for line in lines:
             print("  ".join(line).rstrip())
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    from trinity_sync.tracking.console import PlainConsole
+
+    console = PlainConsole()
     for number, line in enumerate(lines):
         styles = ["bold" if number == 0 else ""] * len(line)
         if number:
@@ -57,10 +61,11 @@ def print_line(text: str, style: str) -> None:
     if not sys.stdout.isatty():
         print(text)
         return
-    from rich.console import Console
     from rich.text import Text
 
-    Console().print(Text(text, style=style), soft_wrap=True)
+    from trinity_sync.tracking.console import PlainConsole
+
+    PlainConsole().print(Text(text, style=style), soft_wrap=True)
 
 
 def colour(cell: str, colours: Mapping[str, str]) -> str:

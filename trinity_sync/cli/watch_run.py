@@ -11,6 +11,7 @@ from time import monotonic, sleep, time
 from rich.console import RenderableType
 
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.terminal import output_ended
 from trinity_sync.report.data import load_run
 from trinity_sync.report.overview import run_line
 from trinity_sync.tracking.closing import render_summary
@@ -151,11 +152,11 @@ def pause(view: LiveView) -> None:
     """Wait before the next look.
 
     Raises:
-        BrokenPipeError: whoever read the output has left.
+        BrokenPipeError: stdout takes no more output.
         RunError: it cannot be shown for another reason.
     """
-    if isinstance(view.failure, BrokenPipeError):
-        raise view.failure
+    if output_ended():
+        raise BrokenPipeError
     if view.failure is not None:
         raise RunError(f"it cannot be shown here: {view.failure}; what was watched goes on") from view.failure
     sleep(_POLL_S)

@@ -14,6 +14,8 @@ from rich.text import Text
 from trinity_sync.cli.sweeps import SETTINGS, read_jobs
 from trinity_sync.cli.watch_run import Patience, RunWatch, killed, pause
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.masking import masked_override
+from trinity_sync.host.terminal import printable
 from trinity_sync.report.data import is_run, job_order
 from trinity_sync.report.overview import RunLine, SweepLine, run_line
 from trinity_sync.tracking import units
@@ -133,7 +135,7 @@ class SweepWatch:
                 told += [f"job {folder.name}: {problem}" for problem in job.line.problems]
             elif job.now.over and job.now.error:
                 told.append(f"job {folder.name}: {job.now.error}")
-        return [units.printable(text, keep="\n") for text in told]
+        return [printable(text, keep="\n") for text in told]
 
     def overview(self, *, whole: bool = False) -> RenderableType:
         """Render the jobs: what they are counted by, then a line each, as many as there is room for.
@@ -146,9 +148,7 @@ class SweepWatch:
         to_come = (self._expected or 0) - len(jobs)
         counts = [f"{count} {stand}" for stand, count in self._count().items()]
         counts += [f"{to_come} to come"] if to_come > 0 else []
-        head = Text.assemble(
-            (units.printable(shorten(self._folder)), "bold"), f": {', '.join(counts) or 'no job has begun'}"
-        )
+        head = Text.assemble((printable(shorten(self._folder)), "bold"), f": {', '.join(counts) or 'no job has begun'}")
         room = len(jobs) if whole else max(2, console.height - _PANEL_LINES)
         # the newest of each kind first, where there is no room for all
         shown = sorted(reversed(jobs), key=lambda folder: _INTEREST.get(jobs[folder].now.stand, 1))[:room]
@@ -160,7 +160,7 @@ class SweepWatch:
         job = self._jobs[folder]
         reward = f"  reward {units.number(job.line.reward)}" if job.line.reward is not None else ""
         return Text.assemble(
-            f"{units.printable(folder.name):>3}  ",
+            f"{printable(folder.name):>3}  ",
             (f"{job.now.stand:<11}", _STYLES.get(job.now.stand, "")),
             f"  {job.steps}{reward}  ",
             (self._settings(folder), "dim"),
@@ -178,7 +178,7 @@ class SweepWatch:
             own = [text for text in line.overrides if text not in self._shared]
         else:
             own = SweepLine(path=self._folder, jobs=[job.line for job in self._jobs.values()]).distinct(line)
-        return units.printable(" ".join(own))
+        return printable(" ".join(own))
 
     def _count(self) -> Counter[str]:
         return Counter(job.now.stand for job in self._jobs.values())
@@ -231,5 +231,5 @@ def _standing(folder: Path) -> Standing:
 def _read_jobs(folder: Path) -> list[tuple[str, ...]] | None:
     """Read the overrides of the jobs that a sweep is to have; None where they are not known before they run."""
     with contextlib.suppress(ConfigError):
-        return [job.invocation.overrides for job in read_jobs(folder)]
+        return [tuple(map(masked_override, job.invocation.overrides)) for job in read_jobs(folder)]
     return None

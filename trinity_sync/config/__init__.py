@@ -8,11 +8,12 @@ xxhash, nothing heavier.
 from __future__ import annotations
 
 from trinity_sync.config.checks import check
-from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest
-from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
+from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest, shown_diff
+from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain
 from trinity_sync.config.lookup import build, load, load_class
 from trinity_sync.config.objects import typed
 from trinity_sync.config.options import TARGET, chosen_by_option
+from trinity_sync.config.overrides import quote
 from trinity_sync.config.places import anchored, from_here
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.quick_hydra import make_quick
@@ -55,6 +56,7 @@ __all__ = [
     "quote",
     "register",
     "retention_policies",
+    "shown_diff",
     "typed",
     "validation_items",
     "validation_task",

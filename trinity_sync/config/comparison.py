@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
-from trinity_sync.config.composition import plain
 from trinity_sync.config.options import TARGET, own_targets
+from trinity_sync.host.masking import masked
+from trinity_sync.host.references import resolved, shown, with_references
 
 ABSENT = "(absent)"
 """Stands in `config_diff` for a key that one of the two configurations does not have."""
@@ -31,8 +31,11 @@ LOCATIONS = (
     "hydra",
     "live",
     "tracker",
+    "explorer.url",
 )
 """Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
+EARLIER_LOCATIONS = LOCATIONS[:-1]
+"""Those that did not count in the digests of earlier releases."""
 NAMED_BY_PATH = (
     "model.path",
     "model.shapes",
@@ -45,15 +48,19 @@ NAMED_BY_PATH = (
 """Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
 
 
-def config_digest(cfg: DictConfig) -> str:
+def config_digest(cfg: DictConfig, *, resolve: bool = True, places: Sequence[str] = LOCATIONS) -> str:
     """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
 
     The configuration is resolved, and `LOCATIONS` and the classes that options of ours name are left out, since those
     follow from the options; of a local path in `NAMED_BY_PATH` the last component counts. Canonical JSON is UTF-8 with
     sorted keys and no blanks.
+
+    Args:
+        resolve: False for the configuration of a bundle, whose references count as they are written.
+        places: keys that do not count.
     """
-    values = _values(OmegaConf.to_container(cfg, resolve=True))
-    _drop_places(values)
+    values = _values(OmegaConf.to_container(cfg, resolve=resolve))
+    _drop_places(values, places)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
         owner = _descend(values, parents)
@@ -65,10 +72,26 @@ def config_digest(cfg: DictConfig) -> str:
 
 
 def without_places(cfg: DictConfig) -> DictConfig:
-    """Return what a configuration says, resolved, without `LOCATIONS`."""
-    values = plain(cfg)
+    """Return what a configuration says, resolved as far as possible, without `LOCATIONS`."""
+    values = resolved(cfg)
     _drop_places(values)
     return OmegaConf.create(values)
+
+
+def bundled(cfg: DictConfig) -> DictConfig:
+    """Return what a configuration says, for another machine: as `shown`, but without secrets and `LOCATIONS`."""
+    values = with_references(cfg)
+    _drop_places(values)
+    _drop_masked(values, masked(values))
+    return OmegaConf.create(values)
+
+
+def _drop_masked(values: dict[str, Any], shown: Mapping[str, Any]) -> None:
+    for key, value in list(values.items()):
+        if isinstance(value, dict):
+            _drop_masked(value, shown[key]) if isinstance(shown[key], dict) else values.pop(key)
+        elif value != shown[key]:
+            del values[key]
 
 
 def is_place(key: str) -> bool:
@@ -76,8 +99,8 @@ def is_place(key: str) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
 
 
-def _drop_places(values: dict[str, Any]) -> None:
-    for key in LOCATIONS:
+def _drop_places(values: dict[str, Any], places: Sequence[str] = LOCATIONS) -> None:
+    for key in places:
         *parents, last = key.split(".")
         _descend(values, parents).pop(last, None)
 
@@ -91,22 +114,6 @@ def _values(cfg: object) -> dict[str, Any]:
         if saving.get(name) == {}:
             del saving[name]
     return values
-
-
-def _resolved(node: object) -> object:
-    if not isinstance(node, DictConfig | ListConfig):
-        return node
-    written = OmegaConf.to_container(node, resolve=False)
-    if isinstance(written, dict):
-        return {str(name): _part(node, name, text) for name, text in written.items()}
-    return [_part(node, index, text) for index, text in enumerate(written or ())]
-
-
-def _part(node: DictConfig | ListConfig, part: object, written: object) -> object:
-    try:
-        return _resolved(node[part])  # type: ignore[index]
-    except OmegaConfBaseException:
-        return written
 
 
 def _without_own_targets(value: object) -> object:
@@ -137,10 +144,16 @@ def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
     """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values.
     What cannot be resolved any more, such as a variable of the environment, counts as it is written.
     """
-    before, after = (dict(_leaves(_values(_resolved(cfg)), "")) for cfg in (old, new))
+    before, after = (dict(_leaves(_values(resolved(cfg)), "")) for cfg in (old, new))
     keys = sorted(before.keys() | after.keys())
     pairs = (Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
     return [pair for pair in pairs if pair.old != pair.new]
+
+
+def shown_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
+    """As `config_diff`, with values as they are for display, see `shown`."""
+    before, after = (dict(_leaves(_values(shown(cfg)), "")) for cfg in (old, new))
+    return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key, _, _ in config_diff(old, new)]
 
 
 def _leaves(value: object, prefix: str) -> Iterator[tuple[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,10 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from omegaconf import DictConfig, OmegaConf
+
+from trinity_sync.config.overrides import as_typed
 
 _SEARCH_PATH = "hydra.searchpath"
 
@@ -47,7 +46,7 @@ def compose(
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         if config_dir:
             _look_in(config_dir)
-        return hydra_compose(config_name, overrides=list(overrides), return_hydra_config=hydra)
+        return hydra_compose(config_name, overrides=list(map(as_typed, overrides)), return_hydra_config=hydra)
 
 
 def completions(words: Sequence[str]) -> list[str]:
@@ -106,22 +105,6 @@ def inspected(
     finally:
         ConfigRepository.initialize_sources = initialize_sources  # type: ignore[method-assign]
         ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
-
-
-def parse(override: str) -> Override:
-    """Read an override as Hydra does.
-
-    Raises:
-        HydraException: it cannot be parsed.
-    """
-    return OverridesParser.create().parse_override(override)
-
-
-def quote(text: str) -> str:
-    """Quote a value for Hydra's override grammar, so that blanks, commas and brackets stand for themselves."""
-    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
-    escaped = re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped)
-    return f"'{escaped}'"
 
 
 def plain(node: DictConfig) -> dict[str, Any]:

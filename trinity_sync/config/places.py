@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.composition import parse, quote
+from trinity_sync.config.overrides import parse, quote
 
 _RESUME_FROM = "checkpoint.resume_from"
 """Counts in the digest as it is given, so that it is put together where it is read."""

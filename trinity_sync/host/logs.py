@@ -20,6 +20,7 @@ from pathlib import Path
 
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import write_all
+from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import described, keep_origin
 
 story = logging.getLogger("trinity_sync")
@@ -74,7 +75,7 @@ class LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            line = without_hidden(self.format(record))
         except Exception:
             self.handleError(record)
             return

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
+
+from trinity_sync.host.masking import shown
 
 #: The extra of this package that brings what a protocol needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "gs": "gcs", "gcs": "gcs"}
 
 _USUAL = "file, s3, gs, az, sftp, hdfs"
-
-_SECRET_OPTION = re.compile(r"pass|secret|token|key", re.IGNORECASE)
 
 
 def place_problem(place: str) -> str | None:
@@ -65,35 +61,3 @@ def local_folder(place: str) -> Path | None:
     if not separator:
         return Path(place)
     return Path(rest) if protocol in ("file", "local") else None
-
-
-def shown(place: str) -> str:
-    """Return a place as it may be written into logs: without the password."""
-    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", place)
-
-
-def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
-    """Return a text, such as a store's error, without what the place and its options keep secret."""
-    found = re.search(r"://[^/@:]*:([^/@]+)@", place)
-    secrets = {found.group(1), unquote(found.group(1))} if found else set()
-    secrets |= set(_secrets(options))
-    for secret in sorted((value for value in secrets if len(value) > 3), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
-
-
-def _secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
-    """Yield all texts in options, however deep, that stand under the name of a secret.
-
-    Args:
-        secret: `value` stands under such a name.
-    """
-    if isinstance(value, str):
-        if secret:
-            yield value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _secrets(inner, secret=secret or bool(_SECRET_OPTION.search(str(name))))
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from _secrets(inner, secret=secret)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +27,10 @@ from trinity_sync import config
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
+from trinity_sync.host.masking import hide
 from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import origin, told
+from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import elsewhere
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
@@ -82,6 +83,7 @@ class _Session:
 _session = _Session()
 
 
+@safe_streams()
 def run_main(
     main: Callable[[], Any],
     arguments: Sequence[str] | None = None,
@@ -118,11 +120,9 @@ def run_main(
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        return reader_gone()
     except SystemExit as end:
         # Hydra ends with 1 where it is misused, argparse with 2, --help with 0
-        return DONE if end.code in (0, None) else REFUSED
+        return REFUSED if end.code not in (0, None) else FAILED if output_lost() else DONE
     except Exception as error:
         print_error(explain(error))
         codes = _codes()
@@ -134,6 +134,8 @@ def run_main(
     finally:
         _session.tidy()
     codes = _codes()
+    if not codes and output_lost():  # of --help or --cfg
+        return FAILED
     return finish_sweep(_session.sweep, codes) if _session.sweep else max(codes.values(), default=DONE)
 
 
@@ -201,6 +203,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         resume = Resume(started_in=started_in)
     used = config.anchored(cfg, started_in) if resume is None else used_settings(cfg, run_dir, resume)
     config.check(used)
+    hide(config.plain(used))
     config.check_inputs(used)
     from trinity_sync.launch import launcher
 
@@ -343,10 +346,3 @@ def _hydra_errors_raised() -> Iterator[None]:
         yield
     finally:
         hydra_internals.run_and_report = before
-
-
-def reader_gone() -> int:
-    """Fall silent where whoever read the output has left, as `head` does; return the exit code for it."""
-    # Python flushes stdout once more at its end, which would fail again and be reported
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return FAILED

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hydra.errors import HydraException
 
-from trinity_sync.config.composition import parse, quote
+from trinity_sync.config.overrides import as_typed, parse, quote
 from trinity_sync.errors import ConfigError
 
 DRY_RUN = "--dry-run"
@@ -40,9 +40,11 @@ class CommandLine(NamedTuple):
 
 
 def plain_override(text: str) -> str:
-    """An override that Hydra's grammar has no word for, with its value quoted: a path from one's home (``~/x``), which
-    a shell does not fill in behind ``=``, and letters of any language. All others as they are, and flags, too.
+    """An override with its value quoted where it is text that looks like a number (see `as_typed`), or where Hydra's
+    grammar has no word for it: a path from one's home (``~/x``), which a shell does not fill in behind ``=``, and
+    letters of any language. All others as they are, and flags, too.
     """
+    text = as_typed(text)
     key, found, value = text.partition("=")
     if text.startswith("-") or not found or not value or any(sign in value for sign in _GRAMMAR) or _parses(text):
         return text

@@ -25,6 +25,8 @@ from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, left, shielded
 from trinity_sync.host.logs import story
+from trinity_sync.host.masking import masked_override
+from trinity_sync.host.references import shown
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.beforehand import check_beforehand, needed_processors
@@ -150,14 +152,14 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, owner: Owner, th
 
     return Recorder.start(
         folder,
-        command=sys.argv,
+        command=[masked_override(text) for text in sys.argv],
         seed=cfg.seed,
         config_digest=config_digest(cfg),
         threads=threads,
         total_steps=last_step,
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
-        config=plain(cfg),
+        config=shown(cfg),
         reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or _on_cpus(cfg)),
         resumed_from=start.step if start.resumed else None,
         id=owner.run,

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.masking import masked_override
+from trinity_sync.host.references import resolved, shown
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.record import RunJson, read_record, recorded_checkpoints
@@ -43,9 +44,9 @@ class Run:
         summary: the content of summary.json, but made from the lines as they are now.
         status: the status in run.json, but ``interrupted`` for a run that says running and whose folder nobody has
             locked, ``not started`` without a record.
-        config_text: the config as YAML, None if missing.
-        config: the same as a mapping.
-        overrides: the command-line overrides.
+        config_text: the config as YAML, see `host.references.shown`; None if missing.
+        config: the config as a mapping, resolved.
+        overrides: the command-line overrides, secrets masked.
         notes: what could not be read, one sentence each.
     """
 
@@ -261,8 +262,8 @@ def _read_peaks(path: Path) -> dict[str, int] | None:
 
 
 def _read_list(path: Path) -> list[str]:
-    found = OmegaConf.to_container(OmegaConf.load(path))
-    return [str(item) for item in found or ()]
+    found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return [masked_override(str(item)) for item in found or ()]
 
 
 def _read_started_in(path: Path) -> str:
@@ -271,12 +272,8 @@ def _read_started_in(path: Path) -> str:
 
 
 def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
-    """Read the config, resolved; as it was written where it refers to what only Hydra knows."""
+    """Read the config: the text for display, and the values, as written where only Hydra can resolve them."""
     config = OmegaConf.load(path)
-    try:
-        value = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException:
-        value = OmegaConf.to_container(config)
-    if not isinstance(value, dict):
+    if not isinstance(config, DictConfig):
         raise ValueError("it is not a mapping")
-    return OmegaConf.to_yaml(OmegaConf.create(value)), {str(key): item for key, item in value.items()}
+    return OmegaConf.to_yaml(OmegaConf.create(shown(config))), resolved(config)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.host.masking import masked_override
 from trinity_sync.report.data import is_run, job_order, status_now
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.record import RunJson, read_record
@@ -174,7 +175,7 @@ def _read_settings(folder: Path, line: RunLine) -> None:
 def _read_overrides(folder: Path, line: RunLine) -> None:
     path = folder / ".hydra" / "overrides.yaml"
     if path.exists():
-        line.overrides = [str(text) for text in _load(path) or ()]
+        line.overrides = [masked_override(str(text)) for text in _load(path) or ()]
 
 
 def _load(path: Path) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,6 +20,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters |= {
     "moment": units.moment,
+    "page": lambda folder: f"./{quote(os.fsencode(folder))}/report.html",  # relative whatever its name is
     "number": lambda value: units.number(units.finite(value)),
     "px": "{:.1f}".format,
     "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from trinity_sync.host.terminal import printable
 from trinity_sync.tracking import units
 from trinity_sync.tracking.summary import (
     REWARD_STEPS,
@@ -37,7 +38,7 @@ class _Closing:
         steps = str(summary["steps"]) if self._total is None else f"{summary['steps']} of {self._total}"
         yield Text.assemble((status, style), f": {steps} steps in {units.seconds(summary['wall_s'])}")
         if self._error:
-            yield Text(units.printable(self._error, keep="\n"), style="red")
+            yield Text(printable(self._error, keep="\n"), style="red")
         rows = closing_lines(summary, self._run_dir, "->" if options.ascii_only else "→")
         for label, text in lay_out(rows, options.max_width):
             yield Text.assemble((label, "bold"), text, no_wrap=True, overflow="ignore")

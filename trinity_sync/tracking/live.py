@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.segment import ControlType, Segment
 
 from trinity_sync.tracking import units
+from trinity_sync.tracking.console import PlainConsole
 from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.run_panel import RunPanel, one_line, rate_cells
 from trinity_sync.tracking.run_state import RunState
@@ -77,7 +78,7 @@ class LiveView:
     ) -> None:
         if mode not in ("auto", "panel", "line", "off"):
             raise ValueError(f"a live view is auto, panel, line or off, not {mode!r}")
-        self.console = console or Console()
+        self.console = console or PlainConsole()
         animated = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = mode if mode != "auto" else "panel" if animated else "line"
         self.failure: Exception | None = None

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
+from trinity_sync.host.masking import without_secrets
 from trinity_sync.host.process import environment
-from trinity_sync.host.urls import without_secrets
 from trinity_sync.tracking.record import Status
 from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
 from trinity_sync.tracking.trackers import TrackedRun, read_id
@@ -68,7 +69,7 @@ class MlflowTracker:
         try:
             folder.mkdir(exist_ok=True)
             artifacts = None if uri else (folder / "artifacts").as_uri()
-            uri = uri or f"sqlite:///{folder / 'mlflow.db'}"
+            uri = uri or _database(str(folder / "mlflow.db"))
             with _without_patience(self.timeout_s):
                 self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 self._run_id = self._begin(run, folder / "run_id", artifacts)
@@ -126,6 +127,16 @@ class MlflowTracker:
         new = [Param(name, value) for name, value in dict(_flat(run.config, "")).items() if name not in known]
         for first in range(0, len(new), _PARAM_BATCH):
             self._client.log_batch(self._run_id, params=new[first : first + _PARAM_BATCH])
+
+
+def _database(path: str) -> str:
+    """Return the URL of a SQLite database. To SQLAlchemy a "?" begins options; "%" is read in another way by 2.0."""
+    from sqlalchemy.engine import make_url
+
+    quoted = quote(path)
+    forms = {path: path, quoted: path, f"file:{quoted}?uri=true": f"file:{quoted}"}
+    urls = {f"sqlite:///{form}": named for form, named in forms.items()}
+    return next(url for url, named in urls.items() if make_url(url).database == named)
 
 
 def _without_patience(limit_s: float) -> AbstractContextManager[None]:

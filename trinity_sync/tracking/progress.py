@@ -34,11 +34,12 @@ def progress_bar(
     if not shown or (console is None and not sys.stderr.isatty()):
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from trinity_sync.tracking.console import PlainConsole
+
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[amount]}")
-    target = console or Console(stderr=True)
+    target = console or PlainConsole(stderr=True)
     if target.is_dumb_terminal:
         yield lambda done, total: None
         return

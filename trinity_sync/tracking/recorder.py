@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.interrupts import shielded
 from trinity_sync.host.logs import flush_logs, log_failure, story
+from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import jsonl
@@ -133,7 +134,7 @@ class Recorder:
             command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
             total_steps: the last step of the run, None if it is open.
             name, subtitle: title of the view, and what stands beside it (backend, sync mode).
-            config: the resolved config, for the trackers.
+            config: for the trackers, see `TrackedRun`.
             resumed_from: the step a resume starts from; later lines are cut. A resume needs it.
             view: how the run shows itself, see `LiveView`.
             trackers: those that are to be started.
@@ -267,7 +268,12 @@ class Recorder:
         """
         text = error if isinstance(error, str) else str(error) or type(error).__name__
         found = None if isinstance(error, str) else origin(error)
-        self.event("fault", where=where, error=text, **({"traceback": found.traceback} if found is not None else {}))
+        self.event(
+            "fault",
+            where=where,
+            error=without_hidden(text),
+            **({"traceback": without_hidden(found.traceback)} if found is not None else {}),
+        )
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
         """End the record: run.json, summary.json and the report are written, the summary is printed.
@@ -282,6 +288,7 @@ class Recorder:
         Raises:
             RunError: the disk refused one of the files (the first such error).
         """
+        error = error and without_hidden(error)
         with self._lock:
             if self._finished:
                 return
@@ -373,7 +380,8 @@ class Recorder:
 
     def _tracker_fault(self, where: str, error: str) -> None:
         """As `fault`. Trackers end after the run's record: what they tell then is kept for `finish`."""
-        line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where, "error": error}
+        line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where}
+        line["error"] = without_hidden(error)
         if not self._record_event(line):
             story.warning("%s", told_event(line))
             self._late.append(line)

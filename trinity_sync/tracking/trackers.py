@@ -33,7 +33,7 @@ class TrackedRun:
     Attributes:
         folder: the run folder.
         name: the run's name.
-        config: the resolved config, to be shown beside the curves.
+        config: the config, to be shown beside the curves; see `host.references.shown`.
         attempt: 0, or one more for each resume.
         resumed_from: the step a resume starts from; later points of earlier attempts are abandoned.
     """

@@ -70,14 +70,10 @@ def rate(value: float | None, none: str = "-") -> str:
 
 def moment(value: float | None) -> str:
     """Format Unix seconds as local date and time, ``2026-01-31 14:05:09 +0100``."""
-    return "-" if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Return a text of others for a terminal: what cannot be printed, as what begins a control sequence, as a question
-    mark; but for what is to be kept, such as line breaks.
-    """
-    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
+    try:
+        return "-" if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
+    except (ValueError, OverflowError, OSError):  # a hostile file may hold any number
+        return "?"
 
 
 def plural(count: int, noun: str) -> str:

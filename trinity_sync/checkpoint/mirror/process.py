@@ -27,7 +27,7 @@ from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.owner import Owner
 from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
-from trinity_sync.host.urls import without_secrets
+from trinity_sync.host.masking import without_secrets
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
 from trinity_sync.checkpoint.owner import Owner, Recorded
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.urls import local_folder, shown, without_secrets
+from trinity_sync.host.masking import shown, without_secrets
+from trinity_sync.host.urls import local_folder
 from trinity_sync.host.yielding import run_when_idle
 from trinity_sync.protocol.retention import Policy
 

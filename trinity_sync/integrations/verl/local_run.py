@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from trinity_sync.checkpoint.daemon import rendezvous
 from trinity_sync.checkpoint.daemon.connecting import connect, wait_until_ended
 from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.program import this_program, under_ray
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
@@ -19,6 +23,10 @@ from trinity_sync.integrations.verl.vendor import say
 
 ANSWER_S = 30.0
 """What a process without an engine gives the monitor for an answer, seconds: it is there when a save has returned."""
+
+_SHARED_S = 5.0
+"""A network file system may show a new file so many seconds late."""
+_POLL_S = 0.1
 
 COMMIT_S = MonitorConfig().timeout_s
 """What such a process gives a commit, seconds."""
@@ -87,7 +95,8 @@ def join_run(
         save_strategy, config: of a monitor that is started; attempt and writer are filled in.
 
     Raises:
-        RunError: on every rank, with the rank and its error, such as that another program writes in the folder.
+        RunError: on every rank, with the rank and its error, such as that another program writes in the folder, or
+            that the ranks do not share it.
     """
     program, first = this_program(), dist.get_rank() == 0
     found: list[RunMonitor] = []
@@ -107,7 +116,30 @@ def join_run(
         if first and under_ray():
             internal_kv()._internal_kv_put(_CHECKPOINTS + program.word, str(Path(root).absolute()))
 
+    mark = Path(root, f".shared-{secrets.token_hex(8)}")
+
+    def begin() -> str:
+        join()
+        mark.touch()
+        return mark.name
+
     # Rank 0 before the others: where it fails they have nothing to wait for.
-    together("open the checkpoint folder", join if first else lambda: None)
+    seen = together("open the checkpoint folder", begin if first else str)[0]
+    try:
+        together("see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), seen))
+    finally:
+        if first:
+            mark.unlink(missing_ok=True)
     together("find the checkpoint monitor", join if not first else lambda: None)
     return found[0]
+
+
+def _check_shared(root: Path, mark: str) -> None:
+    deadline = time.monotonic() + _SHARED_S
+    while not (root / mark).exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{root} on {socket.gethostname()} is not the checkpoint folder of rank 0: a file that rank 0 wrote is "
+                f"not there after {_SHARED_S:.0f} s. Name a folder that all nodes share"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,143 @@
+"""Secrets in output: which names are those of secrets, and texts without the secrets.
+
+Everything that shows or sends settings, command lines, addresses or errors goes through a function of this module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+MASK = "***"
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_ALWAYS = re.compile(r"(secret|passw(or)?d|passphrase|credential|bearer|authorization|apikey)s?|pwd")
+"""Words that make any name that of a secret."""
+_AT_THE_END = re.compile(r"(access|account|auth|private|secret|p)?(key|token)|auth")
+_NO_SECRET = {
+    "token": "bos eos pad unk sep cls mask image video audio special stop end start begin per next last first sos",
+    "key": "prompt answer response messages message tools thinking fn image images video videos audio data source sort "
+    "cache primary column label text",
+}
+"""Words before the last one with which it names a token of a vocabulary, or a column."""
+_REFERENCE = re.compile(r"\$\{[^,]*\}")
+_USER = re.compile(r"(://[^/@:\s]*):[^/\s]*@")
+_QUERY = re.compile(r"([?&;])([^=&;\s]+)=([^&;\s'\"]+)")
+_NAMED = re.compile(r"([\w.-]+)['\"]?\s*:\s*")
+_LEAST = 6
+"""Characters of a text that is hidden everywhere; a shorter one could stand in any sentence."""
+
+_hidden: set[str] = set()
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a name is that of a secret, by its words: ``api_key``, ``authToken``; not ``max_tokens``."""
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if any(map(_ALWAYS.fullmatch, words)) or words[-2:] == ["connection", "string"]:
+        return True
+    if words[-1:] == ["keys"]:
+        return words[-2:-1] in (["api"], ["access"], ["private"])
+    if not words or not _AT_THE_END.fullmatch(words[-1]):
+        return False
+    return not (len(words) > 1 and words[-2] in _NO_SECRET.get(words[-1], "").split())
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a value for display, however deep: secrets are masked, and references stay.
+
+    Args:
+        value: settings, not resolved; a text, a list or a number.
+        name: of its key.
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(inner, name if is_secret(name) else str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner, name) for inner in value]
+    if is_secret(name) and not isinstance(value, bool) and value not in (None, "", "???"):
+        return value if isinstance(value, str) and _REFERENCE.fullmatch(value) else MASK
+    return shown(value) if isinstance(value, str) else value
+
+
+def masked_override(text: str) -> str:
+    """Return an argument of a command line, such as an override, without its secrets."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        return shown(text)
+    if any(map(is_secret, key.lstrip("+~-").split("."))):
+        bare = value.strip("'\"")
+        return text if _REFERENCE.fullmatch(bare) or bare in ("null", "") else f"{key}={MASK}"
+    found, rest = "", value
+    while match := _NAMED.search(rest):
+        end = match.end()
+        if is_secret(match[1]):
+            end = _end_of_value(rest, end)
+            inner = rest[match.end() : end]
+            found += rest[: match.end()] + (inner if _REFERENCE.fullmatch(inner.strip(" '\"")) else MASK)
+        else:
+            found += rest[:end]
+        rest = rest[end:]
+    return shown(f"{key}={found}{rest}")
+
+
+def _end_of_value(text: str, start: int) -> int:
+    """Where a value within braces ends."""
+    depth, quote = 0, ""
+    for at in range(start, len(text)):
+        char = text[at]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif depth == 0 and char in ",]}":
+            return at
+        else:
+            depth += (char in "[{") - (char in "]}")
+    return len(text)
+
+
+def shown(place: str) -> str:
+    """Return a text with URLs, without passwords in them."""
+    text = _USER.sub(rf"\1:{MASK}@", place)
+    return _QUERY.sub(lambda found: f"{found[1]}{found[2]}={MASK if is_secret(found[2]) else found[3]}", text)
+
+
+def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
+    """Return a text, such as a store's error, without what the place and its options keep secret."""
+    return _without(text, (secret for secret in secrets_of([place, options]) if len(secret) > 3))
+
+
+def hide(settings: Mapping[str, Any]) -> None:
+    """Have `without_hidden` mask the secrets in settings, resolved, for the life of this process."""
+    _hidden.update(secret for secret in secrets_of(settings) if len(secret) >= _LEAST)
+
+
+def without_hidden(text: str) -> str:
+    """Return a text, such as an error, without the secrets of this process."""
+    return _without(text, _hidden) if _hidden else text
+
+
+def _without(text: str, secrets: Iterable[str]) -> str:
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    return text
+
+
+def secrets_of(value: Any, *, secret: bool = False) -> Iterator[str]:
+    """Yield the secrets in settings, however deep.
+
+    Args:
+        secret: `value` stands under the name of one.
+    """
+    if isinstance(value, str):
+        if secret:
+            yield value
+        for found in re.findall(r"://[^/@:\s]*:([^/\s]+)@", value):
+            yield from (found, unquote(found))
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from secrets_of(inner, secret=secret or is_secret(str(name)))
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from secrets_of(inner, secret=secret)

@@ -1,0 +1,52 @@
+"""The values of a configuration, where references may lead to what this process does not know or must not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from trinity_sync.host.masking import masked
+
+_FROM_ENVIRONMENT = "\0"
+
+
+def shown(cfg: DictConfig) -> dict[str, Any]:
+    """Return the values for display and for sending: secrets are masked, and references to the environment stay."""
+    values: dict[str, Any] = masked(with_references(cfg))
+    return values
+
+
+def with_references(cfg: DictConfig) -> dict[str, Any]:
+    """Resolve a configuration, but for values that come from the environment: those stay as they are written."""
+    OmegaConf.register_new_resolver("oc.env", lambda *_: _FROM_ENVIRONMENT, replace=True)
+    try:
+        return resolved(cfg)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    """Resolve a configuration; a value that cannot be resolved stays as it is written."""
+    values = _resolved(cfg)
+    assert isinstance(values, dict)
+    return values
+
+
+def _resolved(node: object) -> object:
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    written = OmegaConf.to_container(node, resolve=False)
+    if isinstance(written, dict):
+        return {str(name): _part(node, name, text) for name, text in written.items()}
+    return [_part(node, index, text) for index, text in enumerate(written or ())]
+
+
+def _part(node: DictConfig | ListConfig, part: object, written: object) -> object:
+    try:
+        value = _resolved(node[part])  # type: ignore[index]
+    except OmegaConfBaseException:
+        return written
+    return written if isinstance(value, str) and _FROM_ENVIRONMENT in value else value
