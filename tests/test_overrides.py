@@ -41,10 +41,20 @@ def test_a_value_for_text_is_quoted_wherever_it_stands(typed: str, quoted: str) 
 
 @pytest.mark.parametrize(
     "typed",
-    (
-        "trainer.lr=1e-3 trainer.steps=1_000 trainer.lr=choice(1e-3,1e-4) name=null name='1_0' ~tracker "
-        "backend.overrides.x=1_0 trainer.deterministic=true name= -m sync=memory,nccl name=${seed}"
-    ).split(),
+    [
+        "trainer.lr=1e-3",
+        "trainer.steps=1_000",
+        "trainer.lr=choice(1e-3,1e-4)",
+        "name=null",
+        "name='1_0'",
+        "~tracker",
+        "backend.overrides.x=1_0",
+        "trainer.deterministic=true",
+        "name=",
+        "-m",
+        "sync=memory,nccl",
+        "name=${seed}",
+    ],
 )
 def test_all_else_stays_as_it_is(typed: str) -> None:
     assert as_typed(typed) == typed

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from tests.checkpoint.helpers import newer, refuse, unreadable, verls
 from trinity_sync import config
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
-from trinity_sync.checkpoint.layout import Manifest, step_dir
+from trinity_sync.checkpoint.layout import Manifest, canonical_digest, step_dir
 from trinity_sync.checkpoint.owner import Owner, write_mark
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.cli import checkpoints
@@ -443,3 +443,53 @@ def test_the_commands_load_neither_torch_nor_ray(run: Path) -> None:
     )
     root = config.conf_dir().parent
     assert subprocess.run([sys.executable, "-c", program, str(run)], cwd=root, capture_output=True).returncode == 0
+
+
+HOSTILE = [
+    ("created", 1e300),
+    ("step", 2.5),
+    ("attempt", -1),
+    ("world_size", 10**30),
+    ("digest", ["x"]),
+    ("metrics", {"reward": 10**400}),
+    ("metrics", {"reward": "high"}),
+    *(
+        ("files", [{"path": path, "bytes": 1, "xxh3_128": ""}])
+        for path in ("a\0b", "../../run.json", "/etc/passwd", 5, "")
+    ),
+    *(("files", [{"path": "x", "bytes": size, "xxh3_128": ""}]) for size in (-1, 1e300, True, "1")),
+    ("files", [None]),
+    ("base", []),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), HOSTILE)
+def test_a_manifest_with_a_value_that_cannot_be_is_damaged(run: Path, key: str, value: object, capsys: Capture) -> None:
+    manifest = run / "checkpoints" / "global_step_20" / "manifest.json"
+    body = {**json.loads(manifest.read_text()), key: value}
+    body.pop("self")
+    manifest.write_text(json.dumps({**body, "self": canonical_digest(body)}))
+    _, [row] = answer(capsys, "list", run, 20)
+    assert row["state"] == "damaged"
+    assert str(manifest) in row["problems"][0]
+    assert cli.main(["ckpt", "list", str(run)]) == 0
+    assert str(manifest) in capsys.readouterr().out
+    assert cli.main(["ckpt", "inspect", str(run), "20"]) == 1
+    assert cli.main(["ckpt", "verify", str(run)]) == 1
+
+
+def test_a_manifest_that_is_nested_without_end_is_damaged(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "global_step_20" / "manifest.json").write_text('{"format":' + "[" * 200_000)
+    _, [row] = answer(capsys, "list", run, 20)
+    assert row["state"] == "damaged"
+
+
+def test_foreign_text_in_a_table_is_text(run: Path, capsys: Capture) -> None:
+    manifest = run / "checkpoints" / "global_step_20" / "manifest.json"
+    body = {**json.loads(manifest.read_text()), "digest": "\x1b[31m\nstep  "}
+    body.pop("self")
+    manifest.write_text(json.dumps({**body, "self": canonical_digest(body)}))
+    assert cli.main(["ckpt", "list", str(run), "20"]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert len(told.splitlines()) == 2

@@ -18,6 +18,7 @@ from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
+from trinity_sync.config.comparison import EARLIER_LOCATIONS, bundled
 from trinity_sync.errors import RunError
 
 
@@ -469,3 +470,50 @@ def test_too_few_or_too_many_repeats_are_refused(
 ) -> None:
     assert reproduce(first(), "--metrics-only", f"--repeats={repeats}") == 2
     assert f"--repeats is {repeats}; it takes 2 to 11 runs" in capsys.readouterr().err
+
+
+def test_a_bundle_has_references_and_no_secrets(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ENDPOINT", "endpoint-of-mine")
+    monkeypatch.setattr(config, "check", lambda cfg: None)  # verl's engine has no such fields
+    secrets = ("backend.overrides.api_key=typed-secret", "backend.overrides.deep={token: t0ken-of-mine, size: 3}")
+    run = first("backend.overrides.endpoint=${oc.env:ENDPOINT}", *secrets)
+    assert reproduce(run, "--bundle", "--output", "b.json") == 0
+    text = Path("b.json").read_text()
+    for secret in ("endpoint-of-mine", "typed-secret", "t0ken-of-mine"):
+        assert secret not in text
+    assert "${oc.env:ENDPOINT}" in text
+    told = capsys.readouterr().err
+    assert "left out: backend.overrides.api_key=***: give it again" in told
+    assert "typed-secret" not in told
+    shutil.rmtree(run)
+    monkeypatch.setenv("ENDPOINT", "endpoint-elsewhere")
+    assert reproduce("b.json", "backend.overrides.api_key=another") == 0
+    overrides = launcher.calls[-1].cfg.backend.overrides
+    assert (overrides.endpoint, overrides.api_key, overrides.deep) == ("endpoint-elsewhere", "another", {"size": 3})
+    assert "another" not in capsys.readouterr().err
+
+
+def test_a_server_s_address_is_no_setting_of_what_was_computed(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    addressed = ("explorer=vllm_server", "explorer.url=http://me:word-of-mine@host:8000", "model=path", "model.path=m")
+    here, there = (config.compose([*addressed, f"explorer.url={url}"]) for url in ("http://a", "http://b"))
+    assert config.config_digest(here) == config.config_digest(there)
+    assert "url" not in bundled(here).explorer
+    earlier = config.config_digest(here, places=EARLIER_LOCATIONS)
+    assert earlier != config.config_digest(there, places=EARLIER_LOCATIONS)
+
+
+def test_what_is_changed_is_told_without_secrets(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config, "check", lambda cfg: None)
+    run = first("backend.overrides.api_key=typed-secret")
+    assert reproduce(run, "backend.overrides.api_key=another-one") == 0
+    told = capsys.readouterr()
+    assert "backend.overrides.api_key" in told.err
+    for secret in ("typed-secret", "another-one"):
+        assert secret not in told.err + told.out
+        assert secret not in json.dumps(result(launcher))

@@ -18,11 +18,29 @@ def nothing_hidden() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "token key secret password api_key apiKey APIKey apikey WANDB_API_KEY hf_token aws_secret_access_key "
-        "authToken client_secret Authorization sftp_passwd passphrase pkey account-key connection_string "
-        "credentials api_keys"
-    ).split(),
+    [
+        "token",
+        "key",
+        "secret",
+        "password",
+        "api_key",
+        "apiKey",
+        "APIKey",
+        "apikey",
+        "WANDB_API_KEY",
+        "hf_token",
+        "aws_secret_access_key",
+        "authToken",
+        "client_secret",
+        "Authorization",
+        "sftp_passwd",
+        "passphrase",
+        "pkey",
+        "account-key",
+        "connection_string",
+        "credentials",
+        "api_keys",
+    ],
 )
 def test_a_name_with_the_word_of_a_secret_is_one(name: str) -> None:
     assert is_secret(name)
@@ -30,11 +48,28 @@ def test_a_name_with_the_word_of_a_secret_is_one(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "tokenizer max_tokens token_ids eos_token pad_token_id keyword keep key_prefix monkey prompt_key "
-        "num_key_value_heads balance_tokens reward_fn_key tokens keys keep_best name messages_key "
-        "enable_thinking_key passage"
-    ).split(),
+    [
+        "tokenizer",
+        "max_tokens",
+        "token_ids",
+        "eos_token",
+        "pad_token_id",
+        "keyword",
+        "keep",
+        "key_prefix",
+        "monkey",
+        "prompt_key",
+        "num_key_value_heads",
+        "balance_tokens",
+        "reward_fn_key",
+        "tokens",
+        "keys",
+        "keep_best",
+        "name",
+        "messages_key",
+        "enable_thinking_key",
+        "passage",
+    ],
 )
 def test_a_name_that_only_looks_like_one_is_none(name: str) -> None:
     assert not is_secret(name)

@@ -23,8 +23,10 @@ from trinity_sync.config.comparison import (
     LOCATIONS,
     NAMED_BY_PATH,
     is_place,
+    without_masked,
     without_places,
 )
+from trinity_sync.config.overrides import parse
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 
@@ -129,6 +131,15 @@ def _as_value(value: object) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_as_value, value)) + "]"
     return json.dumps(value)
+
+
+def without_secret(override: str) -> str | None:
+    """Return an override without its secrets; None where nothing is left of it."""
+    if masked_override(override) == override:
+        return override
+    key, value = override.partition("=")[0], parse(override).value()
+    kept = without_masked({key.lstrip("+"): value})
+    return f"{key}={_as_value(kept.popitem()[1])}" if isinstance(value, dict) and kept else None
 
 
 def _says_where(override: str) -> bool:

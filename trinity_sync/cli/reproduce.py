@@ -78,7 +78,7 @@ def _write_bundle(source: Source, output: Path | None) -> int:
 
     from trinity_sync import config
     from trinity_sync.cli.invocation import saved_settings
-    from trinity_sync.cli.replay import check_digest, split_places
+    from trinity_sync.cli.replay import check_digest, split_places, without_secret
     from trinity_sync.config.comparison import bundled, without_places
     from trinity_sync.host.masking import masked_override
     from trinity_sync.reproduction.bundle import Bundle
@@ -94,13 +94,12 @@ def _write_bundle(source: Source, output: Path | None) -> int:
         record = {**record, "config_digest": digest}
     path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
-    secret = [text for text in kept if masked_override(text) != text]
-    for text in secret:
+    for text in [text for text in kept if masked_override(text) != text]:
         print(f"left out: {masked_override(text)}: give it again where the run is reproduced", file=sys.stderr)
     Bundle(
         record=record,
         config_name=source.invocation.config_name,
-        overrides=tuple(text for text in kept if text not in secret),
+        overrides=tuple(filter(None, map(without_secret, kept))),
         config=cast(dict[str, object], OmegaConf.to_container(cfg)),
         outcome=source.outcome,
     ).write(path.absolute())

@@ -82,16 +82,20 @@ def bundled(cfg: DictConfig) -> DictConfig:
     """Return what a configuration says, for another machine: as `shown`, but without secrets and `LOCATIONS`."""
     values = with_references(cfg)
     _drop_places(values)
-    _drop_masked(values, masked(values))
-    return OmegaConf.create(values)
+    return OmegaConf.create(without_masked(values))
 
 
-def _drop_masked(values: dict[str, Any], shown: Mapping[str, Any]) -> None:
-    for key, value in list(values.items()):
-        if isinstance(value, dict):
-            _drop_masked(value, shown[key]) if isinstance(shown[key], dict) else values.pop(key)
-        elif value != shown[key]:
-            del values[key]
+def without_masked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those that hold a secret."""
+    return _kept(values, masked(values))
+
+
+def _kept(values: dict[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _kept(value, shown[key]) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if isinstance(value, dict) or value == shown[key]
+    }
 
 
 def is_place(key: str) -> bool:

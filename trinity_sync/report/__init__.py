@@ -36,7 +36,7 @@ def write_report(folder: str | os.PathLike[str] | Run | Sweep) -> Path:
     found = _read(folder)
     page = sweep_page.render(found, time.time()) if isinstance(found, Sweep) else run_page.render(found, time.time())
     target = found.path / "report.html"
-    write_atomic(target, page.encode())
+    write_atomic(target, page.encode(errors="backslashreplace"))
     return target
 
 

@@ -24,6 +24,7 @@ from trinity_sync.tracking.validation import put_to_steps
 TARGET_REWARD = 0.9
 _SMOOTH_STEPS = 10
 _MOST_SAMPLES = 32
+_MOST_STEPS = 2**53
 _TAIL = 512
 """Lines of samples.jsonl that are looked through."""
 
@@ -222,7 +223,7 @@ def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    return put_to_steps([line for line in jsonl.read(path) if isinstance(jsonl.metrics_step(line), int)])
+    return put_to_steps([line for line in jsonl.read(path) if _is_placed(line, jsonl.metrics_step(line))])
 
 
 def _read_samples(path: Path) -> list[Record]:
@@ -247,7 +248,12 @@ def _has_spans(line: Record) -> bool:
 def _read_events(path: Path) -> list[Record]:
     """Read the events that say what they are about; a report has no use for others."""
     lines = jsonl.read(path)
-    return [line for line in lines if line.get("event") == "fault" or isinstance(jsonl.event_step(line), int)]
+    return [line for line in lines if _is_placed(line, 0 if line.get("event") == "fault" else jsonl.event_step(line))]
+
+
+def _is_placed(line: Record, step: object) -> bool:
+    """Whether a line says to what it belongs: somebody else may have written it."""
+    return isinstance(step, int) and 0 <= step < _MOST_STEPS and isinstance(line.get("attempt"), int | None)
 
 
 def _read_peaks(path: Path) -> dict[str, int] | None:
@@ -256,7 +262,7 @@ def _read_peaks(path: Path) -> dict[str, int] | None:
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     peaks = value.get("peak_memory") or {}
-    if not isinstance(peaks, dict) or not all(isinstance(peak, int) for peak in peaks.values()):
+    if not isinstance(peaks, dict) or None in map(finite, peaks.values()):
         raise ValueError(f"peak_memory is {peaks!r:.60}")
     return peaks
 

@@ -293,9 +293,9 @@ def spans(
     """
     written: dict[object, float] = {}
     for line in itertools.chain(metrics, events):
-        at = units.finite(line.get("time"))
-        if at is not None:
-            written[line.get("attempt")] = max(at, written.get(line.get("attempt"), at))
+        at, attempt = units.finite(line.get("time")), line.get("attempt")
+        if at is not None and isinstance(attempt, int | None):
+            written[attempt] = max(at, written.get(attempt, at))
     found = {}
     attempts: Sequence[AttemptJson] = record.get("attempts") or [record]
     for item in attempts:
