@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import launch, resume
 from tests.models.test_shapes import SMALL
+from tests.pages import ROOT
 from trinity_sync.checkpoint.export import export_checkpoint
 
 
@@ -39,3 +42,15 @@ def test_weights_without_an_engine_are_published_loaded_saved_and_gone_on_with(t
     resumed = resume(tmp_path / "0", "trainer.steps=5")
     assert resumed.code == 0, resumed.output
     assert resumed.digests == longer.digests
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("output", ["| head -n 1", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
+def test_a_run_whose_output_is_closed_completes(output: str, tmp_path: Path) -> None:
+    shapes = tmp_path / "config.json"
+    shapes.write_text(json.dumps(SMALL))
+    given = f"workload=bytes model.shapes={shapes} model.layers=2 trainer.steps=2 hydra.run.dir={tmp_path / 'run'}"
+    command = f"set -o pipefail; {sys.executable} launch.py {given} {output}"
+    done = subprocess.run(["bash", "-c", command], stdout=subprocess.DEVNULL, timeout=300, cwd=ROOT)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"

@@ -25,7 +25,9 @@ _NO_SECRET = {
 _REFERENCE = re.compile(r"\$\{[^,]*\}")
 _USER = re.compile(r"(://[^/@:\s]*):[^/\s]*@")
 _QUERY = re.compile(r"([?&;])([^=&;\s]+)=([^&;\s'\"]+)")
-_NAMED = re.compile(r"([\w.-]+)['\"]?\s*:\s*")
+_ITEM = re.compile(
+    r"""([\w.-]+)(['"]?\s*:\s*)(\$\{[^}]*\}|'[^']*'|"[^"]*"|\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[^,\[\]{}]*)"""
+)
 _LEAST = 6
 """Characters of a text that is hidden everywhere; a shorter one could stand in any sentence."""
 
@@ -63,38 +65,19 @@ def masked(value: Any, name: str = "") -> Any:
 def masked_override(text: str) -> str:
     """Return an argument of a command line, such as an override, without its secrets."""
     key, equals, value = text.partition("=")
-    if not equals:
-        return shown(text)
-    if any(map(is_secret, key.lstrip("+~-").split("."))):
-        bare = value.strip("'\"")
-        return text if _REFERENCE.fullmatch(bare) or bare in ("null", "") else f"{key}={MASK}"
-    found, rest = "", value
-    while match := _NAMED.search(rest):
-        end = match.end()
-        if is_secret(match[1]):
-            end = _end_of_value(rest, end)
-            inner = rest[match.end() : end]
-            found += rest[: match.end()] + (inner if _REFERENCE.fullmatch(inner.strip(" '\"")) else MASK)
-        else:
-            found += rest[:end]
-        rest = rest[end:]
-    return shown(f"{key}={found}{rest}")
+    if equals and any(map(is_secret, key.lstrip("+~-").split("."))):
+        return f"{key}={_masked_text(value)}"
+    return shown(f"{key}{equals}{_ITEM.sub(_masked_item, value)}")
 
 
-def _end_of_value(text: str, start: int) -> int:
-    """Where a value within braces ends."""
-    depth, quote = 0, ""
-    for at in range(start, len(text)):
-        char = text[at]
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif depth == 0 and char in ",]}":
-            return at
-        else:
-            depth += (char in "[{") - (char in "]}")
-    return len(text)
+def _masked_item(found: re.Match[str]) -> str:
+    name, colon, value = found.groups()
+    return f"{name}{colon}{_masked_text(value) if is_secret(name) else _ITEM.sub(_masked_item, value)}"
+
+
+def _masked_text(value: str) -> str:
+    bare = value.strip("'\" ")
+    return value if bare in ("", "null") or _REFERENCE.fullmatch(bare) else MASK
 
 
 def shown(place: str) -> str:
