@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def loaded(mirror: Mirror) -> set[str]:
 def descriptors(mirror: Mirror) -> list[str]:
     """Work at a mirror that only says what its process has for standard input, output and error."""
     return [str(Path(f"/proc/self/fd/{number}").readlink()).partition(":")[0] for number in range(3)]
+
+
+def linger(mirror: Mirror) -> None:
+    """Work at a mirror that says that it has begun, and then takes long."""
+    mirror._say("begun")
+    time.sleep(10 * LIMIT_S)
 
 
 def fail(mirror: Mirror, error: Exception) -> None:

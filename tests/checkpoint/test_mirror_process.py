@@ -7,6 +7,8 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, quick
+from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, quick
 from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror import process as module
 from trinity_sync.checkpoint.mirror import run
-from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror, Uploaded
-from trinity_sync.checkpoint.mirror.process import MirrorError
+from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Uploaded
+from trinity_sync.checkpoint.mirror.process import MirrorError, try_again
+from trinity_sync.host.child_process import start_child
 from trinity_sync.host.threads import in_background
 
 #: More than fits into a connection that nobody reads.
@@ -152,6 +155,7 @@ def test_a_program_without_its_standard_descriptors_has_copies_too(
         (NoManifestError("none"), True),
         (NewerFormatError("newer"), True),
         (DamagedError("damaged"), True),
+        (ForeignError("another run"), True),
         (ImportError("no client"), True),
     ],
 )
@@ -159,3 +163,126 @@ def test_what_may_pass_is_tried_again_and_what_stays_is_not(there: Path, error: 
     with pytest.raises(MirrorError, match=str(error)) as caught:
         asked(str(there), quick(options={}), partial(fail, error=error))
     assert caught.value.final == final
+
+
+# ---- the child's end
+
+
+def test_a_copying_process_ends_with_its_parent(there: Path, tmp_path: Path) -> None:
+    child, connection = start_child(module.__name__, tmp_path / "log")
+    with child:
+        connection.send((str(there), {}, OWNER, linger))
+        assert connection.poll(LIMIT_S)
+        assert connection.recv() == ("say", "begun")
+        connection.close()  # as the end of the parent does
+        assert child.wait(LIMIT_S) == 1
+
+
+def say_words(mirror: Mirror) -> None:
+    """Work at a mirror whose library has something to say."""
+    os.write(2, b"words")
+
+
+def test_a_copying_process_leaves_its_own_words_in_the_log(there: Path, tmp_path: Path) -> None:
+    asked(str(there), quick(options={}), say_words, log=tmp_path / "logs" / "mirror.log")
+    assert (tmp_path / "logs" / "mirror.log").read_text() == "words"
+
+
+def test_a_stop_ends_the_copying_process_at_once(there: Path) -> None:
+    stop = threading.Event()
+    with pytest.raises(MirrorError, match="the run ended meanwhile") as caught:
+        asked(str(there), quick(options={}), linger, say=lambda text: stop.set(), stop=stop)
+    assert caught.value.final
+
+
+def test_moving_bytes_are_told_and_small_change_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = module._BEAT_BYTES
+    figures = iter([0, beat, beat + 1, beat + 2, 2 * beat + 2, 2 * beat + 3, None, 0])
+    monkeypatch.setattr(module, "_moved", lambda: next(figures))
+    monkeypatch.setattr(module, "_BEAT_S", 0.0)
+    said: list[str] = []
+    with pytest.raises(StopIteration):
+        module._beat(lambda: said.append("moving"))
+    assert len(said) == 4, "where it is not known it counts as moving"
+
+
+def test_what_moves_is_what_is_read_and_written() -> None:
+    before = module._moved()
+    with open(os.devnull, "wb", buffering=0) as file:
+        file.write(bytes(1 << 20))
+    after = module._moved()
+    assert before is not None
+    assert after is not None
+    assert (1 << 20) <= after - before < (2 << 20)
+
+
+def test_a_copy_that_moves_bytes_is_not_broken_off(there: Path) -> None:
+    assert asked(str(there), quick(options={}, timeout_s=2.0), busy) == "done"
+
+
+def busy(mirror: Mirror) -> str:
+    """Work at a mirror that moves bytes for longer than the limit."""
+    deadline = time.monotonic() + 5.0
+    with open(os.devnull, "wb", buffering=0) as file:
+        while time.monotonic() < deadline:
+            file.write(bytes(1 << 20))
+            time.sleep(0.05)
+    return "done"
+
+
+# ---- tries
+
+
+def failing(times: int, *, final: bool = False) -> Callable[[], str]:
+    """Work that fails so often."""
+    left = [times]
+
+    def work() -> str:
+        if left[0]:
+            left[0] -= 1
+            raise MirrorError("no", final=final)
+        return "done"
+
+    return work
+
+
+def test_tries_are_told_and_their_pauses_double_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_BACKOFF_S", 0.03)
+    said: list[str] = []
+    assert try_again(quick(tries=4, backoff_s=0.01), failing(3), said.append) == "done"
+    assert said == [
+        "try 1 of 4 failed: no; the next is in 0.01 s",
+        "try 2 of 4 failed: no; the next is in 0.02 s",
+        "try 3 of 4 failed: no; the next is in 0.03 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("final", "said"), [(False, ["try 1 of 2 failed", "given up after 2 tries: no"]), (True, ["given up: no"])]
+)
+def test_tries_end_with_the_last_or_with_what_another_would_not_help(final: bool, said: list[str]) -> None:
+    told: list[str] = []
+    with pytest.raises(MirrorError):
+        try_again(quick(tries=2, backoff_s=0.01), failing(9, final=final), told.append)
+    assert [text.partition(": no; ")[0] for text in told] == said
+
+
+def test_a_stop_ends_the_pause_between_tries() -> None:
+    stop = threading.Event()
+    ticks: list[None] = []
+
+    def told(text: str) -> None:
+        if text.startswith("try 1"):
+            threading.Timer(0.1, stop.set).start()
+
+    began = time.monotonic()
+    with pytest.raises(MirrorError, match="no"):
+        try_again(quick(tries=9, backoff_s=50.0), failing(9), told, stop, lambda: ticks.append(None))
+    assert time.monotonic() - began < 25.0
+
+
+def test_the_pause_between_tries_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.01)
+    ticks: list[None] = []
+    try_again(quick(tries=2, backoff_s=0.1), failing(1), lambda text: None, tick=lambda: ticks.append(None))
+    assert len(ticks) > 2
