@@ -53,7 +53,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 @pytest.mark.parametrize(
     ("program", "settings", "told"),
     [
-        (r"os.write(end, b'\0\0\0\x20half of it'); time.sleep(60)", {}, "has not ended a message within 1 s"),
+        (r"os.write(end, b'\0\0\0\x20half of it'); time.sleep(60)", {"timeout_s": 0.5}, r"nothing moved for 0\.5 s"),
         (r"os.write(end, b'\0\0\0\x20half of it'); sys.exit(3)", {}, "the copying process ended with 3"),
         ("time.sleep(60)", {"timeout_s": 0.5}, r"nothing moved for 0\.5 s"),
         ("time.sleep(60)", BIG, "has not taken its work within 1 s"),

@@ -49,6 +49,21 @@ def misbehave(prompt: Prompt, response: str) -> Any:
             print("and the rest")
         case "leaves a program behind":
             return float(subprocess.Popen(["sleep", "600"]).pid)
+        case "leaves a session behind":
+            return float(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+        case "leaves a daemon behind":
+            daemon = "(sleep 600 >&- 2>&- & echo $!)"
+            said = subprocess.run(["setsid", "env", "-i", "sh", "-c", daemon], capture_output=True, check=True)
+            return float(said.stdout)
+        case "leaves a session behind and sleeps":
+            print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+            time.sleep(600)
+        case "raises much":
+            raise ValueError("x" * 20_000_000)
+        case "exits with much":
+            sys.exit("x" * 20_000_000)
+        case "has no bound":
+            return "x" * 20_000_000
         case "dies afterwards":
             signal.setitimer(signal.ITIMER_REAL, 0.02)  # nobody handles it
         case "forks and dies":
@@ -60,6 +75,18 @@ def misbehave(prompt: Prompt, response: str) -> Any:
         case "pid":
             return float(os.getpid())
     return 1.0
+
+
+def runs(prompt: Prompt, response: str) -> float:
+    """Runs the response as code in its own process; the reward of a prompt is its number."""
+    exec(response, {})
+    time.sleep(0.05)
+    return float(prompt.index)
+
+
+def environment(prompt: Prompt, response: str) -> float:
+    """Returns 1 where a program that it starts says so."""
+    return float(subprocess.run(response, shell=True, check=False).returncode == 0)
 
 
 def count(prompt: Prompt, response: str) -> float:

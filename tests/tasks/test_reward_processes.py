@@ -7,23 +7,27 @@ import os
 import pickle
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.tasks import bad_rewards
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.origin import origin
+from trinity_sync.host.child_process import OWN_NAMES
+from trinity_sync.host.origin import Origin, origin
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import Response, Verdict
+from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
 from trinity_sync.tasks.functions import FunctionReward
 from trinity_sync.tasks.judging import Judging
+from trinity_sync.tasks.reward_process import decoded, encoded
 from trinity_sync.tasks.reward_processes import RewardProcesses
 
 SOURCE = bad_rewards.__file__
@@ -139,14 +143,165 @@ def test_processes_stay_from_one_batch_to_the_next_and_one_that_was_killed_meanw
         first, second = (int(verdicts(judge, "pid")[0].reward) for _ in range(2))
         assert first == second
         os.kill(first, signal.SIGKILL)
-        assert gone(first)
+        (worker,) = judge._workers
+        deadline = time.monotonic() + LIMIT_S
+        while not worker.lost:
+            assert time.monotonic() < deadline
         assert verdicts(judge, "pid")[0].reward != first
 
 
-def test_what_it_has_started_ends_with_it() -> None:
+LEFT_BEHIND = ["leaves a program behind", "leaves a session behind", "leaves a daemon behind"]
+
+
+@pytest.mark.parametrize("response", LEFT_BEHIND)
+@pytest.mark.parametrize("end", ["os._exit", "is killed", "crashes"])
+def test_what_it_has_started_ends_with_it(response: str, end: str) -> None:
     with judging() as judge:
-        program, _ = verdicts(judge, "leaves a program behind", "os._exit")
+        program, _ = verdicts(judge, response, end)
         assert gone(int(program.reward))
+
+
+def test_what_it_has_started_goes_on_from_one_response_to_the_next_and_ends_with_the_judge() -> None:
+    with judging() as judge:
+        programs = [int(verdict.reward) for verdict in verdicts(judge, *LEFT_BEHIND)]
+        assert all(psutil.pid_exists(pid) for pid in programs)
+    assert all(map(gone, programs))
+
+
+def test_what_one_that_hangs_has_started_ends_at_the_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    with judging(timeout_s=1) as judge:
+        verdicts(judge, "leaves a session behind and sleeps")
+        assert gone(int(capfd.readouterr().err))
+
+
+NUMBERED = [Prompt(index=number, text="1=", answer="1") for number in range(6)]
+
+
+def judged_by_number(judge: RewardProcesses, responses: Mapping[int, str]) -> list[Verdict]:
+    """Judge six responses that do nothing, but for those given."""
+    return judge.judge([Response(prompt, responses.get(prompt.index, ""), True) for prompt in NUMBERED], step=1)
+
+
+FORKS = {
+    "forks": "import os; os.fork()",
+    "forks twice": "import os; os.fork(); os.fork()",
+    "forks unseen": "import ctypes; ctypes.CDLL(None).fork()",
+    "forks and raises": "import os\nif os.fork() == 0: raise ValueError",
+    "fork answers by hand": f"from {__name__} import answer; answer(in_fork=True, again=500)",
+    "fork says nonsense": f"from {__name__} import answer; answer(in_fork=True, message=bytes(range(256)))",
+    "answers what nobody asked": f"from {__name__} import answer; answer(in_fork=False)",
+}
+
+
+def answer(*, in_fork: bool, again: int = 1, message: bytes = b'["0123456789abcdef", [77.0, null]]') -> None:
+    """Answer in the place of the process that judges, over each of its sockets."""
+    if in_fork and os.fork():
+        return
+    for descriptor in range(3, 100):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                for _ in range(again):
+                    os.write(descriptor, len(message).to_bytes(4, "big") + message)
+                    time.sleep(0.001 if in_fork else 0)
+    if in_fork:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("response", FORKS.values(), ids=FORKS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_response_has_the_reward_that_it_was_given_whatever_another_one_starts(response: str, processes: int) -> None:
+    with judging("stop", reward=bad_rewards.runs, processes=processes) as judge:
+        for _ in range(3):
+            rewards = [verdict.reward for verdict in judged_by_number(judge, {1: response, 4: response})]
+            assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"{", b"[1]", b'["x"', b"\xff", b'["x", [NaN, null]]', b"[" * 100_000], ids=range(7)
+)
+def test_an_answer_that_is_none_is_the_failure_of_its_response(message: bytes) -> None:
+    code = f"from {__name__} import answer; answer(in_fork=False, message={message[:9]!r} * {len(message) // 9 or 1})"
+    with judging(reward=bad_rewards.runs) as judge:
+        verdicts = judged_by_number(judge, {1: code})
+        assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 2.0, 3.0, 4.0, 5.0]
+        assert "prompt 1 of step 1, closed the connection of its process" in verdicts[1].error
+
+
+def test_an_answer_without_end_is_the_failure_of_its_response() -> None:
+    code = f"from {__name__} import answer\nwhile True: answer(in_fork=False, message=b'x' * 65536)"
+    with judging(reward=bad_rewards.runs, timeout_s=2) as judge:
+        verdicts = judged_by_number(judge, {1: code})
+        assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_nothing_that_an_answer_holds_is_run_here(tmp_path: Path) -> None:
+    harmful = pickle.dumps(Harmful(str(tmp_path / "made")))
+    code = f"from {__name__} import answer; answer(in_fork=False, message={harmful!r})"
+    with judging(reward=bad_rewards.runs) as judge:
+        judged_by_number(judge, {1: code})
+    assert not (tmp_path / "made").exists()
+
+
+class Harmful:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def test_numbers_come_back_as_they_are() -> None:
+    for result in (RewardResult(0.1 + 0.2, None), RewardResult(-5e-324, 1.7976931348623157e308)):
+        assert decoded(encoded("x", result)) == ("x", result)
+    for failure in (Failure("no \udcff"), Failure("no", Origin("a.py:3", "Traceback\n"))):
+        assert decoded(encoded("x", failure)) == ("x", failure)
+
+
+OTHER = [
+    b'["x", 1e999, null]',
+    b'["x", NaN, null]',
+    b'["x", 1.0, NaN]',
+    b'["x", 1.0]',
+    b'{"x": 1}',
+    b'["x", 1.0, null, 2]',
+]
+
+
+@pytest.mark.parametrize("data", OTHER)
+def test_other_values_are_no_answer(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no answer"):
+        decoded(b'["x", [' + data + b"]]")
+
+
+@pytest.mark.parametrize("response", ["raises much", "exits with much", "has no bound"])
+def test_an_error_text_is_short(response: str) -> None:
+    with judging() as judge:
+        (verdict,) = verdicts(judge, response)
+    assert re.search(r"failed: ValueError: xxx|called sys.exit\('xxx|returned 'xxx", verdict.error)
+    assert len(verdict.error) < 5000
+
+
+@pytest.mark.parametrize("users", [None, "/somewhere"])
+def test_programs_that_it_starts_have_the_users_environment(monkeypatch: pytest.MonkeyPatch, users: str | None) -> None:
+    if users is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", users)
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    monkeypatch.setenv("RAY_ADDRESS", "the user's")
+    monkeypatch.setenv(OWN_NAMES, "RAY_ADDRESS")
+    told = [f'test "${{PYTHONPATH-unset}}" = "{users or "unset"}"', 'test "$RAY_ADDRESS" = "the user\'s"']
+    told += ['test "${RAY_JOB_ID-unset}" = unset', "/usr/bin/python3 -c 'import re, json, ctypes, ssl'"]
+    told += ["grep -q '^SigBlk:.0*$' /proc/self/status", "grep -q '^SigIgn:.0*$' /proc/self/status"]
+    told += ["test $(ls /proc/self/fd | wc -l) = 4"]  # its own look, too
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does
+    try:
+        with judging("stop", reward=bad_rewards.environment) as judge:
+            assert [verdict.reward for verdict in verdicts(judge, *told)] == [1.0] * len(told)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +420,7 @@ def test_a_process_that_is_forked_holds_nothing_by_which_those_that_judge_would_
     with judging("stop") as judge:
         assert [verdict.reward for verdict in verdicts(judge, "a")] == [1.0]
         (worker,) = judge._workers
-        held = [worker._lifeline, worker._connection.fileno()]
+        held = [worker._lifeline, worker.descriptors[0]]
         if (child := os.fork()) == 0:
             os._exit(sum(is_open(descriptor) for descriptor in held))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -7,30 +7,157 @@ It is no `multiprocessing.Process`: that would begin with the program of its par
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import pickle
+import select
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trinity_sync.host.interrupts import left_to_driver
+from trinity_sync.host.logs import keep_short
 
+OWN_NAMES = "TRINITY_SYNC_OWN_NAMES"
+"""Variable with the names of variables, between blanks, that look like Ray's and are the user's."""
+_RAYS_NAMES = ("RAY_", "__RAY_", "PYTHONBREAKPOINT", "SPT_NOENV")
+"""Beginnings of the names of variables that Ray sets for its processes."""
+
+_PIECE = 1 << 16
+_CREDENTIALS = struct.Struct("iII")
+_CONTROL = socket.CMSG_SPACE(_CREDENTIALS.size)  # no room for file descriptors, which would be open here then
+
+
+class Channel:
+    """Our end of the connection to a child, whose end is a `multiprocessing.connection.Connection`.
+
+    The kernel names the sender of each piece, and only those of one process count: a fork of it, which has the
+    connection open as well, can neither answer for it nor break its messages.
+
+    Attributes:
+        sender: that process; None: the next one that sends something.
+        most_bytes: limit of one message; a longer one ends the connection.
+    """
+
+    def __init__(self, end: socket.socket, pid: int, message_s: float) -> None:
+        self.sender: int | None = pid
+        self.most_bytes = 1 << 40
+        self._end, self._message_s = end, message_s
+        self._end.setblocking(False)
+        self._pidfd = os.pidfd_open(pid)
+        self._data = bytearray()
+        self._over = False
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """File descriptors to wait for: one of them can be read when `poll` may have news."""
+        return self._end.fileno(), self._pidfd
+
+    def ended(self, within_s: float) -> bool:
+        """Wait until the child has ended; tell whether it has."""
+        return _readable((self._pidfd,), within_s)
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            TimeoutError: the child has not taken all of it within the limit; nothing can be sent any more.
+            OSError: the connection is closed.
+        """
+        data = pickle.dumps(message)
+        head = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
+        self._end.settimeout(self._message_s)  # for all of it
+        try:
+            self._end.sendall(head + data)
+        except TimeoutError:
+            self._end.shutdown(socket.SHUT_RDWR)
+            raise
+        finally:
+            self._end.setblocking(False)
+
+    def poll(self, within_s: float | None) -> bool:
+        """Wait until `recv` returns or raises at once; tell whether it does.
+
+        Args:
+            within_s: limit, seconds; None: there is none.
+        """
+        until = math.inf if within_s is None else time.monotonic() + within_s
+        while True:
+            gone = self.ended(0.0)  # before the rest is read: nothing comes after
+            while not self._over and self._whole() is None and self._read() and time.monotonic() < until:
+                pass
+            self._over = self._over or gone
+            if self._over or self._whole() is not None:
+                return True
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            _readable(self.descriptors, left)
+
+    def recv(self) -> Any:
+        """Return the next message; without `poll` first, wait for it.
+
+        Raises:
+            EOFError: there is none, as the child has ended or closed the connection.
+        """
+        return pickle.loads(self.recv_bytes())
+
+    def recv_bytes(self) -> bytes:
+        """As `recv`, of bytes."""
+        self.poll(None)
+        if (whole := self._whole()) is None:
+            raise EOFError("the connection was closed")
+        message = bytes(self._data[whole])
+        del self._data[: whole.stop]
+        return message
+
+    def close(self) -> None:
+        """Close our end."""
+        self._end.close()
+        os.close(self._pidfd)
+
+    def _whole(self) -> slice | None:
+        """Where the first message is; None: there is no whole one."""
+        if len(self._data) < 4:
+            return None
+        start, length = 4, struct.unpack_from("!i", self._data)[0]
+        if length == -1 and len(self._data) >= 12:
+            start, length = 12, struct.unpack_from("!Q", self._data, 4)[0]
+        self._over = self._over or length > self.most_bytes
+        return slice(start, start + length) if 0 <= length <= min(len(self._data) - start, self.most_bytes) else None
+
+    def _read(self) -> bool:
+        """Take a piece; tell whether there was one."""
+        try:
+            data, control, _, _ = self._end.recvmsg(_PIECE, _CONTROL)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, control = b"", []
+        self._over = not data
+        for _, _, said in control:
+            sender = _CREDENTIALS.unpack(said)[0]
+            self.sender = self.sender or sender
+            if sender == self.sender:
+                self._data += data
+        return bool(data)
 
 def start_child(
     module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = ()
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver.
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver. It finds
+    modules where this process does, and its environment is the user's.
 
     Args:
         module: dotted name; its `serve` gets the file descriptor of its end of the connection, and must end when that
             is closed, that is, with this process.
-        log: the child's own words are appended to it; None: they go to this process's standard error.
-        message_s: for a message to be taken, and for the rest of one that has begun, in whole seconds; beyond that our
-            end of the connection raises `BlockingIOError`.
+        log: the child's own words are appended to it, and it is kept short; None: they go to this process's standard
+            error.
+        message_s: limit for the child to take a message, in seconds; see `Channel`.
         further: file descriptors that `serve` is given after its own.
 
     Returns:
@@ -41,35 +168,58 @@ def start_child(
     """
     _open_standard_descriptors()
     ours, theirs = socket.socketpair()
-    for end in (ours, theirs):
-        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
-    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", message_s, 0))
-    with ours, theirs, contextlib.ExitStack() as opened:
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    theirs.setblocking(True)  # whatever `socket.setdefaulttimeout` says
+    with theirs, contextlib.ExitStack() as opened:
+        on_error = opened.enter_context(contextlib.ExitStack())
+        on_error.push(ours)
         output: int | IO[bytes] = 2
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             output = opened.enter_context(open(log, "ab"))
+            keep_short(log)
         given = [theirs.fileno(), *further]
-        program = f"""
-from trinity_sync.host.interrupts import leave_to_driver; leave_to_driver()
-from trinity_sync.host.process import end_with_driver; end_with_driver()
-from {module} import serve; serve({", ".join(map(str, given))})
-"""
+        program = (
+            "from trinity_sync.host.interrupts import leave_to_driver; leave_to_driver(); "
+            "from trinity_sync.host.process import end_with_driver; end_with_driver(); "
+            f"from {module} import serve; serve({', '.join(map(str, given))})"
+        )
         opened.enter_context(left_to_driver())
         child = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-c", program],
+            python(program),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=given,
-            # With -P, the child imports what we would: the working directory's files only where we look there.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+            env=users_environment(),
             # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors
             # out between sessions first, and there it would yield to nobody.
             process_group=0,
         )
-        return child, Connection(ours.detach())
+        channel = Channel(ours, child.pid, message_s)
+        on_error.pop_all()
+        return child, channel
+
+
+def python(code: str) -> list[str]:
+    """Return the command that runs code where this process's modules are found. Programs that it starts do not inherit
+    that, as they would a PYTHONPATH.
+    """
+    path = [str(Path(place).absolute()) for place in sys.path]
+    return [sys.executable, "-u", "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
+
+
+def users_environment() -> dict[str, str]:
+    """Return the environment without the variables that Ray has added for its own processes."""
+    own = os.environ.get(OWN_NAMES, "").split()
+    return {name: value for name, value in os.environ.items() if name in own or not name.startswith(_RAYS_NAMES)}
+
+
+def _readable(descriptors: Sequence[int], within_s: float) -> bool:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if within_s == math.inf else within_s * 1000))
 
 
 def _open_standard_descriptors() -> None:

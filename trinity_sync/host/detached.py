@@ -11,9 +11,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.child_process import python
 
 #: Says what came of the start; once. Who started the process goes on then.
 Report = Callable[[bytes], None]
@@ -44,11 +44,10 @@ def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> 
     """
     try:
         child = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-c", f"from {__name__} import become; become({module!r})"],
+            python(f"from {__name__} import become; become({module!r})"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path)},
             start_new_session=True,
         )
     except OSError as error:

@@ -1,8 +1,8 @@
 """The log of a process: a file in the run's folder with what it did, what it printed, and the traceback of what failed.
 
 Lines are written by a thread of their own, so nobody waits for a slow disk, and a log that cannot be written is no
-reason for anything to fail. A file that has become long makes room: it is renamed to ``NAME.log.1``, over the one
-before.
+reason for anything to fail. A file that has become long makes room: its end goes to ``NAME.log.1``, over the one
+before, and it goes on empty. It is not renamed, as other processes have it open: those that this one has started.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import queue
 import secrets
 import sys
 import threading
+import time
 from pathlib import Path
 
 from trinity_sync.errors import TrinityError
@@ -31,14 +32,19 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MOST_BYTES = 20_000_000
 """Length at which a file makes room. There are two of each at most."""
 
+_MOST_LINE = 1_000_000
+"""Characters of a line; of a longer one the rest is left out."""
 _MOST_WAITING = 10_000
 """Lines that wait for a slow disk; later ones are dropped and counted."""
 _FLUSH_S = 1.0
 _LOGGED_BY = "_trinity_sync_logged_by"
 _HERE = secrets.token_hex(4)
 """Tells this process from one with its number on another host, or in another container. A fork has another number."""
-_LOOK_S = 5.0
-"""After so long the length of a file is looked at that others write into, too."""
+_LOOK_S = 0.2
+"""So often the length of files is looked at that others write into, too."""
+_PIECE = 1 << 20
+_kept_short: dict[Path, int] = {}
+_keeper: threading.Thread | None = None
 
 
 class LogFile(logging.Handler):
@@ -65,7 +71,7 @@ class LogFile(logging.Handler):
         self._writer: threading.Thread | None = None
         if takes_output:
             self._open()
-            self._begin()
+            keep_short(self._path, most_bytes)
 
     def handle(self, record: logging.LogRecord) -> bool:
         handled = bool(super().handle(record))
@@ -75,7 +81,7 @@ class LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = without_hidden(self.format(record))
+            line = without_hidden(self.format(record)[:_MOST_LINE])
         except Exception:
             self.handleError(record)
             return
@@ -111,10 +117,7 @@ class LogFile(logging.Handler):
 
     def _write(self) -> None:
         while True:
-            try:
-                line = self._waiting.get(timeout=_LOOK_S if self._takes_output else None)
-            except queue.Empty:
-                line = ""
+            line = self._waiting.get()
             if line is None:
                 break
             if isinstance(line, threading.Event):
@@ -123,34 +126,60 @@ class LogFile(logging.Handler):
             try:
                 self._put(line)
             except OSError:
-                self._dropped += bool(line)
+                self._dropped += 1
         if self._file is not None and not self._takes_output:
             os.close(self._file)
             self._file = None
 
     def _put(self, line: str) -> None:
-        if self._file is None or os.fstat(self._file).st_size >= self._most_bytes:
+        if self._file is None:
             self._open()
         assert self._file is not None, "it was opened"
+        if not self._takes_output:
+            make_room(self._path, self._most_bytes)
         dropped = self._dropped
         if dropped:
             line = f"({dropped} lines are missing here: the disk did not take them)\n{line}"
-        if line:
-            write_all(self._file, f"{line}\n".encode(errors="replace"))
-            self._dropped -= dropped
+        write_all(self._file, f"{line}\n".encode(errors="replace"))
+        self._dropped -= dropped
 
     def _open(self) -> None:
-        """Open the file, after it was put aside where it is too long."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            if self._path.stat().st_size >= self._most_bytes:
-                self._path.replace(f"{self._path}.1")
-        before, self._file = self._file, os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        if before is not None:
-            os.close(before)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         if self._takes_output:
             os.dup2(self._file, 1)
             os.dup2(self._file, 2)
+
+
+def keep_short(path: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Have a file make room when it has become long, whoever appends to it, until this process ends."""
+    global _keeper
+    _kept_short[path] = most_bytes
+    if _keeper is None or not _keeper.is_alive():  # a fork has none
+        _keeper = threading.Thread(target=_keep_short, name="long logs", daemon=True)
+        _keeper.start()
+
+
+def make_room(path: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Move the end of a file that has become long to ``PATH.1``, and have it go on empty. Nothing is raised. What other
+    processes append meanwhile may be lost.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size < most_bytes:
+            return
+        with path.open("r+b") as file, open(f"{path}.1", "wb") as before:
+            file.seek(-most_bytes, os.SEEK_END)
+            left = most_bytes
+            while left > 0 and (piece := file.read(min(left, _PIECE))):
+                left -= before.write(piece)
+            file.truncate(0)
+
+
+def _keep_short() -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        for path, most_bytes in list(_kept_short.items()):
+            make_room(path, most_bytes)
 
 
 def own_log(folder: str | Path | None, name: str) -> None:

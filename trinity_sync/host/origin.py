@@ -39,6 +39,8 @@ _CALLERS = sys.stdlib_module_names | {
 """Packages that call the user's code, or stand between us and it."""
 
 _KEPT = "_trinity_sync_origin"
+_MOST_SAID = 2_000
+"""Characters of what an error says."""
 _MOST = 20_000
 """Characters of a traceback; of a longer one the middle is left out."""
 
@@ -96,7 +98,7 @@ def ended(error: BaseException) -> str:
     if not isinstance(error, SystemExit):
         return told(error)
     found = origin(error)
-    return f"called sys.exit({error.code!r})" + (f" ({found.place})" if found is not None else "")
+    return f"called sys.exit({shortened(repr(error.code))})" + (f" ({found.place})" if found is not None else "")
 
 
 def described(error: BaseException) -> str:
@@ -104,9 +106,14 @@ def described(error: BaseException) -> str:
     return _worded(error, _says(error).strip().partition("\n")[0])
 
 
+def shortened(text: str) -> str:
+    """Return a text of somebody else's as it is kept: of a long one, the beginning."""
+    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}..."
+
+
 def _says(error: BaseException) -> str:
     try:
-        return str(error)
+        return shortened(str(error))
     except Exception:  # of a class of somebody's
         return "(it cannot be put into words)"
 

@@ -42,7 +42,8 @@ class OwnOutput:
             return ""
         try:
             with self._file.resolve().open("rb") as file:
-                file.seek(max(self._begin, file.seek(0, os.SEEK_END) - _MOST))
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._begin if self._begin <= end else 0, end - _MOST))  # else it has made room
                 return file.read().decode(errors="replace")
         except OSError:
             return ""

@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 
 from trinity_sync.config import build_task, typed, validation_items, validation_task
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.child_process import start_child
+from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.shared_rows import Item, shared_rows
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -216,11 +216,11 @@ def _note(text: str) -> None:
 
 
 def _ask(request: _Request, path: str) -> _Found | _UnreadableModel:
-    child, connection = start_child(__name__, None, _MESSAGE_S)
+    child, channel = start_child(__name__, None, _MESSAGE_S)
     try:
-        with connection:
-            connection.send(request)
-            return _answer(connection, path, len(request.rows))
+        with contextlib.closing(channel):
+            channel.send(request)
+            return _answer(channel, path, len(request.rows))
     except (EOFError, OSError) as error:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1)
@@ -230,10 +230,10 @@ def _ask(request: _Request, path: str) -> _Found | _UnreadableModel:
         child.wait()
 
 
-def _answer(connection: Connection, path: str, rows: int) -> _Found | _UnreadableModel:
+def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel:
     told = time.monotonic()
-    while connection.poll(_LIMIT_S):
-        message = connection.recv()
+    while channel.poll(_LIMIT_S):
+        message = channel.recv()
         if isinstance(message, TrinityError):
             raise message
         if not isinstance(message, int):

@@ -1,55 +1,92 @@
 """A process in which responses are judged: the program that `tasks.reward_processes` starts. One thread; the user's
-function may hang in it, crash, or end it.
+function may hang in it, crash, fork, or end it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import math
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from dataclasses import astuple
 from multiprocessing.connection import Connection
+from typing import Any
 
-from trinity_sync.host.lifeline import end_with
-from trinity_sync.host.origin import ended, keep_origin
-from trinity_sync.host.stacks import tell_stack
-from trinity_sync.tasks.base import Failure, Response, judged
+from trinity_sync.host.lifeline import go_on_kept
+from trinity_sync.host.origin import Origin, ended, keep_origin
+from trinity_sync.host.stacks import ASK, tell_stack
+from trinity_sync.tasks.base import Failure, RewardResult, judged
+
+Answer = RewardResult | Failure | None
+"""To a response; None: the function is there."""
 
 
 def serve(descriptor: int, stack: int, lifeline: int) -> None:
-    """Judge what is sent, one answer for each response, until the connection is closed.
+    """Answer one question after another, until the connection is closed.
 
     Args:
-        descriptor: of the connection. First comes the function, pickled; a `Failure` answers that it cannot be had,
-            None that it is there. Then come lists of responses.
+        descriptor: of the connection. The first message tells which process answers. Each question comes with a number:
+            first the function, pickled, then responses.
         stack: an empty file, for `tell_stack`.
-        lifeline: see `end_with`.
+        lifeline: see `go_on_kept`.
     """
     for inherited in (descriptor, stack, lifeline):  # by no program that the function starts
         os.set_inheritable(inherited, False)
-    end_with(lifeline)
+    connection = Connection(descriptor)
+    go_on_kept(lifeline, ASK, not_kept=[descriptor])
     tell_stack(stack)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # whole lines: others write into the same file
             stream.reconfigure(line_buffering=True, write_through=False)
-    connection = Connection(descriptor)
+    process = os.getpid()
     with contextlib.suppress(EOFError, OSError):
-        try:
-            reward = pickle.loads(connection.recv_bytes())
-            getattr(reward, "warm_up", lambda: None)()
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            connection.send(Failure(ended(error), keep_origin(error)))
-            return
-        connection.send(None)
-        while True:
-            responses: Sequence[Response] = connection.recv()
-            for response in responses:
-                connection.send(judged(reward, response))
+        connection.send_bytes(b"")  # before anybody else's code runs
+        number, pickled = connection.recv()
+        reward = _loaded(pickled)
+        answer: Answer = reward if isinstance(reward, Failure) else None
+        while os.getpid() == process:  # else the function has forked, and this process was not asked
+            connection.send_bytes(encoded(number, answer))
             _flush()
+            number, response = connection.recv()
+            answer = judged(reward, response)
     _flush()
     os._exit(0)  # whatever the function has left running
+
+
+def encoded(number: str, answer: Answer) -> bytes:
+    """Put an answer into bytes. What a response has done to this process may be in them, so `decoded` runs no code."""
+    return json.dumps([number, answer], default=astuple).encode()
+
+
+def decoded(data: bytes) -> tuple[str, Answer]:
+    """Return number and answer.
+
+    Raises:
+        ValueError: it is no answer.
+    """
+    match json.loads(data):
+        case [str(number), None]:
+            return number, None
+        case [str(number), [float(reward), (float() | None) as exact]] if math.isfinite(reward + (exact or 0.0)):
+            return number, RewardResult(reward, exact)
+        case [str(number), [str(what), None]]:
+            return number, Failure(what)
+        case [str(number), [str(what), [str(place), str(traceback)]]]:
+            return number, Failure(what, Origin(place, traceback))
+    raise ValueError("it is no answer")
+
+
+def _loaded(pickled: bytes) -> Any:
+    """Return the function; a `Failure`: it cannot be had."""
+    try:
+        reward = pickle.loads(pickled)
+        getattr(reward, "warm_up", lambda: None)()
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return Failure(ended(error), keep_origin(error))
+    return reward
 
 
 def _flush() -> None:

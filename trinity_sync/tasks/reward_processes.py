@@ -20,8 +20,6 @@ from trinity_sync.tasks.reward_worker import RewardWorker
 
 _START_S = 300.0
 """For a process to import the function."""
-_MOST = 32
-"""Responses that a process is given at a time."""
 
 
 class RewardProcesses:
@@ -74,25 +72,22 @@ class RewardProcesses:
         """
         verdicts: dict[int, Verdict] = {}
         left = deque(range(len(responses)))
-        share = min(_MOST, -(-len(responses) // self._judging.processes))
         try:
             while len(verdicts) < len(responses):
                 self.warm_up()
                 for worker in self._workers:
                     if left and worker.idle:
-                        numbers = [left.popleft() for _ in range(min(share, len(left)))]
-                        worker.give(numbers, [responses[number] for number in numbers], self._judging.timeout_s)
+                        place = left.popleft()
+                        worker.ask(place, responses[place], self._judging.timeout_s)
                 for worker in self._heard():
-                    for number, result in worker.answers():
-                        verdicts[number] = self._verdict(result, responses[number], step)
-                    if (ended := worker.ended()) is not None:
+                    asked = worker.under_way
+                    result = worker.answer()
+                    if result is None and (result := worker.ended()) is not None:
                         self._workers.remove(worker)
                         if not worker.up:
-                            raise self._useless(ended)
-                        if worker.under_way:  # else it has ended after its last answer, which costs nothing
-                            first, *rest = worker.under_way
-                            left.extendleft(reversed(rest))
-                            verdicts[first] = self._verdict(ended, responses[first], step)
+                            raise self._useless(result)
+                    if result is not None and asked is not None:
+                        verdicts[asked] = self._verdict(result, responses[asked], step)
         except BaseException:
             self.close()  # they are in the middle of something that nobody waits for any more
             raise

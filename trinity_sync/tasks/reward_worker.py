@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
+import secrets
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from signal import strsignal
 from subprocess import Popen, TimeoutExpired
 
-from trinity_sync.host.child_process import start_child
+from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.origin import Origin
 from trinity_sync.host.stacks import ASK, place_of, stack_told
 from trinity_sync.tasks import base, reward_process
@@ -21,17 +18,19 @@ from trinity_sync.tasks.base import Failure, Response, RewardResult
 
 _END_S = 2.0
 """For a process to say where it stands, or to be gone once its connection is closed."""
+_MOST_BYTES = 1 << 19
+"""Of one answer: a traceback has 20,000 characters at most."""
 
 
 class RewardWorker:
-    """Starts the process. It ends when this object does, or this process.
+    """Starts the process, which is the keeper of the one that judges. Both end when this object does, or this process.
 
     Args:
         reward: what judges, pickled.
         start_s: limit until that is imported there, seconds.
 
     Attributes:
-        under_way: numbers of the responses that it was given and has not answered, in their order.
+        under_way: place of the response that it was asked about and has not answered; None: there is none.
         up: whether it has the function.
     """
 
@@ -39,29 +38,24 @@ class RewardWorker:
         self._stack = os.memfd_create("stack")
         theirs, self._lifeline = os.pipe()
         try:
-            self._child, self._connection = start_child(reward_process.__name__, None, further=[self._stack, theirs])
+            self._child, self._channel = start_child(reward_process.__name__, None, further=[self._stack, theirs])
         finally:
             os.close(theirs)
+        self._channel.most_bytes = _MOST_BYTES
+        self._channel.sender = None  # a child of the child; the first that it says is no answer
         self.pid = self._child.pid
-        self._pidfd = os.pidfd_open(self.pid)
         _WORKERS.add(self)
-        descriptors = (self._lifeline, self._stack, self._pidfd)
-        self._finalizer = weakref.finalize(self, _end, self._child, self._connection, descriptors)
-        self.under_way: deque[int] = deque()
+        self._finalizer = weakref.finalize(self, _end, self._child, self._channel, (self._lifeline, self._stack))
+        self.under_way: int | None = None
         self.up = False
         self._broken = False
         self._failed: Failure | None = None
-        self._limit = start_s
-        self._since = time.monotonic()
-        try:
-            self._connection.send_bytes(reward)
-        except OSError:
-            self._broken = True
+        self._send(reward, start_s)
 
     @property
     def idle(self) -> bool:
-        """Whether it waits to be given something."""
-        return self.up and not self.under_way and not self._broken
+        """Whether it waits to be asked."""
+        return self.up and self.under_way is None
 
     @property
     def deadline(self) -> float:
@@ -75,46 +69,51 @@ class RewardWorker:
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended while it was idle."""
-        return self.idle and self._gone(0.0)
+        """Whether it has ended while it was idle, or said what it was not asked."""
+        return self.idle and (self._broken or self._channel.poll(0.0))
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Where there is something to read when an answer has come, and when the process has ended: a process that it
-        has forked may hold the connection open.
-        """
-        return self._connection.fileno(), self._pidfd
+        """See `Channel`."""
+        return self._channel.descriptors
 
-    def give(self, numbers: Sequence[int], responses: Sequence[Response], limit: float) -> None:
-        """Have it judge responses.
+    def ask(self, place: int, response: Response, limit: float) -> None:
+        """Have it judge a response.
 
         Args:
-            numbers: what `answers` calls them.
-            responses: as many.
-            limit: for each, seconds.
+            place: what `under_way` calls it.
+            response: what to judge.
+            limit: for the answer, seconds.
         """
-        self.under_way.extend(numbers)
-        self._limit = limit
-        self._since = time.monotonic()
+        self.under_way = place
+        self._send(response, limit)
+
+    def _send(self, question: object, limit: float) -> None:
+        self._number = secrets.token_hex(8)  # which no earlier response can have known
+        self._limit, self._since = limit, time.monotonic()
         try:
-            self._connection.send(responses)
+            self._channel.send((self._number, question))
         except OSError:
             self._broken = True
 
-    def answers(self) -> Iterator[tuple[int, RewardResult | Failure]]:
-        """Take the answers that are there."""
-        gone = self._gone(0.0)  # before the answers are taken: none comes after
+    def answer(self) -> RewardResult | Failure | None:
+        """Take the answer to the response under way; None: it is not there."""
         try:
-            while not self._broken and self._connection.poll():
-                answer = self._connection.recv()
-                self._since = time.monotonic()
-                if self.up:
-                    yield self.under_way.popleft(), answer
-                else:
-                    self.up, self._failed = answer is None, answer
-        except (EOFError, OSError):
+            while not self._broken and self._channel.poll(0.0):
+                data = self._channel.recv_bytes()
+                if not data and not self.up:
+                    continue
+                number, answer = reward_process.decoded(data)
+                if number != self._number:  # the answer to no question, or once more to an earlier one
+                    continue
+                if self.up and answer is not None:
+                    self.under_way = None
+                    return answer
+                self.up = answer is None
+                self._failed = answer if isinstance(answer, Failure) else None
+        except (EOFError, OSError, ValueError, RecursionError):
             self._broken = True
-        self._broken = self._broken or gone
+        return None
 
     def ended(self) -> Failure | None:
         """Why it does not go on: it has ended, has not got the function, or is overdue, and then is ended here; None:
@@ -128,7 +127,7 @@ class RewardWorker:
         hung = not self._broken
         if hung:
             self._child.send_signal(ASK)
-        gone = self._gone(_END_S)
+        gone = self._channel.ended(_END_S)
         stack = stack_told(self._stack)
         self.close()
         if hung:
@@ -142,11 +141,6 @@ class RewardWorker:
             return Failure(what)
         return Failure(f"{what} ({place})", Origin(place, stack))
 
-    def _gone(self, within_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
-
     def close(self) -> None:
         """End the process, and all that it has started."""
         self._finalizer()
@@ -154,7 +148,7 @@ class RewardWorker:
     def disown(self) -> None:
         """In a process that was forked of the one which it belongs to: hold nothing by which it would live on."""
         if self._finalizer.detach() is not None:
-            self._connection.close()
+            self._channel.close()
             os.close(self._lifeline)
 
 
@@ -169,15 +163,14 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def _end(child: Popen[bytes], connection: Connection, descriptors: Sequence[int]) -> None:
-    connection.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # before it is waited for: its number cannot be another's yet
+def _end(child: Popen[bytes], channel: Channel, descriptors: tuple[int, int]) -> None:
+    channel.close()
+    for descriptor in descriptors:  # one of them keeps it alive
+        os.close(descriptor)
     with contextlib.suppress(TimeoutExpired):  # a dead network disk may hold it for ever
         child.wait(_END_S)
-    for descriptor in descriptors:
-        os.close(descriptor)
+    child.kill()  # a keeper that stands still; what it keeps ends with it
 
 
 def _how(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
+    return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({strsignal(-code)})"

@@ -16,11 +16,14 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.child_process import start_child
+from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.origin import shortened
 from trinity_sync.tracking.trackers import Status, TrackedRun, Tracker, tell_end
 
 _LAST_S = 10.0
 """For a process to end after its last answer, and for a tracker to be closed when the run's process has died."""
+
+_Requests = SimpleQueue[tuple[int, str, tuple[object, ...]] | None]
 
 
 class Apart:
@@ -34,13 +37,14 @@ class Apart:
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker, self._name = tracker, name
         self._child: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
+        self._number = 0
         self._log: Path | None = None
 
     def start(self, run: TrackedRun) -> None:
         """Start the process, and the tracker in it; errors as the tracker's own."""
         self._log = run.folder / "logs" / f"tracker-{self._name}.log"
-        self._child, self._connection = start_child(__name__, self._log)
+        self._child, self._channel = start_child(__name__, self._log)
         try:
             self._ask("start", self._tracker, run)
         except BaseException:
@@ -78,12 +82,14 @@ class Apart:
                 self._child.wait(_LAST_S)
 
     def _ask(self, method: str, *arguments: object) -> None:
-        assert self._connection is not None, "`start` comes first"
+        assert self._channel is not None, "`start` comes first"
         assert self._child is not None
+        self._number += 1
+        answered = 0
         try:
-            self._connection.send((method, arguments))
-            self._connection.poll(None)
-            kind, text = self._connection.recv()
+            self._channel.send((self._number, method, arguments))
+            while answered != self._number:
+                answered, kind, text = self._channel.recv()
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(_LAST_S)
@@ -107,11 +113,12 @@ def serve(descriptor: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    requests: SimpleQueue[tuple[str, tuple[object, ...]] | None] = SimpleQueue()
+    process = os.getpid()
+    requests: _Requests = SimpleQueue()
     threading.Thread(target=_listen, args=[connection, requests], daemon=True).start()
     tracker: Tracker | None = None
     while (request := requests.get()) is not None:
-        method, arguments = request
+        number, method, arguments = request
         try:
             if method == "start":
                 tracker, *arguments = arguments  # type: ignore[assignment]
@@ -119,9 +126,12 @@ def serve(descriptor: int) -> None:
                 tell_end(tracker, *arguments)  # type: ignore[arg-type]
             else:
                 getattr(tracker, method)(*arguments)
-            answer = ("done", "")
+            answer = (number, "done", "")
         except Exception as error:
-            answer = ("refused" if isinstance(error, ConfigError) else "failed", str(error) or type(error).__name__)
+            kind = "refused" if isinstance(error, ConfigError) else "failed"
+            answer = (number, kind, shortened(str(error)) or type(error).__name__)
+        if os.getpid() != process:  # the tracker has forked, and this process was not asked
+            os._exit(0)
         with contextlib.suppress(OSError):  # where the parent is gone `_listen` finds out
             connection.send(answer)
         if method == "close":
@@ -134,7 +144,7 @@ def serve(descriptor: int) -> None:
     os._exit(1)
 
 
-def _listen(connection: Connection, requests: SimpleQueue[tuple[str, tuple[object, ...]] | None]) -> None:
+def _listen(connection: Connection, requests: _Requests) -> None:
     try:
         while True:
             requests.put(connection.recv())

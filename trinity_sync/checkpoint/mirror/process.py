@@ -26,15 +26,16 @@ from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mi
 from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.owner import Owner
 from trinity_sync.errors import RunError
-from trinity_sync.host.child_process import start_child
+from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.masking import without_secrets
+from trinity_sync.host.origin import shortened
 
 T = TypeVar("T")
 
 #: How often the child says that bytes are moving, and what is more than its own small change.
 _BEAT_S = 1.0
 _BEAT_BYTES = 1 << 16
-#: For a message to be taken, for the rest of one that has begun, and to end after the last one. Whole seconds.
+#: For a message to be taken, and to end after the last one.
 _MESSAGE_S = 10
 _MAX_BACKOFF_S = 60.0
 
@@ -101,18 +102,18 @@ def call(
     """
     tick()
     try:
-        child, connection = start_child(__name__, log, _MESSAGE_S)
+        child, channel = start_child(__name__, log, _MESSAGE_S)
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
-    with connection, child:
+    with contextlib.closing(channel), child:
         try:
-            _send(connection, (place, dict(settings.options), owner, work))
+            _send(channel, (place, dict(settings.options), owner, work))
             heard = time.monotonic()
             while stop is None or not stop.is_set():
                 tick()
-                if connection.poll(_BEAT_S):
+                if channel.poll(_BEAT_S):
                     heard = time.monotonic()
-                    match _receive(connection, child):
+                    match _receive(channel, child):
                         case "done", result:
                             return cast(T, result)
                         case "failed", str(text), bool(final):
@@ -128,23 +129,19 @@ def call(
             child.kill()
 
 
-def _send(connection: Connection, message: tuple[object, ...]) -> None:
+def _send(channel: Channel, message: tuple[object, ...]) -> None:
     try:
-        connection.send(message)
-    except BlockingIOError:
+        channel.send(message)
+    except TimeoutError:
         raise MirrorError(f"the copying process has not taken its work within {_MESSAGE_S} s") from None
     except OSError:
         pass  # it died at once; `_receive` finds its end
 
 
-def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[object, ...]:
-    try:
-        message: tuple[object, ...] = connection.recv()
+def _receive(channel: Channel, child: subprocess.Popen[bytes]) -> tuple[object, ...]:
+    with contextlib.suppress(EOFError):
+        message: tuple[object, ...] = channel.recv()
         return message
-    except BlockingIOError:
-        raise MirrorError(f"the copying process has not ended a message within {_MESSAGE_S} s") from None
-    except (EOFError, OSError):
-        pass
     try:
         status = child.wait(_MESSAGE_S)
     except subprocess.TimeoutExpired:
@@ -232,7 +229,7 @@ def serve(descriptor: int) -> None:
 
 def described(error: Exception) -> str:
     """An error of a client in one line, with its class, which often says more than its words."""
-    text = " ".join(str(error).split())
+    text = shortened(" ".join(str(error).split()))
     return text if isinstance(error, RunError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
