@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,18 +65,28 @@ class Server:
 
     def ask(self, *arguments: str, program: str = "program.py", language: str = "PYTHON", **env: str) -> str:
         """Ask, and wait until nobody has the output open any more."""
-        done = subprocess.run(
+        return self._ask(subprocess.PIPE, *arguments, program=program, language=language, **env).stdout
+
+    def ask_stopped(self) -> str:
+        """Ask while it is stopped: it has the output open for as long."""
+        with (self.folder / "output").open("w") as output:
+            self._ask(output)
+        return (self.folder / "output").read_text()
+
+    def _ask(
+        self, output: Any, *arguments: str, program: str = "program.py", language: str = "PYTHON", **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [sys.executable, forked_worker.__file__, str(self.folder / program), *arguments, f"--language={language}"],
             env={**ENVIRONMENT, "SAID": "x", forked_worker.SOCKET: str(self.folder / "s")}
             | {forked_worker.SETUP: str(self.folder / "setup.py"), **env},
             cwd=self.folder,
-            stdout=subprocess.PIPE,
+            stdout=output,
             timeout=60,
             check=True,
             text=True,
             preexec_fn=as_ray_does,
         )
-        return done.stdout
 
     def end(self) -> None:
         self.process.communicate(timeout=30)
@@ -234,6 +246,46 @@ def test_what_it_began_goes_on_when_it_ends(tmp_path: Path) -> None:
     server.end()
     assert server.process.returncode == 0
     assert asked.communicate("", timeout=30)[0] == "done\n"
+
+
+def test_a_server_that_was_stopped_holds_nobody_up_and_begins_nothing_afterwards(tmp_path: Path) -> None:
+    server = Server(tmp_path, later="wave")
+    server.ask()
+    (tmp_path / "program.py").write_text("open('begun', 'a').write('x')")
+    os.kill(server.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert server.ask_stopped().startswith("set up by Ray")
+    assert time.monotonic() - began < 30
+    os.kill(server.process.pid, signal.SIGCONT)
+    server.ask()  # after what was asked before
+    deadline = time.monotonic() + 30
+    while psutil.Process(server.process.pid).children():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (tmp_path / "begun").read_text() == "x"
+    server.end()
+
+
+def test_a_request_that_comes_in_drops_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_REQUEST_S", 0.3)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stop = threading.Event()
+
+        def drip() -> None:
+            while not stop.wait(0.05):
+                with contextlib.suppress(OSError):
+                    ours.send(b" ")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            began = time.monotonic()
+            assert fork_server._receive(theirs) is None
+            assert time.monotonic() - began < 10
+        finally:
+            stop.set()
+            dripping.join()
 
 
 def test_half_a_request_begins_nothing_and_harms_nobody(tmp_path: Path) -> None:

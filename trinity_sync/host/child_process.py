@@ -25,9 +25,6 @@ from trinity_sync.host.logs import keep_short
 
 OWN_NAMES = "TRINITY_SYNC_OWN_NAMES"
 """Variable with the names of variables, between blanks, that look like Ray's and are the user's."""
-_RAYS_NAMES = ("RAY_", "__RAY_", "PYTHONBREAKPOINT", "SPT_NOENV")
-"""Beginnings of the names of variables that Ray sets for its processes."""
-
 _PIECE = 1 << 16
 _CREDENTIALS = struct.Struct("iII")
 _CONTROL = socket.CMSG_SPACE(_CREDENTIALS.size)  # no room for file descriptors, which would be open here then
@@ -209,10 +206,20 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-u", "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
 
 
+def own_names() -> dict[str, str]:
+    """Return a variable that has `users_environment` keep what the user has set, for the processes of a run."""
+    started = Path("/proc/self/environ").read_text(errors="replace").split("\0")
+    return {OWN_NAMES: " ".join(filter(_looks_like_rays, (line.partition("=")[0] for line in started)))}
+
+
 def users_environment() -> dict[str, str]:
     """Return the environment without the variables that Ray has added for its own processes."""
     own = os.environ.get(OWN_NAMES, "").split()
-    return {name: value for name, value in os.environ.items() if name in own or not name.startswith(_RAYS_NAMES)}
+    return {name: value for name, value in os.environ.items() if name in own or not _looks_like_rays(name)}
+
+
+def _looks_like_rays(name: str) -> bool:
+    return name.startswith(("RAY_", "__RAY_", "PYTHONBREAKPOINT", "SPT_NOENV"))
 
 
 def _readable(descriptors: Sequence[int], within_s: float) -> bool:

@@ -26,6 +26,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,8 @@ class ForkServer:
             print(f"refused: {self._refusal(request)}", flush=True)
         elif (pid := _fork()) == 0:
             self._leave()
+            if not _is_wanted(connection):
+                os._exit(0)
             return True
         elif pid is not None:
             answer = b"%d" % pid
@@ -172,12 +175,14 @@ _added_path: list[str] = []
 
 def _receive(connection: socket.socket) -> _Request | None:
     """What somebody asks for; None: it is not whole."""
+    until = time.monotonic() + _REQUEST_S
     connection.settimeout(_REQUEST_S)
     files: Sequence[int] = ()
     try:
         text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-        while part := connection.recv(1 << 16):
+        while not text.endswith(b"\n") and (part := connection.recv(1 << 16)):
             text += part
+            connection.settimeout(max(until - time.monotonic(), 0.001))
         said = json.loads(text)
         return _Request(**said, files=files)
     except (OSError, ValueError, TypeError, KeyError):
@@ -189,6 +194,14 @@ def _end_with_driver() -> None:
     from trinity_sync.host.process import end_with_driver
 
     end_with_driver()
+
+
+def _is_wanted(connection: socket.socket) -> bool:
+    """Whether whoever asked takes this fork, in it: they may have gone elsewhere meanwhile."""
+    connection.settimeout(_REQUEST_S)
+    with contextlib.suppress(OSError):
+        return bool(connection.recv(1))
+    return False
 
 
 def _draw_own_numbers() -> None:

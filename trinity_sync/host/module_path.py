@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_FOLDERS, _RAYS_HOOK = "TRINITY_SYNC_MODULES", "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 _folders: list[str] = []
 
 
@@ -41,5 +44,26 @@ def _leave_out(folder: str) -> None:
 
 
 def own_module_folders() -> list[str]:
-    """Where `own_modules_found` has modules looked for, which processes elsewhere are told to do, too."""
+    """Return the folders in which `own_modules_found` has modules looked for."""
     return list(dict.fromkeys(_folders))
+
+
+class ScriptFolder(list[str]):
+    """For Ray's list of folders in which workers look first: takes the one in which this program looks first, and not
+    the current one, which Ray adds.
+    """
+
+    def extend(self, folders: Iterable[str]) -> None:
+        """See `list.extend`."""
+        super().extend(folder for folder in folders if folder in sys.path[:1])
+
+
+def for_workers() -> dict[str, str]:
+    """Return variables that have Ray's workers look for modules where `own_modules_found` does, last of all."""
+    return {_FOLDERS: json.dumps(own_module_folders()), _RAYS_HOOK: f"{__name__}.{_look_there.__name__}"}
+
+
+def _look_there() -> None:
+    """Ray calls this in a worker before all else. Programs that the worker starts do not inherit the variables."""
+    os.environ.pop(_RAYS_HOOK, None)
+    sys.path.extend(json.loads(os.environ.pop(_FOLDERS, "[]")))

@@ -19,7 +19,7 @@ from typing import Any
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
-from trinity_sync.host.module_path import own_module_folders
+from trinity_sync.host.module_path import ScriptFolder, for_workers
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
 from trinity_sync.launch.own_ray import AUTHENTICATION, check_unconnected, first_line, own_ray, own_sigterm
@@ -74,8 +74,9 @@ def cluster(
     import ray
 
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
-    # Ray has workers look in the current folder, which may be another one than that of the user
-    common["job_config"] = ray.job_config.JobConfig(_py_driver_sys_path=own_module_folders())
+    common["job_config"] = ray.job_config.JobConfig()
+    common["job_config"]._py_driver_sys_path = ScriptFolder()
+    env = {**env, **for_workers()}
     own: Path | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restored_environment())

@@ -2,20 +2,23 @@
 the fork server begin it instead, see `trinity_sync.host.fork_server`.
 
 Ray runs this file by its path; it imports nothing but a few modules of Python's own. Where the server is gone or
-refuses, or the environment takes more than variables, Ray's own file does what it always does. One that does not answer
-in time may still begin the worker, so that there must not be a second: Ray takes note of it, and asks again.
+refuses, stands still, or does not answer in time, or where the environment takes more than variables, Ray's own file
+does what it always does. There is no second worker then: a fork goes on only when it hears that it is taken.
 """
 
 import json
 import os
+import select
 import signal
 import socket
+import struct
 import sys
+import time
 from pathlib import Path
 
 SOCKET, SETUP = "TRINITY_SYNC_FORK_SERVER", "TRINITY_SYNC_SETUP_WORKER"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
-_ANSWER_S = 60.0
+_ANSWER_S, _LOOK_S = 60.0, 1.0
 """For the server's answer: it may be importing."""
 
 
@@ -47,7 +50,7 @@ def _forked(arguments: list[str]) -> bool:
     base = {name: value for name, value in os.environ.items() if name not in (SOCKET, SETUP)}
     blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     asked = {"argv": argv, "cwd": str(Path.cwd()), "base": base, "env": own, "blocked": blocked, "oom": _oom()}
-    request = json.dumps(asked)
+    request = json.dumps(asked) + "\n"
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(_ANSWER_S)
@@ -55,12 +58,21 @@ def _forked(arguments: list[str]) -> bool:
             data = request.encode()
             sent = socket.send_fds(server, [data], [0, 1, 2])
             server.sendall(data[sent:])
-            server.shutdown(socket.SHUT_WR)
-            return int(server.recv(32) or b"0") > 0
-    except TimeoutError:
-        sys.exit(f"the fork server at {os.environ[SOCKET]} did not answer within {_ANSWER_S:.0f} s")
+            begun = _has_answered(server) and int(server.recv(32) or b"0") > 0
+            return begun and server.send(b"+") > 0
     except OSError:
         return False
+
+
+def _has_answered(server: socket.socket) -> bool:
+    """Wait for an answer; whether there is one. A server that was stopped gives none."""
+    pid = struct.unpack("iII", server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    until = time.monotonic() + _ANSWER_S
+    while not select.select([server], [], [], _LOOK_S)[0]:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        if state == b"T" or time.monotonic() > until:
+            return False
+    return True
 
 
 if __name__ == "__main__" and not _forked(sys.argv[1:]):

@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.owner import Owner, Recorded, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, left, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.host.masking import masked_override
@@ -212,6 +213,7 @@ def _run(
         "TOKENIZERS_PARALLELISM": "false",
         # Tells the processes of this run from those of others, for whoever looks for what a run left behind.
         "TRINITY_SYNC_DRIVER": str(os.getpid()),
+        **own_names(),
         **platform_env(use_gpu),
     }
     os.environ.update(env)
