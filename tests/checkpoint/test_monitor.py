@@ -653,7 +653,6 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
             cluster=None,
             run_key="run",
             use_gpu=False,
-            owner=None,
             last_step=1,
             stop=None,
             owner=None,

@@ -209,6 +209,45 @@ def test_what_a_process_prints_makes_room_too(tmp_path: Path) -> None:
     assert (tmp_path / "explorer-0.log").read_text().endswith("after\n")
 
 
+CHILD_FLOODS = """
+import pathlib, subprocess, time
+log = pathlib.Path(sys.argv[1], "explorer-0.log")
+flood = subprocess.Popen([sys.executable, "-c", "while True: print('x' * 99)"], start_new_session=True)
+room, deadline = 0, time.monotonic() + 30
+while room < 3 and time.monotonic() < deadline:
+    before = log.stat().st_size
+    time.sleep(0.01)
+    room += log.stat().st_size < before
+flood.kill()
+sys.exit(room < 3)
+"""
+
+
+def test_a_child_that_holds_the_file_open_cannot_grow_it(tmp_path: Path) -> None:
+    ended = own_log(tmp_path, then=CHILD_FLOODS)
+    assert ended.returncode == 0, ended.stderr
+    kept = {path.name: path for path in tmp_path.iterdir()}
+    assert sorted(kept) == ["explorer-0.log", "explorer-0.log.1"]
+    assert kept["explorer-0.log.1"].stat().st_size <= 2000
+
+
+def test_a_file_that_is_long_is_cut_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"a" * 30 + b"b" * 70)
+    logs.make_room(path, 101)
+    assert not Path(f"{path}.1").exists()
+    logs.make_room(path, 80)
+    assert (path.read_bytes(), Path(f"{path}.1").read_bytes()) == (b"", b"a" * 10 + b"b" * 70)
+    logs.make_room(tmp_path / "none", 0)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_line_is_cut_where_it_is_long(tmp_path: Path) -> None:
+    with logging_to(LogFile(tmp_path / "a.log")) as logger:
+        logger.warning("x" * 3_000_000)
+    assert (tmp_path / "a.log").stat().st_size < 1_100_000
+
+
 def test_a_failure_is_logged_once_with_what_says_enough(caplog: pytest.LogCaptureFixture) -> None:
     foreseen = RunError("explorer-0 holds no version")
     log_failure("generate", foreseen)

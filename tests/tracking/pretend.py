@@ -23,7 +23,7 @@ class FileTracker:
 
     Args:
         at: name of a call.
-        what: ``refuse``, ``fail``, ``die`` or ``stop``: not come back.
+        what: ``refuse``, ``fail``, ``die``, ``fork``, ``fail at length``, or ``stop``: not come back.
     """
 
     apart = True
@@ -55,6 +55,11 @@ class FileTracker:
                 raise OSError("no network")
             if self._what == "die":
                 os._exit(7)
+            if self._what == "fork":
+                print("the fork is", os.fork(), flush=True)
+                return
+            if self._what == "fail at length":
+                raise OSError("x" * 20_000_000)
             time.sleep(STOPPED_S)
 
 

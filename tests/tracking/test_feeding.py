@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -242,6 +244,35 @@ def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_p
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=25.0).returncode == 0
     wait_for(lambda: not psutil.pid_exists(process(tmp_path)))
+
+
+def test_a_fork_of_a_trackers_process_answers_nothing_and_ends(run: TrackedRun) -> None:
+    trackers = Trackers([FileTracker("log", "fork")], run)
+    told: list[str] = []
+    trackers.tell_faults(lambda where, error: told.append(error))
+    for step in (1, 2, 3):
+        trackers.log(step, {"a": step})
+    trackers.close("completed")
+    assert told == []
+    assert calls(run.folder) == ["start copy", *(f"log {step} {{'a': {step}.0}}" for step in (1, 2, 3)), "end completed", "close"]  # fmt: skip # noqa: E501
+    said = (run.folder / "logs" / "tracker-file.log").read_text()
+    for pid in re.findall(r"the fork is (\d+)", said):
+        wait_for(lambda pid=int(pid): not pid or not psutil.pid_exists(pid) or zombie(pid))
+
+
+def zombie(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def test_an_error_of_a_tracker_is_told_in_short(run: TrackedRun) -> None:
+    trackers = Trackers([FileTracker("log", "fail at length")], run)
+    told: list[str] = []
+    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.log(1, {"a": 1})
+    trackers.close("completed")
+    assert [len(text) < 3000 for text in told] == [True]
 
 
 class Leaving(Fake):

@@ -25,7 +25,7 @@ from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, left, shielded
-from trinity_sync.host.logs import story
+from trinity_sync.host.logs import make_room, story
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import shown
 from trinity_sync.host.threads import deaths_told
@@ -286,5 +286,7 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
             remove_stale(root)
         except (TrinityError, OSError) as error:
             print(f"{root} was not tidied up ({error}); the next run there does it", file=sys.stderr)
+    for log in folder.logs.glob("*.log"):
+        make_room(log)
     with contextlib.suppress(OSError):
         folder.slots.rmdir()
