@@ -27,6 +27,7 @@ from ray import cluster_utils
 from ray.exceptions import AuthenticationError
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.module_path import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 from trinity_sync.launch import node_watch, own_ray, ray_end
 from trinity_sync.launch.cluster import Cluster, cluster
@@ -108,6 +109,8 @@ class Seen:
     folders_after: list[Path]
     environment_before: dict[str, str]
     environment_after: dict[str, str]
+    path_of_an_actor: list[str]
+    variables_of_an_actor: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +127,19 @@ def seen(root: Path) -> Iterator[Seen]:
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
         patch.setattr(ray_end, "_END_S", 2.0)
         before = dict(os.environ)
-        with cluster(settings(temp_dir=str(root)), namespace="run-1", cpus=3, env={MARK: mark}) as inside:
+        with (
+            own_modules_found(root / "started"),
+            cluster(settings(temp_dir=str(root)), namespace="run-1", cpus=3, env={MARK: mark}) as inside,
+        ):
 
             @ray.remote(num_cpus=0)
             class Actor:
-                def look(self) -> tuple[str | None, int]:
+                def look(self) -> tuple[str | None, int, list[str], list[str]]:
                     subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                    return os.environ.get(MARK), os.getpid()
+                    return os.environ.get(MARK), os.getpid(), sys.path, list(os.environ)
 
             actor = Actor.remote()
-            mark_of_an_actor, pid = ray.get(actor.look.remote(), timeout=60)
+            mark_of_an_actor, pid, path, variables = ray.get(actor.look.remote(), timeout=60)
             os.kill(pid, signal.SIGSTOP)
             facts: dict[str, Any] = {
                 "inside": inside,
@@ -142,6 +148,8 @@ def seen(root: Path) -> Iterator[Seen]:
                 "mark_of_an_actor": mark_of_an_actor,
                 "folders": sorted(root.iterdir()),
                 "processes": marked(mark),
+                "path_of_an_actor": path,
+                "variables_of_an_actor": variables,
             }
         surviving = [process for process in facts["processes"] if lives(process)]
         yield Seen(
@@ -174,6 +182,14 @@ def test_a_local_cluster_has_the_namespace_and_the_room_that_the_run_needs(seen:
 
 def test_processes_of_the_run_have_its_environment(seen: Seen) -> None:
     assert seen.mark_of_an_actor == seen.mark
+
+
+def test_processes_of_the_run_look_for_modules_in_the_folder_of_its_start_last_of_all(seen: Seen, root: Path) -> None:
+    assert seen.path_of_an_actor.index(str(root / "started")) == len(seen.path_of_an_actor) - 1
+
+
+def test_what_says_so_is_not_inherited_by_their_programs(seen: Seen) -> None:
+    assert not set(for_workers()).intersection(seen.variables_of_an_actor)
 
 
 def test_nothing_of_it_is_left_afterwards(seen: Seen, root: Path) -> None:
@@ -348,6 +364,7 @@ def struck(root: Path, blow: str, work: str, victim: str = "raylet") -> subproce
 import signal
 from types import SimpleNamespace
 import psutil, ray
+from trinity_sync.host.module_path import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 from trinity_sync.launch import node_watch, own_ray, ray_end
 ray_end._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
@@ -427,6 +444,7 @@ def test_a_raylet_that_dies_while_ray_starts_is_named(root: Path) -> None:
 import threading, time
 from types import SimpleNamespace
 import psutil
+from trinity_sync.host.module_path import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 
 def kill():
