@@ -143,6 +143,7 @@ class Channel:
                 self._data += data
         return bool(data)
 
+
 def start_child(
     module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], Channel]:
