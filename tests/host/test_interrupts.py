@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -180,7 +181,7 @@ def test_a_child_process_leaves_signals_to_the_driver_and_a_users_program_does_n
     (tmp_path / "leaves_signals.py").write_text(_LEAVES)
     monkeypatch.syspath_prepend(str(tmp_path))
     child, connection = start_child("leaves_signals", None)
-    with connection, child:
+    with contextlib.closing(connection), child:
         child.send_signal(signum)  # while it starts
         program = connection.recv()
         child.send_signal(signum)
