@@ -6,7 +6,6 @@ import errno
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +18,16 @@ from tests.checkpoint.mirror_places import OTHER, OURS, OWNER, THEIRS, marked
 from trinity_sync.checkpoint import catalog, rollback, trash, verification
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError, read_manifest, step_dir, write_manifest
 from trinity_sync.checkpoint.leases import pin
-from trinity_sync.checkpoint.mirror import copies
+from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror import storage as storage_module
 from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.owner import MARK, Owner
+from trinity_sync.checkpoint.owner import MARK, Owner, Recorded
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
+from trinity_sync.tracking.run_folder import RunFolder
 
 _numbers = itertools.count()
 FILES = {"actor/model.pt": "weights", "actor/optim.pt": "moments", "actor/huggingface/config.json": "{}"}
@@ -460,7 +460,7 @@ def test_a_copy_of_a_run_does_not_get_its_place(there: str, tmp_path: Path) -> N
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({"id": OURS}))
     marked(there, replace(OWNER, folder=str(first)))
-    with pytest.raises(ForeignError, match=f"belongs to the run in {first}, and {copy} is a copy of that run"):
+    with pytest.raises(ForeignError, match=f"belongs to the run in {first}; {copy} is a copy"):
         at(there, replace(OWNER, folder=str(copy))).claim()
     (first / "run.json").unlink()
     at(there, replace(OWNER, folder=str(copy))).claim()
@@ -488,6 +488,10 @@ def test_a_new_run_leaves_other_files_of_the_place_alone(place: str, here: Path)
 # ---- places of earlier releases, without a mark
 
 
+def commits_in(root: Path) -> Recorded:
+    return run._known(root, ())
+
+
 def test_a_place_without_a_mark_is_a_runs_whose_record_lists_its_copies(here: Path, there: str) -> None:
     manifest = commit(here, 10)
     mirror_at(there).upload(here, 10)
@@ -507,7 +511,7 @@ def test_checkpoints_that_are_here_count_as_recorded(here: Path, there: str) -> 
     commit(here, 10)
     mirror_at(there).upload(here, 10)
     Storage(there).delete(MARK)
-    at(there).claim(root=here)
+    at(there).claim(commits_in(here))
     assert Storage(there).read(MARK) == OWNER.to_text()
 
 
@@ -526,8 +530,8 @@ def test_one_folder_that_no_record_lists_keeps_the_mark_away(here: Path, there: 
     mirror_at(there).upload(here, 10)
     foreign(there, 20, kind)
     Storage(there).delete(MARK)
-    with pytest.raises(ForeignError, match="it holds global_step_20, which is not in the record of /runs/ours"):
-        at(there).claim(root=here)
+    with pytest.raises(ForeignError, match="it holds global_step_20, of which /runs/ours has no record"):
+        at(there).claim(commits_in(here))
 
 
 # ---- two at the same instant
@@ -544,62 +548,51 @@ class Racing(Storage):
         super().write(name, text)
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_CLAIM_PAUSE_S", 0.0)
-
-
 @pytest.mark.parametrize("point", [".claim-", MARK])
-def test_of_two_runs_that_start_at_once_one_gets_the_place(there: str, point: str, at_once: None) -> None:
+def test_of_two_runs_that_start_at_once_one_at_most_gets_the_place(there: str, point: str) -> None:
     outcomes: list[str] = []
 
-    def other() -> None:
+    def claim(mirror: Mirror) -> None:
         try:
-            at(there, OTHER).claim()
+            mirror.claim()
             outcomes.append("claimed")
         except ForeignError:
             outcomes.append("refused")
 
-    Racing.before = {point: other}
-    try:
-        Mirror(lambda: Racing(there), OWNER).claim()
-        outcomes.append("claimed")
-    except ForeignError:
-        outcomes.append("refused")
+    Racing.before = {point: lambda: claim(at(there, OTHER))}
+    claim(Mirror(lambda: Racing(there), OWNER))
     assert sorted(outcomes) == ["claimed", "refused"]
     assert Storage(there).names() == [MARK]
 
 
-def test_a_run_waits_for_another_one_that_has_announced_itself(there: str, at_once: None) -> None:
+def test_a_run_does_not_pass_another_one_that_has_announced_itself(there: str) -> None:
     Storage(there).write(".claim-other", "")
-    with pytest.raises(ForeignError, match="other runs that start now"):
+    with pytest.raises(ForeignError, match="another run that starts has left"):
         at(there).claim()
     assert Storage(there).names() == [".claim-other"]
-    Storage(there).write(".claim-other", str(int(time.time()) - 5))
-    with pytest.raises(ForeignError, match="other runs that start now"):
-        at(there).claim()
-    Storage(there).write(".claim-other", str(int(time.time()) - 700))
-    at(there).claim()
-    assert Storage(there).read(MARK) == OWNER.to_text()
 
 
 # ---- a run that has copied nothing
 
 
-def test_a_run_that_has_copied_nothing_gives_the_place_up(place: str) -> None:
+def test_a_place_where_a_dead_run_of_this_machine_has_copied_nothing_is_free(place: str, tmp_path: Path) -> None:
+    dead = replace(OTHER, host=OWNER.host, folder=str(tmp_path / "dead"))
+    marked(place, dead)
+    with RunFolder.open(tmp_path / "dead", resume=False), pytest.raises(ForeignError, match="belongs to another run"):
+        at(place).claim()
+    with pytest.raises(ForeignError, match="belongs to another run"):
+        at(place, replace(OWNER, host="elsewhere")).claim()
     at(place).claim()
-    at(place).release()
-    assert Storage(place).names() == []
+    assert Storage(place).read(MARK) == OWNER.to_text()
 
 
-def test_a_place_with_a_copy_or_with_another_mark_is_not_given_up(here: Path, there: str) -> None:
+def test_a_place_where_a_dead_run_has_copied_something_is_not_free(here: Path, there: str, tmp_path: Path) -> None:
+    dead = replace(OTHER, host=OWNER.host, folder=str(tmp_path / "dead"))
     commit(here, 10)
-    at(there).claim()
-    at(there, replace(OWNER, session="2")).release()
-    assert Storage(there).read(MARK) is not None
-    mirror_at(there).upload(here, 10)
-    at(there).release()
-    assert Storage(there).read(MARK) is not None
+    at(there, dead).claim()
+    at(there, dead).upload(here, 10)
+    with pytest.raises(ForeignError, match="belongs to another run"):
+        at(there).claim()
 
 
 # ---- a deletion that breaks off, and power cuts

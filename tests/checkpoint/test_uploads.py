@@ -55,7 +55,6 @@ def uploads(here: Path, there: Path, events: Events) -> Iterator[Callable[..., U
             place,
             quick(**settings),
             owner=OWNER,
-            claimed=False,
             policies=policies,
             start=None,
             report=events.report,
@@ -276,7 +275,7 @@ def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(her
         mirror.fetch_newer(here, None)
     commit(here, 10)
     best = verification.newest_good(here)
-    assert mirror.fetch_newer(here, best) == (None, False)
+    assert mirror.fetch_newer(here, best) is None
     assert "going on from step 10, which is here" in said[-1]
 
 
@@ -319,7 +318,7 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     said: list[str] = []
     seen: list[tuple[int, int]] = []
     back = RunMirror(server.url, quick(), OWNER, say=said.append)
-    assert back.fetch_newer(tmp_path / "back", None, progress=lambda *amount: seen.append(amount)) == (20, True)
+    assert back.fetch_newer(tmp_path / "back", None, progress=lambda *amount: seen.append(amount)) == 20
     (total,) = {total for _, total in seen}
     assert seen[-1] == (total, total)
     assert any("copy of step 30 is passed over" in text for text in said)
@@ -370,4 +369,4 @@ def test_a_server_that_is_gone_for_good_leaves_nothing_torn(
     assert list(queue.left()) == [20]
     assert steps(server.folder / "run") == [10]
     server.start()
-    assert RunMirror(server.url, quick(), OWNER).fetch_newer(tmp_path / "back", None) == (10, True)
+    assert RunMirror(server.url, quick(), OWNER).fetch_newer(tmp_path / "back", None) == 10

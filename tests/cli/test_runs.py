@@ -724,20 +724,14 @@ def test_a_recorded_place_inside_the_runs_folder_moves_with_it(launcher: StandIn
     assert launcher.calls[-1].cfg.checkpoint.dir == f"{tmp_path}/moved/kept"
 
 
-def test_a_password_is_not_recorded_and_its_place_must_be_the_same(
-    launcher: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_with_a_password_is_not_recorded(launcher: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAR", "ftp://me:secret@host/run")
     folder = first_run("checkpoint.mirror=${oc.env:FAR}")
     places = written_places(launcher.calls[0].cfg, folder.absolute())
-    assert places["checkpoint.mirror"] == "ftp://me:***@host/run"
+    assert "checkpoint.mirror" not in places
     record(folder, places=places)
     assert cli.main(["resume", str(folder)]) == 0
     assert launcher.calls[-1].cfg.checkpoint.mirror == "ftp://me:secret@host/run"
-    for change in (lambda: monkeypatch.setenv("FAR", "ftp://me:secret@host/other"), lambda: monkeypatch.delenv("FAR")):
-        change()
-        assert cli.main(["resume", str(folder)]) == 2
-        assert "checkpoint.mirror was ftp://me:***@host/run" in capsys.readouterr().err
 
 
 def record(folder: Path, **more: object) -> None:

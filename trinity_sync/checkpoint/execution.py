@@ -60,13 +60,13 @@ class Execution:
         self._warned: set[str] = set()
         self._forever = asyncio.ensure_future(self._work())
 
-    def start_mirror(self, place: str, settings: MirrorSettings, *, resumed: bool, owner: Owner, claimed: bool) -> None:
+    def start_mirror(self, place: str, settings: MirrorSettings, owner: Owner, *, resumed: bool) -> None:
         """Copy committed full checkpoints there from now on, and before that those that are missing there.
 
         Args:
             place: a path, or a URL that fsspec knows.
             resumed: the run goes on from a checkpoint that is here.
-            owner, claimed: see `Uploads`.
+            owner: the run.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
@@ -76,7 +76,6 @@ class Execution:
             place,
             settings,
             owner=owner,
-            claimed=claimed,
             policies=self._disk.policies,
             start=max(here, default=0) if resumed else None,
             report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -114,16 +113,6 @@ def writer_of(root: Path) -> str | None:
 def word_of(root: Path) -> str:
     """Return the word of the run that writes in the folder, or did last; empty: none did."""
     return _word(_read(root / _LOCK))
-
-
-def other_run(root: Path, run: Path) -> Path | None:
-    """Return the folder of another run that is there and was the last to write in the folder; None: none was."""
-    found = re.match(r"the run in (.*) \(", writer_of(root) or "")
-    other = Path(found[1]) if found else run
-    try:
-        return None if not (other / "run.json").is_file() or other.samefile(run) else other
-    except OSError:
-        return None
 
 
 def has_no_monitor(root: Path, timeout_s: float) -> bool:

@@ -82,7 +82,6 @@ class MonitorConfig:
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
         owner: the run; None: that of the mark of the checkpoint folder, which gets one if it has none.
-        mirror_claimed: see `Uploads`.
         writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails where
             that is another one by now.
     """
@@ -97,7 +96,6 @@ class MonitorConfig:
     writer: str | None = None
     roles: Sequence[str] = ()
     owner: Owner | None = None
-    mirror_claimed: bool = False
 
 
 class CheckpointMonitor(Writers):
@@ -198,13 +196,9 @@ class CheckpointMonitor(Writers):
         changes = Changes()
         execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
         if default_hdfs_dir is not None and self._disk.root is not None:
-            execution.start_mirror(
-                default_hdfs_dir,
-                config.mirror,
-                resumed=not restarted and config.attempt > 0,
-                owner=config.owner or Owner.new(str(self._disk.run), self._disk.root),
-                claimed=config.mirror_claimed,
-            )
+            owner = config.owner or Owner.new(str(self._disk.run), self._disk.root)
+            resumed = not restarted and config.attempt > 0
+            execution.start_mirror(default_hdfs_dir, config.mirror, owner, resumed=resumed)
         execution.apply(rebuilt.decisions)
         told = f"attempt {config.attempt}{', started again' if restarted else ''}"
         story.info("up for %s, %s", default_local_dir, told)

@@ -1,10 +1,8 @@
 """Which run a checkpoint folder or a mirror belongs to: its mark says so.
 
-A run puts the mark there before it writes anything else. Nothing in a place without the mark of this run is deleted,
-overwritten, or read as a checkpoint of this run. A mark that cannot be read now is no mark of this run.
-
-Checkpoint folders of earlier releases have no mark. A run that is resumed puts its own on a folder that is inside its
-own folder, or whose checkpoints its own record shows to be its own.
+Nothing in a place without the mark of this run is deleted, overwritten, or read as a checkpoint of this run. A mark
+that cannot be read now is not the mark of this run. Places of earlier releases have no mark: a run that is resumed puts
+its own there if its record lists every checkpoint in the place.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import os
 import secrets
 import socket
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,14 +27,12 @@ from trinity_sync.checkpoint.layout import (
     UnreadableError,
     read_manifest,
 )
-from trinity_sync.checkpoint.lock import other_run
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import make_folder, replace_file
 
 MARK = ".run.json"
-_RUN_JSON = "run.json"
-#: What this program moves, overwrites or deletes in a checkpoint folder.
+#: What a run moves, overwrites or deletes in its checkpoint folder.
 _MANAGED = ("*global_step_*", *TRACKERS.values(), f"{STAGING}/*", f"{VERSIONS}/*", f"{TRASH_PREFIX}*")
 
 Recorded: TypeAlias = Collection[tuple[object, object, object, object]]
@@ -49,7 +45,7 @@ class Owner:
 
     Attributes:
         run: the run id.
-        folder: the run's folder, absolute. The checkpoint folder, for a program without a run folder.
+        folder: the run's folder, absolute; the checkpoint folder of a program that has none.
         host: name of the driver's machine.
         session: unique to one start of the run.
     """
@@ -66,21 +62,12 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str, name: str | Path) -> Owner:
-        """Read the text of a mark.
-
-        Args:
-            name: the file's name, for errors.
-
-        Raises:
-            UnreadableError: it is not a mark.
-        """
+        """Read the text of a mark in a file of this name; UnreadableError where it is not one."""
         try:
             body = dict(json.loads(text))
             return cls(**{field: str(body[field]) for field in ("run", "folder", "host", "session")})
         except (ValueError, KeyError, TypeError) as error:
-            raise UnreadableError(
-                f"{name} is not the mark of a run ({error!r}); move it away if it is garbage"
-            ) from None
+            raise UnreadableError(f"{name} is not the mark of a run ({error!r}); if it is garbage, delete it") from None
 
     def to_text(self) -> str:
         """Return the text of the mark."""
@@ -90,7 +77,7 @@ class Owner:
         return f"run {self.run} in {self.folder} on {self.host}"
 
     def is_copied_to(self, folder: str) -> bool:
-        """Return whether a run's folder is a copy: the folder of this mark is another one, and still holds the run.
+        """Return whether the run in a folder is a copy: this mark is of another folder, which still holds the run.
 
         Raises:
             OSError: the folder of the mark cannot be read now.
@@ -98,18 +85,24 @@ class Owner:
         try:
             if Path(self.folder).samefile(folder):
                 return False
-            record = json.loads(Path(self.folder, _RUN_JSON).read_bytes())
+            record = json.loads(Path(self.folder, "run.json").read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return False
         return isinstance(record, dict) and record.get("id") == self.run
 
+    def unlisted(self, manifests: Iterable[Manifest], recorded: Recorded) -> Manifest | None:
+        """Return the first manifest that neither names this run nor stands in its record; None: there is none."""
+
+        def is_listed(one: Manifest) -> bool:
+            return one.run == self.run or (
+                one.run is None and (one.step, one.attempt, one.digest, one.bytes) in recorded
+            )
+
+        return next((one for one in manifests if not is_listed(one)), None)
+
 
 def read_mark(root: Path) -> Owner | None:
-    """Read the mark of a checkpoint folder; None: it has none.
-
-    Raises:
-        UnreadableError: it cannot be read now, or is not a mark.
-    """
+    """Read the mark of a checkpoint folder; None: it has none. UnreadableError where it cannot be read now."""
     path = root / MARK
     try:
         owner = Owner.parse(path.read_text(encoding="utf-8"), path)
@@ -124,21 +117,19 @@ def write_mark(root: Path, owner: Owner) -> None:
     """Put a run's mark on its checkpoint folder, durable. The caller has locked the folder and called `check`.
 
     Raises:
-        OSError: the disk refuses.
+        ConfigError: the disk refuses.
     """
-    make_folder(root)
     if _inside(root, owner.folder):  # moves and is copied with the run's folder
         owner = replace(owner, folder=os.path.relpath(owner.folder, root.absolute()))
-    replace_file(root / MARK, owner.to_text())
+    try:
+        make_folder(root)
+        replace_file(root / MARK, owner.to_text())
+    except OSError as error:
+        raise ConfigError(f"checkpoint.dir={root} cannot be written: {error.strerror or error}") from error
 
 
 def adopt(root: Path) -> str:
-    """Return the run id of a checkpoint folder; a folder without a mark gets one. For programs without a run folder.
-
-    Raises:
-        UnreadableError: the mark cannot be read now.
-        OSError: the disk refuses.
-    """
+    """Return the run id of a checkpoint folder; one without a mark gets a mark. For programs without a run folder."""
     mark = read_mark(root)
     if mark is None:
         runs = {manifest.run for manifest in manifests(root) if manifest.run is not None}
@@ -148,14 +139,14 @@ def adopt(root: Path) -> str:
 
 
 def check(root: Path, owner: Owner, *, recorded: Recorded = (), named: bool = False) -> None:
-    """Check that a checkpoint folder belongs to a run, or to no run. Writes nothing.
+    """Check that a checkpoint folder may be used by a run that is resumed. Writes nothing.
 
     Args:
         recorded: commits in the run's own record.
         named: the user has just named the folder for this run.
 
     Raises:
-        ConfigError: it belongs to another run, or its mark cannot be read now.
+        ConfigError: it belongs to another run, or that cannot be read now.
     """
     try:
         problem = _problem(root, owner, recorded, named)
@@ -166,55 +157,12 @@ def check(root: Path, owner: Owner, *, recorded: Recorded = (), named: bool = Fa
 
 
 def check_free(root: Path) -> None:
-    """Check that a checkpoint folder may be that of a new run. Writes nothing.
-
-    Raises:
-        ConfigError: there is something in it that a run would move, overwrite or delete.
-    """
-    if found := managed(root):
+    """Check that there is nothing in a checkpoint folder that a new run would touch; else ConfigError."""
+    if found := _managed(root):
         raise ConfigError(
             f"checkpoint.dir={root} holds checkpoints of another run already ({found}); name another folder, or go on "
             "with that run: trinity-sync resume RUN_DIR"
         )
-
-
-def managed(root: Path) -> str | None:
-    """Name one of the files in a folder that a run in it would move, overwrite or delete; None: there is none."""
-    return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
-
-
-def _problem(root: Path, owner: Owner, recorded: Recorded, named: bool) -> str | None:
-    mark = read_mark(root)
-    if mark is None:
-        return _unmarked_problem(root, owner, recorded, named)
-    if mark.run != owner.run:
-        return f"belongs to another run: {mark}; name another folder" if managed(root) else None
-    if not named and mark.is_copied_to(owner.folder):
-        return (
-            f"belongs to the run in {mark.folder}, and {owner.folder} is a copy of that run; name another folder, or "
-            f"give checkpoint.dir={root} to take it over"
-        )
-    return None
-
-
-def _unmarked_problem(root: Path, owner: Owner, recorded: Recorded, named: bool) -> str | None:
-    found = list(manifests(root))
-    other = next((manifest for manifest in found if manifest.run not in (None, owner.run)), None)
-    if other is not None:
-        return f"holds the checkpoint of step {other.step} of another run, {other.run}; name another folder"
-    if named or not found or _inside(root, owner.folder) or any(one.run == owner.run for one in found):
-        return None
-    writer = other_run(root, Path(owner.folder))
-    shown = {(one.step, one.attempt, one.digest, one.bytes) for one in found}
-    known = {commit[:2] for commit in recorded}
-    denied = any(one[:2] in known for one in shown.difference(recorded))
-    if writer is None and not denied and not shown.isdisjoint(recorded):
-        return None
-    whose = f"the run in {writer}" if writer is not None else "an unknown run"
-    return (
-        f"holds checkpoints of {whose}: the record of {owner.folder} does not list them; give checkpoint.dir={root} if "
-        "they are this run's"
-    )
 
 
 def manifests(root: Path) -> Iterator[Manifest]:
@@ -222,6 +170,26 @@ def manifests(root: Path) -> Iterator[Manifest]:
     for path in root.glob("*global_step_*"):
         with suppress(ManifestError):
             yield read_manifest(path)
+
+
+def _problem(root: Path, owner: Owner, recorded: Recorded, named: bool) -> str | None:
+    mark, take = read_mark(root), f"give checkpoint.dir={root} to take it over"
+    if mark is None:
+        free = named or _inside(root, owner.folder)
+        found = [one for one in manifests(root) if one.run is not None or not free]
+        if (other := owner.unlisted(found, recorded)) is None:
+            return None
+        whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
+        return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"
+    if mark.run != owner.run:
+        return f"belongs to another run: {mark}; name another folder" if _managed(root) else None
+    if not named and mark.is_copied_to(owner.folder):
+        return f"belongs to the run in {mark.folder}, and {owner.folder} is a copy of that run; {take}"
+    return None
+
+
+def _managed(root: Path) -> str | None:
+    return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
 
 
 def _inside(root: Path, folder: str) -> bool:

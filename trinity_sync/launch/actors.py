@@ -311,7 +311,6 @@ class Actors:
                 mirror=mirror.settings if mirror is not None else MirrorSettings(),
                 log_dir=self._logs,
                 owner=self._owner,
-                mirror_claimed=self._start.mirror_claimed,
             ),
             own=own,
         )

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
-from trinity_sync.checkpoint.owner import Owner, Recorded, write_mark
+from trinity_sync.checkpoint.owner import Owner, check_free, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
@@ -36,7 +36,7 @@ from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, check_owned, committed_steps, recorded_commits, written_places
 from trinity_sync.launch.row_scan import Scanned, scanned_task
-from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume, run_mirror
+from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.record import run_id
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder, holds_run
@@ -87,19 +87,16 @@ def run(
             committed = committed_steps(folder.events, checkpoints)
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
-        recorded: Recorded = ()
         if resume is not None:
             check_owned(folder.path, checkpoints, named=resume.names("checkpoint.dir"))
-            recorded = recorded_commits(folder.events)
+        else:
+            check_free(checkpoints)
         owner = Owner.new(run_id(folder.run_json), folder.path)
-        if resume is not None:
-            _mark(checkpoints, owner)  # before anything is fetched into it
+        write_mark(checkpoints, owner)
+        recorded = recorded_commits(folder.events)
         start = Start.find(
             cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs, owner=owner, recorded=recorded
         )
-        stack.callback(_release_mirror, cfg, start, owner, folder.logs)
-        if resume is None:
-            _mark(checkpoints, owner)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         recorder = _recorder(cfg, folder, start, owner, threads, last_step)
         try:
@@ -131,21 +128,6 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
     scanned_task(cfg)
     Start.find(cfg, checkpoint_folder(cfg, run_dir.absolute()), resume=None)
     run_trackers(cfg)
-
-
-def _release_mirror(cfg: DictConfig, start: Start, owner: Owner, logs: Path) -> None:
-    """Give the mirror up where the run has saved nothing, so that a run after it may use the place."""
-    mirror = run_mirror(cfg, owner, logs) if start.mirror_claimed else None
-    with shielded():
-        if mirror is not None and not any(start.checkpoints.glob("*global_step_*")):
-            mirror.release()
-
-
-def _mark(checkpoints: Path, owner: Owner) -> None:
-    try:
-        write_mark(checkpoints, owner)
-    except OSError as error:
-        raise ConfigError(f"checkpoint.dir={checkpoints} cannot be written: {error.strerror or error}") from error
 
 
 def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, owner: Owner, threads: int, last_step: int) -> Recorder:

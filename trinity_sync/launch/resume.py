@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.checkpoint import owner
 from trinity_sync.checkpoint.deletion_notes import noted_deletions
 from trinity_sync.config import anchored
-from trinity_sync.errors import ConfigError
 from trinity_sync.host.urls import absolute, shown
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.record import read_record
 
-_DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
+_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
+_PLACES = (_DIR, _MIRROR, "checkpoint.resume_from")
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,18 @@ class Resume:
 
 
 def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
-    """Return the places of checkpoints by config key, for run.json: resolved, and without passwords.
-
-    That which the run begins with stays as given: it counts in the digest of the config.
+    """Return the resolved places of checkpoints by config key, for run.json; not those with a password.
 
     Args:
         run: the run's folder. A place inside it is relative to it, so that it moves with the run.
     """
-    folder, mirror, begun = cfg.checkpoint.dir, cfg.checkpoint.mirror, cfg.checkpoint.resume_from
-    if folder is not None:
-        folder = Path(folder).absolute()
-        folder = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
-    return {_DIR: folder, _MIRROR: None if mirror is None else shown(absolute(mirror)), _RESUME_FROM: begun}
+    found = {key: OmegaConf.select(cfg, key) for key in _PLACES}
+    if (place := found[_DIR]) is not None:
+        folder = Path(place).absolute()
+        found[_DIR] = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
+    if (place := found[_MIRROR]) is not None:
+        found[_MIRROR] = absolute(place)
+    return {key: place for key, place in found.items() if place is None or shown(place) == place}
 
 
 def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
@@ -64,20 +63,13 @@ def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
         run: the run's folder, absolute.
 
     Raises:
-        ConfigError: run.json cannot be read, or the place in it had a password and is another one now.
+        ConfigError: run.json cannot be read.
     """
     used = anchored(cfg, resume.started_in)
     recorded = read_record(run / "run.json").get("places") or {}
-    for key in (_DIR, _MIRROR, _RESUME_FROM):
-        if key not in recorded or resume.names(key):
-            continue
-        place = recorded[key]
-        if place is not None and key == _DIR:
-            place = str(run / place)
-        if place is None or "***" not in place:  # of a URL, for the password
-            OmegaConf.update(used, key, place)
-        elif place != (now := _shown_now(used, key)):
-            raise ConfigError(f"{key} was {place} and is {now} now; where the run is to use it, give {key}=... again")
+    for key, place in recorded.items():
+        if key in _PLACES and not resume.names(key):
+            OmegaConf.update(used, key, str(run / place) if key == _DIR and place is not None else place)
     return used
 
 
@@ -108,14 +100,6 @@ def recorded_commits(path: Path) -> owner.Recorded:
         )
         if all(isinstance(value, int | str | None) for value in commit)
     }
-
-
-def _shown_now(cfg: DictConfig, key: str) -> str | None:
-    try:
-        place = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        return None
-    return None if place is None else shown(absolute(str(place)))
 
 
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:

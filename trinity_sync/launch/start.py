@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -38,7 +38,6 @@ class Start:
         checkpoints: where it saves.
         folder: the checkpoint that it begins with; None: the initial model.
         weights_only: it takes the checkpoint's weights, and begins with a new optimizer.
-        mirror_claimed: the mirror has the mark of this start of the run.
     """
 
     step: int
@@ -46,7 +45,6 @@ class Start:
     checkpoints: Path
     folder: Path | None
     weights_only: bool = False
-    mirror_claimed: bool = False
 
     @property
     def continued(self) -> bool:
@@ -92,7 +90,7 @@ class Start:
         start = cls._first(cfg, checkpoints, None)
         if mirror is not None:
             mirror.check(checkpoints, claims=owner is not None)
-        return replace(start, mirror_claimed=mirror is not None)
+        return start
 
     @classmethod
     def _first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
@@ -114,13 +112,14 @@ class Start:
         committed: Collection[int],
         recorded: Recorded,
     ) -> Start:
-        found, step = None, 0
-        if resume.from_scratch:
-            claimed = mirror is not None and mirror.claim(checkpoints, recorded)
-        else:
+        step = 0
+        found = None
+        if not resume.from_scratch:
             with _advised():
-                found, claimed = _newest(checkpoints, mirror, resume, committed, recorded)
+                found = _newest(checkpoints, mirror, resume, committed, recorded)
             step = found.step if found is not None else 0
+        elif mirror is not None:
+            mirror.check(checkpoints, recorded)
         with _as_config_error():
             rollback.check_start(checkpoints, step)
         if found is None:
@@ -129,12 +128,12 @@ class Start:
             start = cls._first(cfg, checkpoints, resume)
             begin = "at step 1" if start.folder is None else f"with checkpoint.resume_from={start.folder}"
             print(f"{why}: the run begins again {begin}", file=sys.stderr)
-            return replace(start, mirror_claimed=claimed)
+            return start
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
         _check_lora(cfg, found.path, found.manifest)
         whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
-        return cls(found.step, True, checkpoints, found.path, weights_only=not whole, mirror_claimed=claimed)
+        return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
 
 
 def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
@@ -188,12 +187,10 @@ def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, commi
 
 def _newest(
     checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int], recorded: Recorded
-) -> tuple[catalog.CheckpointInfo | None, bool]:
-    """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet. And whether
-    the mirror has the mark of this start of the run.
-    """
+) -> catalog.CheckpointInfo | None:
+    """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet."""
     recovery.finish_replacements(checkpoints)
-    unread = claimed = False
+    unread = False
     try:
         found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
     except resume_point.UnseenError:
@@ -204,12 +201,12 @@ def _newest(
     if mirror is not None:
         least = 0 if resume.skip_unreadable else _least(checkpoints, found, committed, unread)
         with progress_bar("fetching from the mirror") as progress:
-            fetched, claimed = mirror.fetch_newer(checkpoints, found, least, progress, recorded)
+            fetched = mirror.fetch_newer(checkpoints, found, least, progress, recorded)
         if fetched is not None or unread:
             found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
     places = f"checkpoint.dir={checkpoints}" + (f" and checkpoint.mirror={mirror.name}" if mirror is not None else "")
     resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=resume.skip_unreadable)
-    return found, claimed
+    return found
 
 
 def _least(checkpoints: Path, found: catalog.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:

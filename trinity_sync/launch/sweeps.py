@@ -5,7 +5,6 @@ they would write into, about which Hydra would not ask.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,12 +27,6 @@ from trinity_sync.errors import TrinityError
 from trinity_sync.host.urls import absolute, local_folder, shown
 from trinity_sync.launch import elsewhere
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
-
-_WRITTEN = ("checkpoint.dir", "checkpoint.mirror")
-"""Places of one run each. What is shared on purpose is not among them: trackers' stores, Ray's and shared memory's."""
-_WRITTEN_AT_ONCE = ("explorer.url",)
-"""Those of one run at a time."""
-_OF_SETTINGS = re.compile(r"\$\{(?!hydra:|oc\.env:|now:)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +80,7 @@ def sweep_problem(config: DictConfig) -> str | None:
     sweep, fixed = Path(config.hydra.sweep.dir).absolute(), _is(config.hydra.sweeper, BasicSweeper)
     # Of a search, two jobs with the values that are known: where those name a place they share it.
     alike = jobs if fixed else [*jobs, *(replace(job, number=1) for job in jobs)]
-    problem = _folder_problem(sweep, jobs) or _place_problem(config.hydra, alike) or _gpu_problem(config.hydra, jobs)
+    problem = _folder_problem(sweep, jobs) or _place_problem(alike, fixed=fixed) or _gpu_problem(config.hydra, jobs)
     if not fixed:
         return problem or _search_problem(sweep)
     return problem or (_settings_problem(jobs) if elsewhere.on_this_machine(config.hydra) else None)
@@ -115,38 +108,31 @@ def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
     return None
 
 
-def _place_problem(hydra: DictConfig, jobs: Sequence[_Job]) -> str | None:
-    """Name a place outside of their folders that two jobs would both write."""
-    seen: dict[str, tuple[str, int]] = {}
+def _place_problem(jobs: Sequence[_Job], *, fixed: bool) -> str | None:
+    """Name a place that two jobs would both write, outside of their folders or in those of others."""
+    seen: dict[str, int] = {}
     for job in jobs:
-        for key, place in _written_places(hydra, job):
-            first, number = seen.setdefault(place, (key, job.number))
-            if number != job.number:
-                also = "" if first == key else f" ({first} of job {number})"
-                return (
-                    f"jobs {number} and {job.number} of the sweep would both write to {key}={shown(place)}{also}, so "
-                    f"nothing was started; give each a place of its own, such as {key}=.../${{hydra:job.num}}"
-                )
-    return None
-
-
-def _written_places(hydra: DictConfig, job: _Job) -> list[tuple[str, str]]:
-    found, fixed = [], _is(hydra.sweeper, BasicSweeper)
-    with job.begun() as folder:
-        settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
-        for key in (*_WRITTEN, *(_WRITTEN_AT_ONCE if elsewhere.is_beside_others(hydra) else ())):
-            group, _, name = key.partition(".")
-            texts: Any = OmegaConf.to_container(settings[group], resolve=False)
-            if not fixed and _OF_SETTINGS.search(str(texts.get(name))):
-                continue  # a value that the search chooses may be in it
-            with suppress(OmegaConfBaseException):  # it can be named only where the job will run
-                place = OmegaConf.select(settings, key)
-                if place is None and key == "checkpoint.dir":
-                    place = folder / "checkpoints"
-                if place is not None:
+        with job.begun() as folder:
+            settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
+            texts: Any = OmegaConf.to_container(settings.checkpoint, resolve=False)
+            for name in ("dir", "mirror"):
+                if not fixed and "${" in str(texts[name]):
+                    continue  # a value that the search chooses may be in it
+                with suppress(OmegaConfBaseException):  # it can be named only where the job will run
+                    place = settings.checkpoint[name]
+                    if place is None and name == "dir":
+                        place = folder / "checkpoints"
+                    if place is None:
+                        continue
                     local = local_folder(absolute(str(place)))
-                    found.append((key, str(place).rstrip("/") if local is None else str(local.resolve())))
-    return found
+                    place = str(place).rstrip("/") if local is None else str(local.resolve())
+                    if (first := seen.setdefault(place, job.number)) != job.number:
+                        return (
+                            f"jobs {first} and {job.number} of the sweep would both write to checkpoint.{name}="
+                            f"{shown(place)}, so nothing was started; give each a place of its own, such as "
+                            f"checkpoint.{name}=.../${{hydra:job.num}}"
+                        )
+    return None
 
 
 def _search_problem(sweep: Path) -> str | None:

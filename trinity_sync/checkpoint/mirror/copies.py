@@ -21,10 +21,8 @@ Blocking, one writer at a time.
 from __future__ import annotations
 
 import json
-import random
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -47,7 +45,7 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, manifests
+from trinity_sync.checkpoint.owner import MARK, Owner, Recorded
 from trinity_sync.checkpoint.prune import facts_of
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
@@ -55,16 +53,13 @@ from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, decide
+from trinity_sync.tracking.run_folder import lock_owner
 
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
 
 #: Of a run that is about to put its mark there.
 _CLAIM = ".claim-"
-#: Runs that start at the same instant try again so often, and after so many seconds at most.
-_CLAIMS, _CLAIM_PAUSE_S = 5, 2.0
-#: A run that left its claim so long ago has died.
-_CLAIM_ENDS_S = 600.0
 
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
@@ -116,11 +111,11 @@ class Mirror:
 
     # ---- whose it is
 
-    def probe(self) -> None:
-        """Find out whether the place can be written, read and listed, and is free for a new run.
+    def probe(self, known: Recorded = (), *, claims: bool = True) -> None:
+        """Find out whether the place can be written, read and listed, and `claim` it.
 
-        Raises:
-            ForeignError: it is not free.
+        Args:
+            claims: put the mark there; else only look whether it could be put there.
         """
         name = f".probe-{secrets.token_hex(8)}"
         self._storage.write(name, "probe")
@@ -128,91 +123,59 @@ class Mirror:
         self._storage.delete(name)
         if read != "probe":
             raise RunError("what is written there cannot be read back")
-        self._check_claimable(())
+        if claims:
+            self.claim(known)
+        else:
+            self._check_claimable(known)
 
-    def claim(self, recorded: Recorded = (), root: Path | None = None) -> None:
+    def claim(self, known: Recorded = ()) -> None:
         """Put the run's mark there. Of runs that try it at the same instant, one at most succeeds.
 
         Args:
-            recorded: commits in the run's own record.
-            root: the local checkpoint folder, whose checkpoints count as recorded.
+            known: commits in the run's own record, or here.
 
         Raises:
             ForeignError: the place belongs to another run, or holds what this run has no record of.
             UnreadableError: its mark cannot be read.
         """
-        here = () if root is None else manifests(root)
-        known = {*recorded, *((one.step, one.attempt, one.digest, one.bytes) for one in here)}
         own = f"{_CLAIM}{self._owner.session}"
-        for _ in range(_CLAIMS):
-            if self._check_claimable(known):
-                self._storage.write(MARK, self._owner.to_text())
-                return
-            # Object stores have no rename that fails where the name is taken. So a run announces itself, and looks
-            # for others after that: of two, the later one sees the other's claim, or its mark.
-            self._storage.write(own, str(int(time.time())))
-            try:
-                if not self._has_other_claims(own):
-                    self._check_claimable(known)
-                    self._storage.write(MARK, self._owner.to_text())
-                    return
-            finally:
-                self._storage.delete(own)
-            time.sleep(random.uniform(0.0, _CLAIM_PAUSE_S))
-        raise ForeignError("other runs that start now want to copy there as well; name a place of this run's own")
-
-    def release(self) -> None:
-        """Remove the mark of a run that has copied nothing, so that another run may use the place."""
-        mark = self._mark()
-        if mark is not None and mark.session == self._owner.session and not self.steps():
-            self._storage.delete(MARK)
+        self._check_claimable(known)
+        # Object stores have no rename that fails where the name is taken. So a run announces itself before it looks for
+        # others: of two, the later one sees the claim of the other, or its mark.
+        self._storage.write(own, self._owner.to_text())
+        try:
+            if others := [name for name in self._storage.names() if name.startswith(_CLAIM) and name != own]:
+                raise ForeignError(f"another run that starts has left {others[0]} there; start again when it is gone")
+            self._check_claimable(known)
+            self._storage.write(MARK, self._owner.to_text())
+        finally:
+            self._storage.delete(own)
 
     def _mark(self) -> Owner | None:
         text = self._storage.read(MARK)
         return None if text is None else Owner.parse(text, MARK)
 
-    def _check_claimable(self, known: Recorded) -> bool:
-        """Return whether the place has this run's mark already. ForeignError where it may not get it."""
-        mark = self._mark()
+    def _check_claimable(self, known: Recorded) -> None:
+        mark, steps, own = self._mark(), self.steps(), self._owner
         if mark is None:
-            self._check_unmarked(known)
-            return False
-        if mark.run != self._owner.run:
-            raise ForeignError(
-                f"it belongs to another run: {mark}; name a place of this run's own, or delete {MARK} there where that "
-                "run is gone and nothing was copied"
-            )
-        if mark.is_copied_to(self._owner.folder):
-            raise ForeignError(
-                f"it belongs to the run in {mark.folder}, and {self._owner.folder} is a copy of that run; name another "
-                "place"
-            )
-        return True
-
-    def _check_unmarked(self, known: Recorded) -> None:
-        steps = self.steps()
-        if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
-            raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
-        for step in steps:
-            manifest = self._sound(step)
-            if manifest is None:
-                ours = self._note(step) is not None or self._abandoned(step) is not None
-            else:
-                commit = (step, manifest.attempt, manifest.digest, manifest.bytes)
-                ours = manifest.run == self._owner.run or (manifest.run is None and commit in known)
-            if not ours:
+            if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
+                raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
+            for step in steps:
+                manifest = self._sound(step)
+                if not self._unfinished(step) if manifest is None else own.unlisted([manifest], known):
+                    raise ForeignError(
+                        f"it holds {_folder(step)}, of which {own.folder} has no record; name another place"
+                    )
+        elif mark.run == own.run:
+            if mark.is_copied_to(own.folder):
                 raise ForeignError(
-                    f"it holds {_folder(step)}, which is not in the record of {self._owner.folder}; name a place of "
-                    "this run's own"
+                    f"it belongs to the run in {mark.folder}; {own.folder} is a copy: name another place"
                 )
-
-    def _has_other_claims(self, own: str) -> bool:
-        for name in self._storage.names():
-            text = self._storage.read(name) if name.startswith(_CLAIM) and name != own else None
-            # One that is being written may be empty still.
-            if text is not None and not (text.isdecimal() and int(text) < time.time() - _CLAIM_ENDS_S):
-                return True
-        return False
+        elif steps or mark.host != own.host or lock_owner(mark.folder) is not None:
+            raise ForeignError(
+                f"it belongs to another run: {mark}; name another place, or delete {MARK} there if that run is over "
+                "and has copied nothing"
+            )
 
     def _check_mine(self) -> None:
         """Check that the place has the mark that this start of the run put there: writing goes on only then."""
@@ -226,9 +189,7 @@ class Mirror:
         return manifest.run in (None, self._owner.run)
 
     def _unfinished(self, step: int) -> bool:
-        """Return whether a folder without a valid manifest is one that this run has begun, abandoned or begun to
-        delete.
-        """
+        """Return whether this run has begun a folder without a valid manifest, or to delete it, or has abandoned it."""
         note, abandoned = self._note(step), self._abandoned(step)
         noted = note is not None and note.get("run") in (None, self._owner.run)
         return noted or (abandoned is not None and self._is_ours(abandoned))

@@ -17,7 +17,7 @@ from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, st
 from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
-from trinity_sync.checkpoint.owner import Owner, Recorded
+from trinity_sync.checkpoint.owner import Owner, Recorded, manifests
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.urls import local_folder
@@ -66,53 +66,30 @@ class RunMirror:
         """The place as it may be shown."""
         return shown(self.place)
 
-    def check(self, root: Path, *, claims: bool) -> None:
-        """Find out before a run whether the place can be written, and is free.
+    def check(self, root: Path, recorded: Recorded = (), *, claims: bool = True) -> None:
+        """Find out before a run whether the place can be written and is this run's, and put its mark there.
 
         Args:
             root: the local checkpoint folder.
-            claims: put the run's mark there.
+            recorded: commits in the run's own record.
+            claims: False: write no mark.
 
         Raises:
             ConfigError: it cannot be used, belongs to another run, or is the checkpoint folder itself.
         """
         self._check_apart(root)
+        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _PROBE_S))
+        work = partial(Mirror.probe, known=_known(root, recorded), claims=claims)
         try:
-            call(self.place, self._brief, self.owner, _probe_and_claim if claims else Mirror.probe, log=self.log)
+            call(self.place, brief, self.owner, work, log=self.log)
         except MirrorError as error:
-            raise ConfigError(
-                f"checkpoint.mirror={self.name} cannot be used: {error}" + ("" if error.final else _ADVICE)
-            ) from error
+            raise self._unusable(error) from error
 
-    def claim(self, root: Path, recorded: Recorded) -> bool:
-        """Put the run's mark there for a resume that fetches nothing; False: the place cannot be reached now.
-
-        Raises:
-            ConfigError: the place belongs to another run, or is the checkpoint folder itself.
-        """
-        self._check_apart(root)
-        try:
-            call(self.place, self._brief, self.owner, partial(Mirror.claim, recorded=recorded, root=root), log=self.log)
-        except MirrorError as error:
-            self._refuse_final(error)
-            self.say(f"the mirror {self.name}: {error}")
-            return False
-        return True
-
-    def release(self) -> None:
-        """Remove the run's mark where nothing was copied; what goes wrong is said."""
-        try:
-            call(self.place, self._brief, self.owner, Mirror.release, log=self.log)
-        except MirrorError as error:
-            self.say(f"the mark of this run may still be at the mirror {self.name}: {error}")
-
-    @property
-    def _brief(self) -> MirrorSettings:
-        return replace(self.settings, timeout_s=min(self.settings.timeout_s, _PROBE_S))
-
-    def _refuse_final(self, error: MirrorError) -> None:
-        if error.final:
-            raise ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}") from error
+    def _unusable(self, error: MirrorError) -> ConfigError:
+        return ConfigError(
+            f"checkpoint.mirror={self.name} cannot be used: {error}; name a place that can be written to, "
+            f"with checkpoint.mirror_options where it needs them, or null for none"
+        )
 
     def fetch_newer(
         self,
@@ -121,7 +98,7 @@ class RunMirror:
         least: int = 0,
         progress: Callable[[int, int], object] = lambda done, total: None,
         recorded: Recorded = (),
-    ) -> tuple[int | None, bool]:
+    ) -> int | None:
         """Bring the newest good checkpoint there into the local folder where it is newer than the best one here.
 
         Args:
@@ -133,7 +110,7 @@ class RunMirror:
 
         Returns:
             The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached
-            and there is a `best`. And whether the place has the mark of this start of the run.
+            and there is a `best`.
 
         Raises:
             ConfigError: the mirror belongs to another run, or is the checkpoint folder itself.
@@ -143,7 +120,7 @@ class RunMirror:
         self._check_apart(root)
         here = best.step if best is not None else 0
         known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
-        work = partial(_fetch, root=root, newer_than=known, recorded=recorded)
+        work = partial(_fetch, root=root, newer_than=known, recorded=_known(root, recorded))
         try:
             found = try_again(
                 self.settings,
@@ -153,18 +130,19 @@ class RunMirror:
                 lambda text: self.say(f"the mirror {self.name}: {text}"),
             )
         except MirrorError as error:
-            self._refuse_final(error)
+            if error.final:
+                raise self._unusable(error) from error
             if best is not None:
                 then = f"; going on from step {here}, which is here" if here >= least else ""
                 self.say(f"the mirror cannot be asked for a newer checkpoint{then}")
-                return None, False
+                return None
             raise RunError(
                 f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
                 f"try again when it can be reached, or begin again at step 1 with --from-scratch"
             ) from error
         if isinstance(found, NewerFormatError):
             raise NewerFormatError(f"the mirror {self.name}: {found}")
-        return found, True
+        return found
 
     def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
         """Wait for the copies that are under way, and tell the user, also as a fault, what did not get there.
@@ -198,7 +176,6 @@ class Uploads:
         root: the local checkpoint folder.
         place: the mirror: a path, or a URL that fsspec knows.
         owner: the run.
-        claimed: the place has the mark of this start of the run. Else the first copy puts it there.
         policies: retention, for a mirror that keeps the same.
         start: the step after which this attempt goes on; None: it is the first, or not known.
         report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
@@ -213,7 +190,6 @@ class Uploads:
         settings: MirrorSettings,
         *,
         owner: Owner,
-        claimed: bool,
         policies: Sequence[Policy],
         start: int | None,
         report: Callable[[str, dict[str, object]], object],
@@ -221,7 +197,7 @@ class Uploads:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root, self._place, self._settings = root, place, settings
-        self._owner, self._claimed = owner, claimed
+        self._owner, self._claims = owner, True  # the driver may not have reached the place
         self._policies = tuple(policies) if settings.keep == "same" else None
         self._start = start
         self._report, self._on_idle, self._clock = report, on_idle, clock
@@ -319,7 +295,7 @@ class Uploads:
             self._settle(step)
             self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
             return
-        claims = not self._claimed
+        claims = self._claims
         work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies, claims=claims)
         with lease:
             try:
@@ -327,7 +303,7 @@ class Uploads:
             except MirrorError as error:
                 self._settle(step, str(error), final=error.final)
                 return
-        self._claimed = True
+        self._claims = False
         if problem is not None:
             self._fault(where, without_secrets(problem, self._place, self._settings.options))
         self._told(step, state="copied", bytes=sent, total_s=max(0.0, self._clock() - started))
@@ -381,9 +357,9 @@ class Uploads:
 # ---- done at the mirror, in a process of its own
 
 
-def _probe_and_claim(mirror: Mirror) -> None:
-    mirror.probe()
-    mirror.claim()
+def _known(root: Path, recorded: Recorded) -> Recorded:
+    """Return the commits in a run's record and those in its checkpoint folder."""
+    return {*recorded, *((one.step, one.attempt, one.digest, one.bytes) for one in manifests(root))}
 
 
 def _copy(
@@ -397,7 +373,7 @@ def _copy(
     """
     run_when_idle()
     if claims:
-        mirror.claim(root=root)
+        mirror.claim(_known(root, ()))
     sent = mirror.upload(root, step, start=start).bytes
     try:
         if policies is not None:
@@ -411,7 +387,7 @@ def _fetch(
     mirror: Mirror, root: Path, newer_than: tuple[int, int], recorded: Recorded
 ) -> int | NewerFormatError | None:
     """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
-    mirror.claim(recorded, root)
+    mirror.claim(recorded)
     try:
         return mirror.download(root, newer_than=newer_than)
     except NewerFormatError as error:
