@@ -35,6 +35,11 @@ def misbehave(prompt: Prompt, response: str) -> Any:
             raise KeyboardInterrupt
         case "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "kills its group":
+            os.killpg(0, signal.SIGKILL)
+        case "closes all":
+            os.closerange(3, 100)
+            time.sleep(600)
         case "nan":
             return float("nan")
         case "text":

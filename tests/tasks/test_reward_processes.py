@@ -78,6 +78,8 @@ def gone(pid: int) -> bool:
         ("forks and dies", "ended its process with exit code 4"),
         ("crashes", rf"ended its process by signal 11 \(Segmentation fault\) \({SOURCE}:\d+\)"),
         ("is killed", r"ended its process by signal 9 \(Killed\)"),
+        ("closes all", "closed the connection of its process"),
+        ("kills its group", r"ended its process by signal 9 \(Killed\)"),
         ("interrupts", r"ended its process by signal 2 \(Interrupt\)"),
         ("nan", "returned nan; it must return a finite number"),
         ("text", "returned '0.5'; it must return a finite number"),
@@ -154,7 +156,7 @@ LEFT_BEHIND = ["leaves a program behind", "leaves a session behind", "leaves a d
 
 
 @pytest.mark.parametrize("response", LEFT_BEHIND)
-@pytest.mark.parametrize("end", ["os._exit", "is killed", "crashes"])
+@pytest.mark.parametrize("end", ["os._exit", "is killed", "crashes", "kills its group"])
 def test_what_it_has_started_ends_with_it(response: str, end: str) -> None:
     with judging() as judge:
         program, _ = verdicts(judge, response, end)
@@ -172,6 +174,35 @@ def test_what_one_that_hangs_has_started_ends_at_the_limit(capfd: pytest.Capture
     with judging(timeout_s=1) as judge:
         verdicts(judge, "leaves a session behind and sleeps")
         assert gone(int(capfd.readouterr().err))
+
+
+def test_a_process_does_not_outlive_its_keeper() -> None:
+    with judging() as judge:
+        judges = int(verdicts(judge, "pid")[0].reward)
+        (keeper,) = judge.pids
+        assert keeper != judges
+        os.kill(keeper, signal.SIGKILL)
+        assert gone(judges)
+
+
+def test_a_keeper_that_stands_still_ends_with_the_judge() -> None:
+    with judging() as judge:
+        judges = int(verdicts(judge, "pid")[0].reward)
+        (keeper,) = judge.pids
+        os.kill(keeper, signal.SIGSTOP)
+    assert gone(keeper)
+    assert gone(judges)
+
+
+def test_the_first_failure_of_each_place_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with judging() as judge:
+        verdicts(judge, "raises", "fine", "raises", "sys.exit", "nan", "nan")
+        verdicts(judge, "raises")
+    raised, exited, nan = (record.getMessage() for record in caplog.records)
+    assert "failed: ValueError: nothing to compare" in raised
+    assert raised.endswith("ValueError: nothing to compare")
+    assert "called sys.exit(3)" in exited
+    assert nan.endswith("returned nan; it must return a finite number")
 
 
 NUMBERED = [Prompt(index=number, text="1=", answer="1") for number in range(6)]
