@@ -1,4 +1,4 @@
-"""The end of a worker of Ray's, which is not left behind by its raylet. Processes stand in for both."""
+"""The end of a worker of Ray's: not by a signal, but with its raylet. Processes stand in for both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 
 import psutil
 import pytest
+
+from trinity_sync.host.interrupts import ENDING
+from trinity_sync.host.process import DRIVER
 
 WORKER = """
 import os, sys, time
@@ -47,3 +50,42 @@ def test_a_worker_lives_as_long_as_its_raylet() -> None:
         worker.kill()
         raylet.kill()
         raylet.wait()
+
+
+def test_a_worker_that_ends_with_its_driver_does_not_look_at_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a fork of a server that may go."""
+    monkeypatch.setenv(DRIVER, "/tmp/lifeline")
+    raylet = subprocess.Popen([sys.executable, "-c", RAYLET, WORKER], stdout=subprocess.PIPE, text=True)
+    assert raylet.stdout is not None
+    worker = psutil.Process(int(raylet.stdout.readline().split()[1]))
+    try:
+        raylet.kill()
+        raylet.wait()
+        with pytest.raises(psutil.TimeoutExpired):
+            worker.wait(2.0)
+    finally:
+        worker.kill()
+
+
+JOINED = """
+import subprocess, sys
+from ray._private import utils
+from trinity_sync.actors import ray_host
+
+ray_host.leave_signals_to_driver()
+utils.set_sigterm_handler(lambda signum, frame: sys.exit(1))  # as Ray does afterwards
+program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=sys.stdout)
+print(program.pid, flush=True)
+program.communicate(sys.stdin.buffer.readline())
+"""
+
+
+def test_a_worker_of_a_joined_ray_and_its_programs_leave_signals_to_the_driver() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", JOINED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    program = psutil.Process(int(worker.stdout.readline()))
+    for signum in ENDING:
+        program.send_signal(signum)
+        worker.send_signal(signum)
+    said, _ = worker.communicate("alive\n", timeout=60)
+    assert (said, worker.returncode) == ("alive\n", 0)

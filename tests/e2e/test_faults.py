@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.runs import Run, kill_at, launch, resume, start
@@ -77,6 +78,44 @@ def test_a_signal_ends_a_run_cleanly(folder: Path, end: Callable[[int], None]) -
     assert run.record["status"] == "interrupted"
     assert_ended_clean(run, pid)
     assert not ray_folder.exists()
+
+
+def processes(run_pid: int) -> list[psutil.Process]:
+    """All processes of a run: the driver and what has come of it."""
+    driver = psutil.Process(run_pid)
+    return [driver, *driver.children(recursive=True)]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_run_means_what_it_means_to_the_driver(folder: Path, signum: int) -> None:
+    started = start(folder, *LONG, "checkpoint.interval=0", "checkpoint.save_on_sigterm=true")
+    started.wait_for_line("step 40/400")
+    pid, began = started.process.pid, time.monotonic()
+    for process in processes(pid):
+        process.send_signal(signum)
+    run = started.finish()
+    assert time.monotonic() - began < 30
+    assert run.code == 130, run.output
+    assert run.record["status"] == "interrupted"
+    assert_ended_clean(run, pid)
+    assert len(run.manifests) == (signum != signal.SIGINT)
+
+
+@pytest.mark.all
+def test_no_process_of_a_run_outlives_its_driver_even_where_all_others_are_stopped(folder: Path) -> None:
+    started = start(folder, *LONG)
+    started.wait_for_line("step 40/400")
+    pid = started.process.pid
+    driver, *others = processes(pid)
+    for process in others:
+        process.suspend()
+    driver.kill()
+    started.process.wait()
+    deadline = time.monotonic() + 30
+    while left := [what for what in leftovers(pid) if what.startswith("process ")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.all

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from ray.util.placement_group import placement_group
 
 from tests.launch.test_cluster import lives, marked, remove_when_left, settings
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.interrupts import ENDING
+from trinity_sync.host.process import driver_lifeline
 from trinity_sync.launch import forks, own_ray
 from trinity_sync.launch.cluster import cluster
 from trinity_sync.launch.own_ray import ray_kept
@@ -233,8 +237,10 @@ def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def started(monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float = 60.0) -> tuple[str, float, list[int]]:
-    """Start a Ray whose raylet is a shell script: the error, the seconds that it took, and the GCSs."""
+def started(monkeypatch: pytest.MonkeyPatch, *script: str) -> tuple[str, float, list[int]]:
+    """Start a Ray whose raylet is a script, which gets the path of what it is to print: the error, the seconds that it
+    took, and the GCSs.
+    """
     from ray._private import services
 
     start, gcs = services.start_ray_process, []
@@ -242,7 +248,7 @@ def started(monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float = 60.0)
     def start_process(command: list[str], kind: str, *args: Any, **kwargs: Any) -> Any:
         if kind == "raylet":
             printed = next(text for text in command if text.startswith("--stderr_filepath="))
-            command = ["sh", "-c", script, "raylet", printed.partition("=")[2]]
+            command = [*(script if len(script) > 1 else ("sh", "-c", *script, "raylet")), printed.partition("=")[2]]
         info = start(command, kind, *args, **kwargs)
         if kind == "gcs_server":
             gcs.append(info.process.pid)
@@ -251,7 +257,7 @@ def started(monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float = 60.0)
     monkeypatch.setattr(services, "start_ray_process", start_process)
     began = time.monotonic()
     with pytest.raises(RunError) as failed:
-        own_ray.start_ray(limit_s, num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+        own_ray.start_ray(60.0, num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
     assert services.start_ray_process is start_process
     return str(failed.value), time.monotonic() - began, gcs
 
@@ -287,3 +293,28 @@ def test_a_gcs_that_cannot_live_ends_the_start_with_its_reason(monkeypatch: pyte
     assert error.startswith("Ray did not start: its gcs_server ended with exit code 1: ")
     assert "nonsense" in error
     assert seconds < 20
+
+
+def test_signals_that_end_a_run_do_not_reach_rays_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import signal, sys; print(sorted(signal.pthread_sigmask(0, ())), file=open(sys.argv[1], 'w')); sys.exit(1)"
+    )
+    error, _, _ = started(monkeypatch, sys.executable, "-c", script)
+    assert error.endswith(f": {sorted(ENDING)}")
+
+
+AGENT = 'import time; print("up", flush=True); time.sleep(600)'
+
+
+def test_rays_agents_end_with_the_driver(tmp_path: Path) -> None:
+    """They do not notice the end of their raylet where the GCS is gone, too."""
+    assert own_ray._with_driver("--node_id=1") == "--node_id=1"
+    for name in ("--dashboard_agent_command", "--runtime_env_agent_command"):
+        argument = own_ray._with_driver(f"{name}={sys.executable} -c '{AGENT}'")
+        command = shlex.split(argument.removeprefix(f"{name}="))
+        with driver_lifeline(tmp_path / name) as env:
+            agent = subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, start_new_session=True)
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == b"up\n"
+        agent.communicate(timeout=60)
+        assert agent.returncode == -signal.SIGKILL
