@@ -286,6 +286,17 @@ def test_what_one_rank_cannot_write_is_raised_on_both_and_the_next_save_goes_wel
     assert not step_dir(ranks.root, 4).exists()
 
 
+def test_the_trainers_files_of_a_failed_step_are_not_looked_for_at_the_end(ranks: Ranks) -> None:
+    for manager in ranks.managers:
+        manager.copies.fails = "model"
+    ranks.save(4)
+    path = str(step_dir(ranks.root, 6) / "actor")
+    raised = ranks.all(lambda manager: manager._save(path, 6, FULL, NAMES))
+    assert all("the checkpoint of step 4 failed" in str(error) for error in raised)
+    ranks.managers[0]._monitor.fail_step = None  # type: ignore[assignment, method-assign]
+    ranks.managers[0].settle_at_exit()
+
+
 def test_a_failed_step_is_told_once_by_who_waits_for_it(ranks: Ranks) -> None:
     ranks.managers[0].copies.fails = "model"
     ranks.save(4)
@@ -307,6 +318,7 @@ def test_a_save_that_cannot_begin_is_raised_on_both_and_is_given_up_at_the_monit
     else:
         for manager in ranks.managers:
             manager.copies.fails = "copy"
+    ranks.managers[1]._monitor.fail_step = None  # type: ignore[assignment, method-assign] # rank 0 tells it
     said = "optim cannot be saved" if where == "check" else "no memory for a copy"
     raised = ranks.all(lambda manager: manager.save(step_dir(ranks.root, 4) / "actor", 4))
     assert all(said in str(error) for error in raised)
