@@ -103,6 +103,7 @@ class Chain:
         self._gone_by: float | None = None  # when the promised limit for the end of all processes is over
         self._signalled: tuple[int, bool] | None = None  # attempts before, and whether the step is saved
         self._insist: list[str] = []  # arguments of the next resume
+        self._fetchable: dict[int, Kept] = {}  # what the mirror had before this start
         self._in_order = True  # the driver had the time to clear up
         self._raylet_struck = False
         # Those whose run has ended, and of which the next resume decides.
@@ -182,7 +183,8 @@ class Chain:
         run = self._places.run
         if (run / "run.json").exists():
             command = ["-m", "trinity_sync.cli", "resume", str(run), *self._insist, *more]
-            self._expected = max(self._ledger.good, default=0)
+            self._fetchable = checks.whole_in(self._places.mirror)
+            self._expected = max([*self._ledger.good, *self._fetchable], default=0)
             environment = self._visits.elsewhere
         else:
             setup, environment = self._setup, self._places.environment()
@@ -213,14 +215,16 @@ class Chain:
             raise Interrupted
         self._check_start(launch)
         if up:
-            if self._ledger.nothing_left:
+            if self._nothing_left:
                 self._open[-1].problems.append(f"the run begins anew, though {list(self._ledger.damaged)} are damaged")
             for trial in self._open:
                 trial.outcome = RESUMED
             self._open = []
             return True
         said = checks.error_of(launch.text) or launch.text[-300:]
-        refused = launch.code in (1, 2) and self._ledger.nothing_left
+        # A resume also refuses where the mirror has older ones only, and nothing else is left.
+        lacks = self._ledger.nothing_left and max(self._fetchable, default=-1) < max(self._ledger.damaged)
+        refused = launch.code in (1, 2) and lacks
         if not self._open:
             self._open.append(self._trial("none", "", "start"))
         for trial in self._open:
@@ -234,6 +238,10 @@ class Chain:
             self._open[-1].problems.append(f"the run {how}: {said}")
         return False
 
+    @property
+    def _nothing_left(self) -> bool:
+        return self._ledger.nothing_left and not self._fetchable
+
     def _check_start(self, launch: Launch) -> None:
         """Once an attempt is recorded: has it begun where it should?"""
         run = self._places.run
@@ -245,7 +253,7 @@ class Chain:
             trial.problems.append(
                 f"{LOSS}: the resume began after step {start}; the newest that is whole is {self._expected}"
             )
-        if self._passed_over is not None and f"step {self._passed_over} is passed over" not in launch.text:
+        if (self._passed_over or 0) > start and f"step {self._passed_over} is passed over" not in launch.text:
             trial.problems.append(f"the resume did not say that it passed over step {self._passed_over}")
         self._ledger.began = start
         self._expected = self._passed_over = None
@@ -477,7 +485,8 @@ class Chain:
 
     def _look_for_leftovers(self, trial: Trial) -> None:
         trial.problems += [f"{LEFT}: {name}" for name in self._places.left_in_memory(self._drivers)]
-        trial.problems += checks.left_behind(self._places.checkpoints)
+        died = self._setup.mirrored and any(one.kind == "kill" for one in self._trials)
+        trial.problems += checks.left_behind(self._places.checkpoints, copier_died=died)
 
     def _receive(self, visit: Visit) -> None:
         """Let a program use the places while the run does not live."""
@@ -490,7 +499,7 @@ class Chain:
 
     def _lose_folder(self) -> None:
         """Everything in the checkpoint folder is lost, and the mirror has a checkpoint."""
-        there = {info.step: info.manifest for info in catalog.scan(self._places.mirror) if info.manifest is not None}
+        there = checks.whole_in(self._places.mirror)
         if not there:
             return
         newest, committed = max(there), max(self._ledger.full, default=0)
@@ -499,7 +508,7 @@ class Chain:
         self._open.append(trial)
         if newest < committed:
             self._insist = ["--skip-unreadable"]
-        self._ledger.fetched(Kept(newest, there[newest].attempt, there[newest].own_digest))
+        self._ledger.fetched(there[newest])
 
     def _do_damage(self, damage: Damage) -> None:
         """To one of several checkpoints, so that something is left to go on with."""
@@ -516,6 +525,7 @@ class Chain:
                 ledger.damage(one)
         if damage.target == "tracker":
             step, path = None, tracker_path(root, FULL)
+            ledger.tracker_damaged = ledger.attempt
         else:
             step = good[-1] if damage.target in ("newest", "every") else random.Random(damage.draw).choice(good[:-1])
             files = [MANIFEST, *(entry.path for entry in read_manifest(step_dir(root, step)).files if entry.bytes)]

@@ -37,6 +37,7 @@ class Ledger:
         full: committed full checkpoints that are not known to have been let go.
         damaged: steps that were damaged on purpose, and the attempt that had saved them.
         pinned: a step that is pinned.
+        tracker_damaged: the newest attempt when the tracker was damaged on purpose; the next one repairs it.
         published: digest by (attempt, step), from all lives.
         attempt, began: the newest attempt, and the step it began after.
     """
@@ -46,6 +47,7 @@ class Ledger:
     full: dict[int, Kept] = field(default_factory=dict)
     damaged: dict[int, int] = field(default_factory=dict)
     pinned: int | None = None
+    tracker_damaged: int | None = None
     published: dict[tuple[int, int], str] = field(default_factory=dict)
     began: int = 0
     attempt: int = 0
@@ -75,8 +77,11 @@ class Ledger:
         found = {info.step: info for info in catalog.scan(root)}
         for step, by in list(self.damaged.items()):
             manifest = found[step].manifest if step in found else None
-            if step not in found or (manifest is not None and manifest.attempt > by):
+            # Saved again, or fetched from the mirror.
+            if step not in found or (manifest is not None and (manifest.attempt > by or _is_whole(found[step]))):
                 del self.damaged[step]
+        if self.tracker_damaged is not None and self.tracker_damaged < attempt:
+            self.tracker_damaged = None
         full = {
             step: Kept(step, info.manifest.attempt, info.manifest.own_digest)
             for step, info in found.items()
@@ -113,6 +118,8 @@ class Ledger:
 
     def _trackers(self, root: Path) -> Iterable[str]:
         for kind in (FULL, STATE_DICT):
+            if kind == FULL and self.tracker_damaged is not None:
+                continue
             tracker = read_tracker(root, kind)
             if tracker.problem:
                 yield f"{LABEL}: {tracker.problem}"
@@ -200,6 +207,19 @@ class Owner:
             yield f"{LABEL}: {path} says step {key[1]}"
 
 
+def whole_in(mirror: Path) -> dict[int, Kept]:
+    """The checkpoints at a mirror that a resume can fetch, by step."""
+    return {
+        info.step: Kept(info.step, info.manifest.attempt, info.manifest.own_digest)
+        for info in catalog.scan(mirror)
+        if info.manifest is not None and _is_whole(info)
+    }
+
+
+def _is_whole(info: catalog.CheckpointInfo) -> bool:
+    return verification.verify(info.path).ok
+
+
 def mirror_problems(mirror: Path) -> Iterable[str]:
     """Look at a mirror to which no process writes: each checkpoint there is whole, and the tracker names one."""
     for info in catalog.scan(mirror):
@@ -248,10 +268,15 @@ def metrics_problems(run: Path, *, first: int = 1) -> list[str]:
     ]
 
 
-def left_behind(root: Path) -> list[str]:
-    """What no run that has ended leaves in its checkpoint folder."""
-    patterns = (".staging/*", ".trash-*", ".replaced-*", "*.tmp", ".*.tmp", ".leases/*", ".token-*")
-    return [f"{LEFT}: {path}" for pattern in patterns for path in root.glob(pattern)]
+def left_behind(root: Path, *, copier_died: bool = False) -> list[str]:
+    """What no run that has ended leaves in its checkpoint folder.
+
+    Args:
+        copier_died: a process that copied to the mirror was killed. Its lease expires after 90 s and is deleted later.
+    """
+    leases = "" if copier_died else ".leases/*"
+    patterns = (".staging/*", ".trash-*", ".replaced-*", "*.tmp", ".*.tmp", leases, ".token-*")
+    return [f"{LEFT}: {path}" for pattern in filter(None, patterns) for path in root.glob(pattern)]
 
 
 def error_of(text: str) -> str:

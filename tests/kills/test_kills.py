@@ -24,7 +24,7 @@ from tests.kills.table import render
 from tests.kills.trial import kind_of
 from trinity_sync.checkpoint import commits, owner, rollback
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest, staging_dir, step_dir
-from trinity_sync.checkpoint.tracker_files import write_tracker
+from trinity_sync.checkpoint.tracker_files import tracker_path, write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT_S = 30.0
@@ -301,6 +301,38 @@ def test_a_checkpoint_from_the_mirror_is_no_loss(run: PretendRun) -> None:
     write_tracker(run.root, STATE_DICT, 6)
     ledger.fetched(checks.Kept(6, 0, read_manifest(step_dir(run.root, 6)).own_digest))
     assert ledger.look(run.folder, run.root) == []
+
+
+def test_a_damaged_checkpoint_that_was_fetched_again_is_good(run: PretendRun) -> None:
+    ledger = Ledger(None, None)
+    ledger.look(run.folder, run.root)
+    mirror = run.folder / "mirror"
+    shutil.copytree(run.root, mirror)
+    places.damage(step_dir(run.root, 6) / "weights", "cut", 0.0)
+    ledger.damage(6)
+    ledger.look(run.folder, run.root)
+    assert (ledger.good, sorted(checks.whole_in(mirror))) == ([2, 4], [2, 4, 6])
+    shutil.copy(step_dir(mirror, 6) / "weights", step_dir(run.root, 6) / "weights")
+    assert ledger.look(run.folder, run.root) == []
+    assert ledger.good == [2, 4, 6]
+
+
+def test_a_tracker_that_was_damaged_is_to_be_repaired_by_the_next_attempt(run: PretendRun) -> None:
+    ledger = Ledger(None, None)
+    ledger.look(run.folder, run.root)
+    places.damage(tracker_path(run.root, FULL), "empty", 0.0)
+    ledger.tracker_damaged = ledger.attempt
+    assert ledger.look(run.folder, run.root) == []
+    run.begin(6)
+    ledger.began = 6
+    assert [kind_of(problem) for problem in ledger.look(run.folder, run.root)] == ["mislabelled"]
+
+
+def test_the_lease_of_a_copier_that_was_killed_expires_by_itself(run: PretendRun) -> None:
+    (run.root / ".leases").mkdir()
+    (run.root / ".leases" / "4-0-aa.json").touch()
+    assert len(checks.left_behind(run.root)) == 1
+    assert checks.left_behind(run.root, copier_died=True) == []
 
 
 @pytest.mark.parametrize("name", [".staging/4-0", ".trash-x", ".leases/4-0-aa.json"])
