@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keys of this user, which sign what runs record, are made for the tests and not in the user's home."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

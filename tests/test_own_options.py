@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
+from tests.cli.test_runs import StandIn, disown, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
 from trinity_sync.checkpoint.option import coordinator_option, monitor_option
 from trinity_sync.cli import main as cli
@@ -277,6 +277,7 @@ def test_a_saved_retention_policy_of_ones_own_has_to_be_allowed(
 ) -> None:
     folder = first_run(f"--config-dir={keep_odd}/conf", "retention=[keep_odd]")
     forget(keep_odd)
+    disown(folder)
     assert cli.main(["resume", str(folder)]) == 2
     assert "retention.policies.keep_odd._target_ is of_mine.policies.KeepOdd" in (said := capsys.readouterr().err)
     assert "--allow-target of_mine" in said
@@ -287,6 +288,7 @@ def test_a_saved_retention_policy_of_ones_own_has_to_be_allowed(
     assert cli.main(["ckpt", "prune", str(folder), "--allow-target", "of_mine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
     assert cli.main(["resume", str(folder), "--allow-target", "of_mine"]) == 0
+    assert cli.main(["ckpt", "prune", str(folder)]) == 0, "the resume has recorded it"
 
 
 def forget(own: Path) -> None:
@@ -468,6 +470,7 @@ def test_a_saved_sync_mode_of_ones_own_has_to_be_allowed(
 ) -> None:
     folder = first_run(f"--config-dir={rdma}/conf", "sync=rdma")
     forget(rdma)
+    disown(folder)
     assert cli.main(["resume", str(folder)]) == 2
     assert "sync._target_ is of_mine.rdma.RdmaMode in the saved settings" in capsys.readouterr().err
     assert not imported(rdma)

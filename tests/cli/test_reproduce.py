@@ -327,6 +327,27 @@ def test_threads_are_those_of_the_run_where_none_are_asked_for(
     assert os.environ["OMP_NUM_THREADS"] == "4"
 
 
+@pytest.mark.parametrize("threads", [0, -1, 1.5, True, 100_000, "4", {"trainer": 100_000}])
+def test_threads_that_no_process_has_are_refused(
+    launcher: Computing, capsys: pytest.CaptureFixture[str], threads: object
+) -> None:
+    run = first()
+    rewrite(run / "run.json", lambda record: record.update(threads=threads))
+    assert reproduce(run) == 2
+    assert "is not the record of a run: threads is " in capsys.readouterr().err
+
+
+def test_more_threads_than_this_machine_can_use_are_not_started(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = first()
+    rewrite(run / "run.json", lambda record: record.update(threads=1000))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert reproduce(run) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "64"
+
+
 def test_settings_that_were_changed_at_a_resume_are_a_reason(
     launcher: Computing, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,7 +183,7 @@ def test_settings_are_composed_no_more_often_than_needed(
     launcher: StandIn, monkeypatch: pytest.MonkeyPatch, command: list[str], times: int
 ) -> None:
     assert start("hydra.run.dir=here") == 0
-    with config.only_trusted((), (), allowed=(), where=Path()):
+    with config.only_trusted((), config.Trust(where=Path())):
         pass  # what is ours is composed once in a process
     load, modes = ConfigLoaderImpl.load_configuration, []
 
@@ -740,6 +740,11 @@ def record(folder: Path, **more: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
+def disown(folder: Path) -> None:
+    """Make the folder of a run one of somebody else's: this user has no record of it."""
+    (folder / ".hydra" / "recorded.json").unlink()
+
+
 REWARD = "task.reward._target_=my_rewards.mine"
 
 
@@ -762,14 +767,17 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
     folder = first_run("task=jsonl", f"task.path={tmp_path}/prompts.jsonl", REWARD)
     sys.modules.pop("my_rewards")
     rewards.unlink()
+    disown(folder)
     assert cli.main(["resume", str(folder)]) == 2
     said = capsys.readouterr().err
     assert f"task.reward._target_ is my_rewards.mine in the saved settings of {folder}" in said
     assert "--allow-target my_rewards" in said
     assert not rewards.exists(), "it was imported"
-    assert cli.main(["resume", str(folder), "--allow-target", "my_reward"]) == 2
-    assert cli.main(["resume", str(folder), REWARD]) == 0
-    assert cli.main(["resume", str(folder), "--allow-target", "my_rewards"]) == 0
+    place = f"task.path={tmp_path}/prompts.jsonl"
+    assert cli.main(["resume", str(folder), place, "--allow-target", "my_reward"]) == 2
+    assert cli.main(["resume", str(folder), place, REWARD]) == 0
+    disown(folder)
+    assert cli.main(["resume", str(folder), place, "--allow-target", "my_rewards"]) == 0
     assert len(launcher.calls) == 3
 
 
@@ -796,7 +804,7 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("hydra.job_logging.formatters.line.format=evil", "hydra.job_logging.formatters.line.format is evil"),
         ("hydra.output_subdir=/tmp/elsewhere", "hydra.output_subdir is /tmp/elsewhere"),
         ("+more=[{_target_: os.system}]", "more.0._target_ is os.system"),
-        ("+tracker.mine='${oc.create:{_target_: os.system}}'", "tracker.mine is ${oc.create:"),
+        ("+tracker.mine='${oc.create:{_target_: os.system}}'", "tracker.mine._target_ is os.system"),
         ("+tracker.mine='${oc.${.x}:\"{_target_: os.system}\"}'", "tracker.mine is ${oc.${.x}:"),
         ("+tracker.mine='${oc.select:x,{_target_: os.system}}'", "tracker.mine is ${oc.select:"),
         ("+tracker.mine.path='\\${oc.create:{_target_: os.system}}'", "tracker.mine.path is \\${oc.create:"),
@@ -843,8 +851,9 @@ def test_a_saved_value_that_is_made_while_it_is_read_is_given_again(
 ) -> None:
     own = f"+checkpoint.mirror_options.a={value}"
     folder = first_run("trainer.steps=10", own)
+    disown(folder)
     assert cli.main(["resume", str(folder)]) == 2
-    assert re.search(r"give checkpoint\.mirror_options\.a\S*=\.\.\. again", capsys.readouterr().err)
+    assert re.search(r"add 'checkpoint\.mirror_options\.a\S*=", capsys.readouterr().err)
     assert cli.main(["resume", str(folder), own]) == 0
 
 

@@ -151,3 +151,18 @@ def test_an_id_that_is_none_is_refused(tmp_path: Path, id: object) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"attempt": 0, "id": id}))
     with pytest.raises(ConfigError, match="is not the record of a run: id is"):
         read_record(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("attempt", value) for value in (-1, True, 10**30)],
+        *[("started", value) for value in (-1.0, 1e300, float("inf"), float("nan"))],
+        *[("last_version", {"step": step, "digest": "ab"}) for step in (-1, True, 10**30)],
+    ],
+)
+def test_a_number_out_of_its_bounds_is_no_record(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"attempt": 0, name: value}))
+    with pytest.raises(ConfigError, match="is not the record of a run: "):
+        read_record(path)

@@ -4,9 +4,9 @@ goes on with them, and for `reproduce`, which begins again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,11 +16,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.config.overrides import as_numbers
+from trinity_sync.config.recorded import NOTHING, Recorded
+from trinity_sync.config.saved import Places
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.launch.messages import explain
+from trinity_sync.launch.resume import used_places
 
 _WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
 """What composing settings that are wrong raises."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Inside, an override that cannot be parsed is a `ConfigError`."""
+    try:
+        yield
+    except OverrideParseException as error:
+        raise ConfigError(explain(error)) from error
 
 
 @contextmanager
@@ -35,18 +48,16 @@ def readable(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def saved_settings(run: Path, *, resolve: bool = False) -> DictConfig:
+def saved_settings(run: Path) -> DictConfig:
     """All settings of a run, as it saved them in its folder.
 
     Raises:
-        ConfigError: they cannot be read, or resolved where that is asked for.
+        ConfigError: they cannot be read.
     """
     with readable(run / ".hydra" / "config.yaml") as path:
         found = OmegaConf.load(path)
         if not isinstance(found, DictConfig):
             raise ValueError("it holds no settings")
-        if resolve:
-            OmegaConf.resolve(found)
         return found
 
 
@@ -60,6 +71,9 @@ class Invocation:
         config_dir: the folder of further options; None: there was none.
         started_in: where, from which relative paths count.
         place: who says so, for errors: the run's folder, or a bundle.
+        recorded: what this user recorded there on this host.
+        used: places that its resume uses, see `used_places`.
+        typed: this user recorded the overrides themselves, of a sweep.
     """
 
     overrides: tuple[str, ...]
@@ -67,6 +81,9 @@ class Invocation:
     config_dir: Path | None
     started_in: Path
     place: Path
+    recorded: Recorded = NOTHING
+    used: Mapping[str, str | None] = field(default_factory=dict)
+    typed: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> Invocation:
@@ -89,7 +106,8 @@ class Invocation:
             # As they were given: what they refer to stands in the configuration that they make.
             texts = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         with readable(saved / "hydra.yaml") as path:
-            return cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
+            found = cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
+        return replace(found, used=used_places(folder))
 
     @classmethod
     def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
@@ -108,18 +126,40 @@ class Invocation:
             config_dir=Path(extra[0]) if extra else None,
             started_in=Path(settings.runtime.cwd),
             place=place,
+            recorded=Recorded.read(place),
         )
 
     def of(self, overrides: Sequence[str]) -> Invocation:
         """The same with other overrides."""
         return replace(self, overrides=tuple(overrides))
 
-    def recompose(self, new: Sequence[str], allowed: Sequence[str]) -> Recomposed:
+    def trust(self, new: Sequence[str], allowed: Sequence[str], places: Places = "all") -> config.Trust:
+        """Return what the user vouches for; see `recompose`."""
+        return config.Trust(
+            where=self.place,
+            started_in=self.started_in,
+            new=(*new, *(self.overrides if self.typed else ())),
+            allowed=tuple(allowed),
+            recorded=self.recorded,
+            places=places,
+            used=self.used if places == "all" else {},
+        )
+
+    @contextmanager
+    def modules_found(self, new: Sequence[str], allowed: Sequence[str]) -> Iterator[None]:
+        """Inside, modules that the user vouches for are found, and no others; see `recompose`."""
+        with explained():
+            folders = self.trust(new, allowed).module_folders()
+        with own_modules_found(*folders):
+            yield
+
+    def recompose(self, new: Sequence[str], allowed: Sequence[str], *, places: Places = "all") -> Recomposed:
         """Compose the settings again, with new overrides after the old ones.
 
         Args:
             new: as the user has just given them; relative paths in them count from here.
             allowed: packages of which the saved settings may name classes.
+            places: which places outside the run's folder have to be recorded or given again.
 
         Raises:
             ConfigError: a setting is wrong or is none any more, or names what may not be run.
@@ -132,16 +172,17 @@ class Invocation:
         try:
             new = config.from_here(new, self.started_in)
             merge_overrides(saved, new)
-            with config.only_trusted_places(new, allowed=allowed, where=self.place):
+            trust = self.trust(new, allowed, places)
+            with config.only_trusted_places(trust):
                 overrides = without_foreign_keys(saved, new, lambda choice: self._compose([choice]))
             overrides = merge_overrides(overrides, new)
-            with config.only_trusted(overrides, new, allowed=allowed, where=self.place):
+            with config.only_trusted(overrides, trust):
                 cfg = self._compose(overrides)
         except _WRONG as error:
-            if new and self._composes(saved, allowed):
+            if new and self._composes(saved, self.trust((), allowed, places)):
                 raise ConfigError(explain(error)) from error
             raise self._misfit(explain(error)) from error
-        return Recomposed(invocation=self.of(overrides), new=tuple(new), allowed=tuple(allowed), cfg=cfg)
+        return Recomposed(invocation=self.of(overrides), trust=trust, cfg=cfg)
 
     def _misfit(self, told: str) -> ConfigError:
         return ConfigError(
@@ -149,9 +190,9 @@ class Invocation:
             "version that the run was made with (packages in run.json), or give the setting anew"
         )
 
-    def _composes(self, overrides: Sequence[str], allowed: Sequence[str]) -> bool:
+    def _composes(self, overrides: Sequence[str], trust: config.Trust) -> bool:
         try:
-            with config.only_trusted(overrides, (), allowed=allowed, where=self.place):
+            with config.only_trusted(overrides, trust):
                 self._compose(overrides)
         except (*_WRONG, ConfigError):
             return False
@@ -167,19 +208,18 @@ class Recomposed:
 
     Attributes:
         invocation: with all overrides, the old and the new ones.
-        new: overrides that the user has just given.
-        allowed: packages of which the saved settings may name classes.
+        trust: what the user vouches for in them.
         cfg: what they make, with relative paths as they are.
     """
 
     invocation: Invocation
-    new: tuple[str, ...]
-    allowed: tuple[str, ...]
+    trust: config.Trust
     cfg: DictConfig
 
     def also(self, new: Sequence[str]) -> Recomposed:
         """Compose them once more, with further new overrides; errors as of `Invocation.recompose`."""
-        return self.invocation.recompose([*self.new, *new], self.allowed)
+        trust = self.trust
+        return self.invocation.recompose([*trust.new, *new], trust.allowed, places=trust.places)
 
     def command_line(self, folder: Path) -> list[str]:
         """Return what has Hydra compose the same, for one run in a folder, also where its settings are for a sweep."""
@@ -189,10 +229,8 @@ class Recomposed:
         return [*line, *([f"--config-dir={options}"] if options else [])]
 
     def only_trusted(self) -> AbstractContextManager[None]:
-        """Inside, Hydra refuses to compose what names anything to be run that may not be."""
-        return config.only_trusted(
-            self.invocation.overrides, self.new, allowed=self.allowed, where=self.invocation.place
-        )
+        """Inside, Hydra refuses to compose what does more than it may."""
+        return config.only_trusted(self.invocation.overrides, self.trust)
 
 
 def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:
@@ -228,10 +266,8 @@ def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: one of the new ones cannot be parsed.
     """
-    try:
+    with explained():
         parsed = OverridesParser.create().parse_overrides([*old, *new])
-    except OverrideParseException as error:
-        raise ConfigError(explain(error)) from error
     # a dict keeps the place of a key that is set again: take it out first, so that the last one stands last
     kept: dict[tuple[object, ...], str] = {}
     for override, text in zip(parsed, [*old, *new], strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trinity_sync import __version__
 from trinity_sync.cli import completion, doctor, explain, listing, reproduce, runs, trace, verl, watch
@@ -58,7 +59,10 @@ def _main(arguments: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        with own_modules_found():
+        # a saved run may lie in the current folder, which then holds what somebody else has put there
+        with own_modules_found(
+            *([] if options.command in (runs.resume_run_or_sweep, reproduce.reproduce_command) else [Path.cwd()])
+        ):
             return int(options.command(options))
     except TrinityError as error:
         return _refuse(error)

@@ -68,10 +68,12 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
     saved = _anchored(without_places(source.config), invocation.started_in)
-    today = invocation.of(kept).recompose((), allowed)
+    today = invocation.of(kept).recompose((), allowed, places="none")
     places = [*_own_places(today.cfg, new)]
     pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
-    recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(new, allowed)
+    recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(
+        new, allowed, places="written"
+    )
     check_digest(source, recomposed.cfg)
     changed = [one for one in config.shown_diff(saved, recomposed.cfg) if not is_place(one.key)]
     return Replay(recomposed=recomposed, left_out=left_out + [text for _, text in places], changed=changed)

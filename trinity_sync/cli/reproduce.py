@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _RUN_DIR = "hydra.run.dir"
 _MOST_SHOWN = 5
+_MOST_THREADS = 64
+"""Taken over from a record, also by a machine with fewer processors."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,21 +49,28 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     reproduce.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of --metrics-only (default 3)")
     reproduce.add_argument("--bundle", action="store_true", help="run nothing: write what it takes to one file")
     reproduce.add_argument("--output", type=Path, metavar="FILE", help="of --bundle (default: NAME.bundle.json)")
-    reproduce.set_defaults(command=_reproduce)
+    reproduce.set_defaults(command=reproduce_command)
 
 
-def _reproduce(options: argparse.Namespace) -> int:
-    from trinity_sync import config
-    from trinity_sync.cli.replay import replay
+def reproduce_command(options: argparse.Namespace) -> int:
+    """Run a run once more, or write a bundle of it; return the exit code."""
     from trinity_sync.cli.source import find_source, read_source
 
     if options.bundle and (options.overrides or options.steps is not None):
         raise ConfigError("--bundle writes a run as it was; give what is to change where it is reproduced")
-    source = read_source(find_source(options.run), options.config_dir)
+    given, folder = _split_folder(options.overrides)
+    source = read_source(find_source(options.run), options.config_dir, given)
     if options.bundle:
         return _write_bundle(source, options.output)
     _check_comparable(source, metrics_only=options.metrics_only, repeats=options.repeats)
-    given, folder = _split_folder(options.overrides)
+    with source.invocation.modules_found(given, options.allow_target):
+        return _reproduce(source, given, folder, options)
+
+
+def _reproduce(source: Source, given: Sequence[str], folder: Path | None, options: argparse.Namespace) -> int:
+    from trinity_sync import config
+    from trinity_sync.cli.replay import replay
+
     settings = replay(source, given, options.allow_target)
     config.check(settings.cfg)  # before Hydra makes a folder of what may be no name
     steps = _steps(options.steps, source, settings)
@@ -185,10 +194,12 @@ def _steps(asked: int | None, source: Source, settings: Replay) -> int:
 
 
 def _take_as_many_threads(source: Source) -> None:
-    """Have the repetition compute with the threads that the run had, where the user says nothing: sums depend on it."""
+    """Have the repetition compute with the threads that the run had, where the user says nothing: sums depend on it.
+    Somebody else may have written that number, so more than this machine can use are not started.
+    """
     threads = source.record.get("threads")
     if isinstance(threads, int) and not os.environ.get("OMP_NUM_THREADS", "").strip():
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["OMP_NUM_THREADS"] = str(min(threads, max(os.cpu_count() or 1, _MOST_THREADS)))
 
 
 def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:

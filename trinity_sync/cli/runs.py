@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,7 +63,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--cfg", choices=("job", "hydra", "all"), help="print the settings that it would go on with, and stop"
     )
     resume.add_argument("--resolve", action="store_true", help="with --cfg: with the values of interpolations")
-    resume.set_defaults(command=_resume)
+    resume.set_defaults(command=resume_run_or_sweep)
 
     report = commands.add_parser("report", help="write report.html of a run or of a sweep, and print its table")
     report.add_argument("folder", type=Path, metavar="DIR", help="folder of the run or of the sweep")
@@ -93,7 +92,8 @@ def _job(cfg: DictConfig) -> float:
     return app.job(cfg)
 
 
-def _resume(options: argparse.Namespace) -> int:
+def resume_run_or_sweep(options: argparse.Namespace) -> int:
+    """Go on with a run or a sweep, or show its settings; return the exit code."""
     from trinity_sync.launch.resume import Resume
 
     if options.run is None or (not options.run.exists() and "=" in options.run.name):
@@ -113,9 +113,10 @@ def _resume(options: argparse.Namespace) -> int:
     from trinity_sync.launch.own_ray import ray_kept
 
     def begin(job: Job) -> int:
-        settings = job.settings(options.allow_target)
-        with settings.only_trusted():
-            return start(settings.command_line(job.folder))
+        with job.invocation.modules_found((), options.allow_target):
+            settings = job.settings(options.allow_target)
+            with settings.only_trusted():
+                return start(settings.command_line(job.folder))
 
     with ray_kept():
         return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))
@@ -124,6 +125,7 @@ def _resume(options: argparse.Namespace) -> int:
 def _which_run() -> str:
     """Tell someone who named no run which one they may mean."""
     from trinity_sync.cli.listing import runs_below
+    from trinity_sync.launch.resume import resume_command
     from trinity_sync.report.overview import SweepLine
     from trinity_sync.tracking.closing import shorten
 
@@ -134,7 +136,7 @@ def _which_run() -> str:
     newest = cut_off[-1]
     return (
         f"which run? The newest that was cut off ({newest.status} after {newest.steps} steps) is gone on with by: "
-        f"trinity-sync resume {shlex.quote(shorten(newest.path))}; trinity-sync list shows all"
+        f"{resume_command(newest.path.absolute(), shorten(newest.path))}; trinity-sync list shows all"
     )
 
 
@@ -144,9 +146,11 @@ def _show(folder: Path, options: argparse.Namespace) -> int:
 
     if (folder / "multirun.yaml").is_file():
         raise ConfigError(f"{folder} is a sweep; to see the settings of one of its jobs, name that: {folder / '0'}")
-    settings = Invocation.read(folder).recompose(options.overrides, options.allow_target)
-    with settings.only_trusted():
-        return start([*settings.command_line(folder), "--cfg", options.cfg, *["--resolve"] * options.resolve])
+    invocation = Invocation.read(folder)
+    with invocation.modules_found(options.overrides, options.allow_target):
+        settings = invocation.recompose(options.overrides, options.allow_target)
+        with settings.only_trusted():
+            return start([*settings.command_line(folder), "--cfg", options.cfg, *["--resolve"] * options.resolve])
 
 
 def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], resume: Resume) -> int:
@@ -165,10 +169,9 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
         The exit code.
     """
     from trinity_sync.cli.invocation import Invocation
-    from trinity_sync.host.module_path import own_modules_found
 
     invocation = Invocation.read(folder)
-    with own_modules_found(Path(invocation.started_in)):  # as relative paths
+    with invocation.modules_found(overrides, allowed):
         return _go_on(folder, invocation, overrides, allowed, resume)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation, saved_settings
+from trinity_sync.cli.invocation import Invocation, explained, readable, saved_settings
+from trinity_sync.config.comparison import LOCATIONS
 from trinity_sync.config.overrides import as_numbers
+from trinity_sync.config.saved import saved_references
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.bundle import read_bundle
 from trinity_sync.reproduction.outcome import Outcome, read_outcome
@@ -85,8 +87,12 @@ def _experiment_of(run: Path) -> object:
         return None  # whatever it is, it is not a run that can be told to be of an experiment
 
 
-def read_source(place: Path, config_dir: Path | None) -> Source:
+def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -> Source:
     """Read a run from its folder, or from a bundle.
+
+    Args:
+        config_dir: folder of option files that the user has just given.
+        new: overrides that the user has just given.
 
     Raises:
         ConfigError: it is neither, is being written, or cannot be read.
@@ -96,20 +102,36 @@ def read_source(place: Path, config_dir: Path | None) -> Source:
         if owner := lock_owner(place):
             raise RunFolderInUse(f"{place} is in use by {owner}: the run is not over; reproduce it when it is")
         record = read_record(place / "run.json")
-        settings = saved_settings(place, resolve=True)
+        settings = _resolved(saved_settings(place), invocation, new)
         if config_dir is not None:
             invocation = replace(invocation, config_dir=config_dir)
         return Source(invocation=invocation, record=record, config=settings, outcome=read_outcome(place, record))
     bundle = read_bundle(place)
-    return Source(
-        invocation=Invocation(
-            overrides=tuple(as_numbers(bundle.overrides)),
-            config_name=bundle.config_name,
-            config_dir=config_dir,
-            started_in=Path.cwd(),
-            place=place,
-        ),
-        record=bundle.record,
-        config=OmegaConf.create(dict(bundle.config)),
-        outcome=bundle.outcome,
+    invocation = Invocation(
+        overrides=tuple(as_numbers(bundle.overrides)),
+        config_name=bundle.config_name,
+        config_dir=config_dir,
+        started_in=Path.cwd(),
+        place=place,
     )
+    settings = _resolved(OmegaConf.create(dict(bundle.config)), invocation, new)
+    return Source(invocation=invocation, record=bundle.record, config=settings, outcome=bundle.outcome)
+
+
+def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) -> DictConfig:
+    """Return saved settings with what they refer to; places where the run lived, which are not used, need not be known.
+
+    Raises:
+        ConfigError: they read the environment of this user, who has not recorded that or given the value anew.
+    """
+    trust = invocation.trust(new, ())
+    with explained():
+        given = dict(trust.given)
+    for doubt in [one for one in saved_references(settings) if not trust.accepts(one)]:
+        place = next((place for place in LOCATIONS if f"{doubt.key}.".startswith(f"{place}.")), None)
+        if place is not None or doubt.key in given:
+            OmegaConf.update(settings, place or doubt.key, given.get(doubt.key))
+    trust.refuse(saved_references(settings))
+    with readable(invocation.place):
+        OmegaConf.resolve(settings)
+    return settings

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.terminal import output_ended
+from trinity_sync.launch.resume import resume_command
 from trinity_sync.report.data import load_run
 from trinity_sync.report.overview import run_line
 from trinity_sync.tracking.closing import render_summary
@@ -167,7 +168,8 @@ def _tell_end(folder: Path, view: LiveView, now: Standing, notes: list[str]) -> 
 
     run = load_run(folder)
     run.summary["status"] = now.stand
-    view.console.print(render_summary(run.summary, folder, total_steps=run.total_steps, error=now.error), crop=False)
+    ended = render_summary(run.summary, folder, total_steps=run.total_steps, error=now.error, resume=resume_command)
+    view.console.print(ended, crop=False)
     sys.stdout.flush()
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -19,7 +19,7 @@ from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.quick_hydra import make_quick
 from trinity_sync.config.registration import register
 from trinity_sync.config.retention import build_policy, retention_policies
-from trinity_sync.config.saved import check_saved_target, only_trusted, only_trusted_places
+from trinity_sync.config.saved import Trust, asked_again, check_saved_target, only_trusted, only_trusted_places
 from trinity_sync.config.schema import SCHEMA, Config
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
@@ -32,7 +32,9 @@ __all__ = [
     "Difference",
     "Get",
     "Problem",
+    "Trust",
     "anchored",
+    "asked_again",
     "build",
     "build_policy",
     "build_task",

@@ -5,13 +5,15 @@ and the class itself, for the process in which it runs.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trinity_sync.config.options import TARGET
 from trinity_sync.errors import ConfigError, TrinityError
@@ -19,6 +21,36 @@ from trinity_sync.host.origin import origin, told
 from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
+_CODE = (".py", ".so", ".pyc")
+
+
+class Place(NamedTuple):
+    """Where a top-level module is: its folder, and sha256 hex of its file, or of all code files of a package."""
+
+    folder: str
+    digest: str
+
+
+def place_of(module: str, folders: Iterable[Path] = ()) -> Place | None:
+    """Find a top-level module without an import, where an import would find it or else in these folders; None: it is
+    not there.
+
+    Raises:
+        OSError: a file of it cannot be read.
+    """
+    if not module.isidentifier():
+        return None
+    found = (PathFinder.find_spec(module, [str(folder)]) for folder in folders)
+    spec = _find(module, None) or next(filter(None, found), None)
+    inner = list((spec and spec.submodule_search_locations) or ())
+    root = Path(inner[0] if inner else (spec and spec.origin) or "")
+    below = root.rglob("*") if inner else ()
+    files = sorted(file for file in below if file.suffix in _CODE and "__pycache__" not in file.parts)
+    digest = hashlib.sha256()
+    for file in files if inner else [root] * root.is_file():
+        content = file.read_bytes()
+        digest.update(f"{os.path.relpath(file, root)} {len(content)}\n".encode("utf-8", "surrogateescape") + content)
+    return Place(str(root.parent), digest.hexdigest()) if inner or root.is_file() else None
 
 
 def missing(name: str) -> str | None:

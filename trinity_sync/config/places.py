@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.overrides import parse, quote
 
-_RESUME_FROM = "checkpoint.resume_from"
+RESUME_FROM = "checkpoint.resume_from"
 """Counts in the digest as it is given, so that it is put together where it is read."""
-_PATHS = (
+PATHS = (
     "checkpoint.dir",
     "checkpoint.mirror",
     "model.path",
@@ -40,7 +40,7 @@ def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
         folder: in which the run was started.
     """
     found = copy.deepcopy(cfg)
-    for key in _PATHS:
+    for key in PATHS:
         with suppress(OmegaConfBaseException):  # the checks tell it
             value = OmegaConf.select(found, key)
             if isinstance(value, str) and (value.startswith("~") or folder.absolute() != Path.cwd()):
@@ -66,7 +66,7 @@ def _from(here: Path, text: str) -> str:
     override = parse(text)
     name, value = override.get_key_element(), override.value()
     key = name.lstrip("+")
-    if key not in (*_PATHS, _RESUME_FROM) or not isinstance(value, str) or "${" in value:
+    if key not in (*PATHS, RESUME_FROM) or not isinstance(value, str) or "${" in value:
         return text
     place = _absolute(key, value, here)
     return text if place == value else f"{name}={quote(place)}"

@@ -1,29 +1,36 @@
-"""What the saved configuration of a run may have this program run: a resume reads it from a folder that somebody else
-may have made.
+"""What the saved configuration of a run may do: a resume reads it from a folder that somebody else may have made.
 
 It may name the classes that our option files name, the tasks, rewards and trackers that come with this program, and
-what stands in its own Hydra settings. All else the user names again: the value itself on the command line of the
-resume, or the package with `--allow-target`.
+settings of engines on a list. What this user recorded on this host (`Recorded`) is trusted, too. All else the user
+names again: the value itself on the command line of the resume, or the package with `--allow-target`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.composition import compose, inspected
-from trinity_sync.config.options import own_targets_of
+from trinity_sync.config.composition import compose, inspected, quote
+from trinity_sync.config.lookup import Place, place_of
+from trinity_sync.config.options import own_options, own_targets_of
+from trinity_sync.config.places import PATHS, RESUME_FROM
+from trinity_sync.config.recorded import NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.urls import shown
 
 OWN = (
     "trinity_sync.tasks",
@@ -36,20 +43,58 @@ _RUN = ("_target_", "class", "()")
 _IMPORTED = ("pkg://", "ext://")
 _LETS_RUN = {
     "trust_remote_code": "that comes with a model",
-    # of verl's engine config for Megatron, and of megatron-core's TransformerConfig below it
-    "use_dist_checkpointing": "that is pickled beside weights",
-    "fp8_quantizer_factory": "of that name",
-    "fp4_quantizer_factory": "of that name",
-    # of a task with verl's rewards
-    "function_path": "of that file",
+    "function_path": "of that file",  # of a task with verl's rewards
 }
 """Keys by which others are told so, wherever they stand, and which code that is."""
-_HARMLESS = re.compile(r"\$\{(?:(?:oc\.env|now|sum):[^${}]*|[^:${}\0]*)\}")
+_ENGINES = {
+    # of vLLM's AsyncEngineArgs
+    "explorer.engine": re.compile(
+        r"""async_scheduling|block_size|cpu_offload_gb|disable_(?:cascade_attn|custom_all_reduce|log_stats)|watermark
+        |disable_hybrid_kv_cache_manager|enable_(?:chunked_prefill|expert_parallel|prefix_caching|sleep_mode)
+        |(?:compilation_config\.)?(?:cudagraph_capture_sizes|max_cudagraph_capture_size)|gpu_memory_utilization
+        |kv_cache_memory_bytes|long_prefill_token_threshold|max_(?:logprobs|num_batched_tokens|num_scheduled_tokens)
+        |max_parallel_loading_workers|num_gpu_blocks_override|scheduler_reserve_full_isl|stream_interval""",
+        re.VERBOSE,
+    ),
+    # of verl's engine configs, and of megatron-core's DistributedDataParallelConfig and TransformerConfig below them
+    "backend.overrides": re.compile(
+        r"""distrib_optim_fully_reshardable_mem_efficient|entropy_checkpointing|forward_prefetch|full_determinism
+        |offload_policy|pad_bshd_to_minibatch_max|pad_to_length(?:_bucket)?|reshard_after_forward|use_orig_params
+        |use_(?:distributed_optimizer|fused_kernels|no_sync_for_gradient_accumulation|remove_padding|torch_compile)
+        |virtual_pipeline_model_parallel_size|wrap_policy\.min_num_params
+        |override_ddp_config\.(?:average_in_collective|bucket_size|grad_reduce_in_fp32|overlap_(?:grad_reduce|param_gather))
+        |override_transformer_config\.(?:apply_rope_fusion|attention_dropout|attention_softmax_in_fp32|bias_\w+_fusion
+            |deterministic_mode|gradient_accumulation_fusion|hidden_dropout|masked_softmax_fusion|persist_layer_norm
+            |moe_(?:aux_loss_coeff|grouped_gemm|permute_fusion|router_bias_update_rate|z_loss_coeff)
+            |recompute_num_layers)""",
+        re.VERBOSE,
+    ),
+}
+"""Arguments of engines that saved settings may give: numbers and switches that name no code, no file and no address."""
+_WRITTEN = (
+    "checkpoint.dir",
+    "checkpoint.mirror",
+    "checkpoint.mirror_options",
+    "cluster.address",
+    "cluster.temp_dir",
+    "explorer.url",
+    "sync.shm_dir",
+)
+"""Keys, and keys above others, of places that a run writes and of addresses that it calls."""
+_READ = frozenset({*PATHS, RESUME_FROM} - set(_WRITTEN))
+_OF_TRACKERS = frozenset({"_target_", "experiment", "flush_s", "names", "project", "tags", "timeout_s"})
+"""Keys of trackers that name no place."""
+_OFFLINE = ("offline", "local", "disabled")
+_ELSEWHERE = re.compile(r"\s*(?:/|~|\.\.?/|[A-Za-z][\w+.-]*://)")
+"""How a text begins that names a place, at whatever key."""
+_HARMLESS = re.compile(r"\$\{(?:(?:now|sum):[^${}]*|[^:${}\0]*)\}")
 """Interpolations that come to text or a number, or to what stands in the configuration itself. Others, such as those of
-`oc.create`, may come to a `_target_` that stands nowhere. Arguments may be such interpolations, NUL for each; names may
-not.
+`oc.create`, may come to a `_target_` that stands nowhere; `oc.env` reads what may be a secret. Arguments may be such
+interpolations, NUL for each; names may not.
 """
 _UNKNOWN = object()
+_DEEPEST = 32
+_MOST_SHOWN = 8
 _OF_SWEEPS = {
     ("hydra.launcher._target_", "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"),
     ("hydra.launcher._target_", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"),
@@ -61,161 +106,373 @@ _RECORD = "hydra.job.override_dirname"
 """Written by Hydra itself from the overrides, as is `hydra.overrides`."""
 
 
-@contextmanager
-def only_trusted_places(new: Sequence[str], *, allowed: Sequence[str], where: Path) -> Iterator[None]:
-    """Inside, Hydra looks for option files in folders alone, or in packages that are allowed or given anew: it imports
-    them for that. Arguments and errors as for `only_trusted`.
+Places = Literal["none", "written", "all"]
+"""Which places outside a run's folder the user vouches for."""
+
+
+class Doubt(NamedTuple):
+    """A saved value that the user vouches for: its text, what a record has for it (None: it is never recorded), why and
+    what to add on the command line; the dotted name of what is imported; the value, where the text does not say it.
     """
-    with inspected(place=_place_check(new, allowed, where)):
+
+    key: str
+    text: object
+    signed: object
+    why: str
+    again: str
+    target: str | None = None
+    comes_to: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """What the user vouches for when saved settings are used once more.
+
+    Attributes:
+        where: the folder of the run or of the sweep, or a bundle.
+        started_in: the folder from which relative paths in the saved settings count.
+        new: overrides that the user has just given.
+        allowed: packages or dotted names that may be run, too.
+        recorded: what this user recorded of the folder on this host.
+        places: which places outside the folder need trust.
+        used: places by key that the run uses, whatever its settings come to now; see `launch.resume.used_places`.
+    """
+
+    where: Path
+    started_in: Path = Path()
+    new: Sequence[str] = ()
+    allowed: Sequence[str] = ()
+    recorded: Recorded = NOTHING
+    places: Places = "all"
+    used: Mapping[str, str | None] = field(default_factory=dict)
+
+    @cached_property
+    def given(self) -> frozenset[tuple[str, Any]]:
+        """Keys and values on the command line itself."""
+        return frozenset(_given(self.new))
+
+    def module_folders(self) -> list[Path]:
+        """Return the folders of modules that the user vouches for and an import would not find."""
+        folders = []
+        for name in {*map(_top, self._vouched()), *self.recorded.modules}:
+            with suppress(OSError):
+                if place_of(name) is None and (place := place_of(name, self._candidates(name))) is not None:
+                    folders.append(Path(place.folder))
+        return list(dict.fromkeys(folders))
+
+    def _vouched(self) -> list[str]:
+        return [*self.allowed, *(value for key, value in self.given if _is_target(key, value))]
+
+    def _candidates(self, module: str) -> list[Path]:
+        recorded = self.recorded.folder_of(module)
+        here = [self.started_in, Path.cwd()] if module in map(_top, self._vouched()) else []
+        return [*([recorded] if recorded else []), *here]
+
+    def accepts(self, doubt: Doubt) -> bool:
+        """Whether the user vouches for a value."""
+        if (doubt.key, doubt.text) in self.given or (doubt.key, doubt.signed) in self.given:
+            return True
+        if any(doubt.key.startswith(f"{key}.") for key, text in self.given if "${" in str(text)):
+            return True  # what a reference comes to that was given
+        if doubt.signed is None or not self.recorded.holds("setting", doubt.key, doubt.signed):
+            return False
+        module = _top(doubt.target or "")
+        with suppress(OSError):
+            place = place_of(module, self._candidates(module))
+            return not module or (place is not None and self.recorded.holds("module", module, place.digest))
+        return False
+
+    def refuse(self, doubts: Iterable[Doubt]) -> None:
+        """Raise a `ConfigError` where there is a value that the user does not vouch for."""
+        refused = sorted((one for one in doubts if not self.accepts(one)), key=lambda one: one.target is None)
+        if not refused:
+            return
+        first, others = refused[0], list(dict.fromkeys(doubt.again for doubt in refused[1:]))
+        changed = first.target is not None and self.recorded.holds("setting", first.key, first.signed)
+        told = [f"{first.key} is {_words(first.comes_to or first.text)} in the saved settings of {self.where}"]
+        told += ["and its code has changed since the run recorded it"] * changed
+        more = f"; and for the others: {' '.join(others[:_MOST_SHOWN])}" if others else ""
+        cut = " ..." * (len(others) > _MOST_SHOWN)
+        raise ConfigError(f"{', '.join([*told, first.why])}; where you trust it, add {first.again}{more}{cut}")
+
+
+@contextmanager
+def only_trusted_places(trust: Trust) -> Iterator[None]:
+    """Inside, Hydra looks for option files in folders alone, or in packages that the user vouches for: it imports them
+    for that. Errors as of `only_trusted`.
+    """
+    with inspected(place=partial(_check_place, trust)):
         yield
 
 
 @contextmanager
-def only_trusted(
-    overrides: Sequence[str], new: Sequence[str], *, allowed: Sequence[str], where: Path
-) -> Iterator[None]:
-    """Inside, what Hydra composes of a run's settings names nothing to be run but what is ours, allowed, or given anew;
+def only_trusted(overrides: Sequence[str], trust: Trust) -> Iterator[None]:
+    """Inside, what Hydra composes of a run's settings does nothing but what any settings may, or the user vouches for;
     and so do the places where it looks for option files.
 
     Args:
         overrides: all of them, the saved ones and then the new ones.
-        new: those that the user has just given.
-        allowed: packages or dotted names that may be run, too.
-        where: the run's folder, for the error.
 
     Raises:
-        ConfigError: one does, with its key.
+        ConfigError: it would do more; names the keys, and what to add.
     """
     ours = _shipped()
-    given = set(_given(new))
 
     def check(cfg: DictConfig) -> None:
-        _check_settings(cfg, ours, overrides, given, allowed, where)
+        trust.refuse(_doubts(cfg, ours, overrides, trust))
 
-    with inspected(place=_place_check(new, allowed, where), composed=check):
+    with inspected(place=partial(_check_place, trust), composed=check):
         yield
+
+
+def saved_references(cfg: DictConfig) -> Iterator[Doubt]:
+    """References in settings, as saved, that read the environment or make what stands nowhere."""
+    return _references(cfg, _shipped(), ())
+
+
+def record_of(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> str | None:
+    """Return the record of a run that begins, of all that a resume would have the user vouch for; None where this user
+    has no key.
+
+    Args:
+        cfg: composed.
+        hydra: Hydra's own settings.
+        trust: of a run that nobody vouches for.
+    """
+    doubts = list(_of_run(cfg, hydra, trust))
+    modules: dict[str, Place] = {}
+    for name in {_top(doubt.target) for doubt in doubts if doubt.target is not None}:
+        with suppress(OSError):
+            if (place := place_of(name, [trust.started_in])) is not None:
+                modules[name] = place
+    return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
+
+
+def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
+    """Return what a resume of a run needs on its command line beside the folder, as words for a shell; nothing where
+    the settings cannot be read. For `used` see `Trust`.
+    """
+    with suppress(Exception):  # the resume itself says what is wrong
+        hydra: Any = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
+        cfg: Any = OmegaConf.load(run / ".hydra" / "config.yaml")
+        trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=Recorded.read(run), used=used)
+        refused = [doubt for doubt in _of_run(cfg, hydra, trust) if not trust.accepts(doubt)]
+        return list(dict.fromkeys(doubt.again for doubt in refused))
+    return []
+
+
+def _of_run(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> Iterator[Doubt]:
+    whole = cfg.copy()
+    OmegaConf.set_readonly(whole, False)
+    with open_dict(whole):
+        whole.hydra = hydra
+    texts: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return _doubts(whole, _shipped(), texts, trust)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shipped:
     """What our option files come to by themselves: (key, text) of interpolations, and of Hydra's own settings what they
-    write, by key, and the names of what they call.
+    write, by key, and the names of what they call; the other settings, by key.
     """
 
     interpolated: frozenset[tuple[str, str]]
     written: Mapping[str, Any]
     named: frozenset[str]
+    settings: Mapping[str, Any]
 
 
 @cache
 def _shipped() -> _Shipped:
-    ours = compose(hydra=True)
+    state = GlobalHydra.instance()
+    around = state.hydra  # of a run that begins
+    state.clear()
+    try:
+        ours = compose(hydra=True)
+    finally:
+        state.hydra = around
     hydra = _values(ours.hydra)
     return _Shipped(
         interpolated=frozenset((key, text) for key, text, _ in _interpolated(ours)),
         written=dict(_written(hydra)),
         named=frozenset(name for _, name in _named(hydra, "")),
+        settings={key: value for key, _, value in _resolved(ours, "")},
     )
 
 
-def _place_check(new: Sequence[str], allowed: Sequence[str], where: Path) -> Callable[[str], None]:
-    given = {value for key, value in _given(new) if key.startswith("hydra.searchpath.")}
-
-    def check(place: str) -> None:
-        scheme, _, name = place.rpartition("://")
-        if scheme not in ("", "file") and place not in given:
-            _check("hydra.searchpath", name.replace("/", ".").strip("."), allowed, where)
-
-    return check
+def _check_place(trust: Trust, place: str) -> None:
+    scheme, _, name = place.rpartition("://")
+    given = {value for key, value in trust.given if key.startswith("hydra.searchpath.")}
+    if scheme not in ("", "file") and place not in given:
+        trust.refuse(_imported("hydra.searchpath", name.replace("/", ".").strip("."), trust.allowed))
 
 
-def _check_settings(
-    cfg: DictConfig,
-    ours: _Shipped,
-    overrides: Sequence[str],
-    given: Collection[tuple[str, Any]],
-    allowed: Sequence[str],
-    where: Path,
-) -> None:
-    known = ours.interpolated | set(given)
-    for key, text, value in _interpolated(cfg):
-        if not ((key, text) in known or key == _RECORD or (key.startswith("hydra.overrides.") and text in overrides)):
-            _check_interpolation(key, text, value, where)
-    values = _values(cfg)
-    hydra = values.pop("hydra")
-    hydra.pop("searchpath", None)  # see `only_trusted_places`
+def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Trust) -> Iterator[Doubt]:
+    """All that the user has to vouch for in settings, with Hydra's own below `hydra`."""
+    yield from _references(cfg, ours, overrides)
+    hydra = _values(cfg)["hydra"]
+    for key, name in _named(hydra.pop("searchpath", None), "hydra.searchpath"):  # see `only_trusted_places`
+        if (key, name) not in trust.given:
+            yield from _imported("hydra.searchpath", name, trust.allowed)
     for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
-        if (key, value) not in given:
-            raise ConfigError(
-                f"{key} is {value} in the saved settings of {where}, which programs that are started would heed; where "
-                f"you trust it, give {key}=... again"
-            )
+        yield _doubt(key, value, "which programs that are started would heed", value)
     for key, value in _written(hydra):
-        if ours.written.get(key) != value and (key, value) not in given:
-            raise ConfigError(
-                f"{key} is {value} in the saved settings of {where}, which says what is written, and where; where you "
-                f"trust it, give {key}=... again"
-            )
-    if hydra["job"].get("chdir") and ("hydra.job.chdir", True) not in given:
-        raise ConfigError(
-            f"hydra.job.chdir is true in the saved settings of {where}, so that the run's processes would look for "
-            "modules in that folder; where you trust it, give hydra.job.chdir=true again"
-        )
+        if ours.written.get(key) != value:
+            yield _doubt(key, value, "which says what is written, and where", value)
+    if hydra["job"].get("chdir"):
+        yield _doubt("hydra.job.chdir", True, "so that the run's processes would look for modules there", True)
     for key, name in _named(hydra, "hydra"):
-        if name not in ours.named and (key, name) not in given and (key, name) not in _OF_SWEEPS:
-            _check(key, name, allowed, where)
-    for key, name in _named(values, ""):
-        if (key, name) not in given:
-            check_saved_target(key, name, allowed, where)
-    for key, value in _leaves(values, ""):
-        code = _LETS_RUN.get(key.rpartition(".")[2])
-        if code is not None and value and (key, value) not in given:
-            text = str(value).lower() if isinstance(value, bool) else value
-            raise ConfigError(
-                f"{key}={text} in the saved settings of {where} lets code run {code}; "
-                f"where you trust it, give {key}={text} again"
-            )
+        if name not in ours.named and (key, name) not in _OF_SWEEPS:
+            yield from _imported(key, name, trust.allowed)
+    for key, text, value in _resolved(cfg, ""):
+        yield from _of_setting(key, text, value, ours, trust)
+    if trust.places == "all":
+        yield from _links(trust)
+
+
+def _of_setting(key: str, text: object, value: Any, ours: _Shipped, trust: Trust) -> Iterator[Doubt]:
+    last = key.rpartition(".")[2]
+    if key in trust.used and not any(key == given for given, _ in trust.given):
+        text = value = trust.used[key]
+    known = value is not _UNKNOWN
+    value = value if known else text
+    if _is_target(key, value):
+        if value != text:
+            yield _doubt(key, text, "which may come to any code", text)
+        yield from _target(key, value.partition("://")[2].replace("/", ".") or value, trust.allowed)
+    elif last in _LETS_RUN and value:
+        signed = _file_signed(trust.started_in, value) if last == "function_path" else None
+        yield _doubt(key, text, f"which lets code run {_LETS_RUN[last]}", signed)
+    elif value is None or ours.settings.get(key, _UNKNOWN) == value:
+        return
+    elif engine := next((name for name in _ENGINES if key.startswith(f"{name}.")), None):
+        inner = re.sub(r"\.\d+(?=\.|$)", "", key.removeprefix(f"{engine}."))
+        if not _ENGINES[engine].fullmatch(inner) or not isinstance(value, int | float):
+            yield _doubt(key, text, "which may have the engine run code, or read or call a place", value)
+    elif known and trust.places != "none":
+        yield from _of_place(key, text, value, trust)
+
+
+def _of_place(key: str, text: object, value: Any, trust: Trust) -> Iterator[Doubt]:
+    """Of a setting that names a place outside the run's folder."""
+    written = any(f"{key}.".startswith(f"{name}.") for name in _WRITTEN) or _of_tracker(key, value)
+    path = isinstance(value, str) and "://" not in value and (key in PATHS or key == RESUME_FROM)
+    looks = isinstance(value, str) and _ELSEWHERE.match(value)
+    if not (written or (looks and "://" in value) or (trust.places == "all" and (key in _READ or looks))):
+        return
+    if path or (looks and "://" not in value):
+        if key == "model.shapes" and not looks and not (trust.started_in / value).is_file():
+            return  # the name of a model whose shapes are known
+        place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
+        if _inside(place, trust.where):
+            return
+        value = os.path.abspath(place)  # noqa: PTH100 - links stay
+    told = shown(str(value))
+    signed = _here(told, trust.where) if written else told
+    refers = "${" in str(text)
+    found = _doubt(key, text if refers else value, "a place outside the run's folder", signed)
+    yield found._replace(text=text, comes_to=None if refers else told)
+
+
+def _of_tracker(key: str, value: object) -> bool:
+    """Whether a setting says where a tracker sends what it is given; all do that are not known for another thing."""
+    group, _, below = (*key.split(".", 3), "", "")[:3]
+    named = below in _OF_TRACKERS or (below == "mode" and value in _OFFLINE)
+    return group == "tracker" and not named
+
+
+def _links(trust: Trust) -> Iterator[Doubt]:
+    """Links in a run's folder that lead out of it: what is written there would be written elsewhere."""
+    run, why = trust.where, "a link that leads out of the run's folder"
+    parts = [part for part in (run, run / ".hydra", run / "logs") if part.is_dir()]
+    for found in (found for part in parts for found in sorted(part.iterdir()) if found.is_symlink()):
+        name, place = str(found.relative_to(run)), os.path.realpath(found)
+        if _inside(found, run):
+            continue
+        if name != "checkpoints":
+            again = f"the file itself in place of the link {shlex.quote(name)}"
+            yield Doubt(name, place, _here(place, run), why, again)
+        elif not any(key == "checkpoint.dir" for key, _ in trust.given):
+            yield _doubt("checkpoint.dir", place, why, _here(place, run))
+
+
+def _here(place: str, run: Path) -> str | None:
+    """What a record has for a place that is written. The folder of a copy is another: two runs would write there."""
+    with suppress(OSError):
+        return f"{place} of {run.stat().st_ino}"
+    return None
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _file_signed(started_in: Path, value: object) -> str | None:
+    """A file's path and the digest of its bytes; None: it is no file here."""
+    try:
+        path = started_in / Path(str(value)).expanduser()
+        return f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _doubt(key: str, text: object, why: str, signed: object) -> Doubt:
+    words = _words(text)
+    plain = not isinstance(text, str) or re.fullmatch(r"[\w./-]+", words)
+    return Doubt(key, text, signed, why, shlex.quote(f"{key}={words if plain else quote(words)}"))
+
+
+def _words(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else shown(str(value))
 
 
 def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
-    """That a class which a run's settings name is one of ours for that place, or allowed.
+    """Refuse a class that a run's settings name, unless it is one of ours for that place, or the user vouches for it.
 
     Args:
         key: that names it, not one of Hydra's own.
-        allowed, where: see `only_trusted`.
+        allowed, where: see `Trust`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is refused.
     """
+    Trust(where=where, allowed=allowed, recorded=Recorded.read(where)).refuse(_target(key, name, allowed))
+
+
+def _target(key: str, name: str, allowed: Sequence[str]) -> Iterator[Doubt]:
     # elsewhere than in its own group a class may be given what it must not be: a model's code to be run
     if name not in own_targets_of(key.partition(".")[0]):
-        _check(key, name, (*OWN, *allowed), where)
+        yield from _imported(key, name, (*OWN, *allowed))
 
 
-def _check(key: str, name: str, allowed: Collection[str], where: Path) -> None:
-    real = name if _below(name, allowed) else None
-    if real is not None:
-        # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
-        real = _home(name)
+def _imported(key: str, name: str, allowed: Collection[str]) -> Iterator[Doubt]:
+    # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
+    real = _home(name) if _below(name, allowed) else None
     if real is None or not _below(real, allowed):
-        raise ConfigError(
-            f"{key} is {name} in the saved settings of {where}, which would be imported and run; where you trust it, "
-            f"add --allow-target {name.partition('.')[0] if real is None else real}"
-        )
+        package = name.partition(".")[0] if real is None else real
+        yield Doubt(key, name, name, "which would be imported and run", f"--allow-target {shlex.quote(package)}", name)
 
 
-def _check_interpolation(key: str, text: str, value: Any, where: Path) -> None:
-    left, before = text, ""
-    while left != before:
-        left, before = _HARMLESS.sub("\0", left), left
-    # In the run Hydra's own settings come to more than here; what of the others cannot be resolved is refused as wrong.
-    unknown = value is _UNKNOWN and key.startswith("hydra.")
-    # Text that looks like one when it is resolved would be resolved again, as Hydra does before it calls anything.
-    if "${" in left or unknown or (isinstance(value, str) and "${" in value):
-        raise ConfigError(
-            f"{key} is {text} in the saved settings of {where}, and what that comes to might be run; where you trust "
-            f"it, give {key}=... again"
-        )
+def _references(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str]) -> Iterator[Doubt]:
+    for key, text, value in _interpolated(cfg):
+        if (key, text) in ours.interpolated or key == _RECORD:
+            continue
+        if key.startswith("hydra.overrides.") and text in overrides:
+            continue
+        left, before = text, ""
+        while left != before:
+            left, before = _HARMLESS.sub("\0", left), left
+        # In the run Hydra's own settings come to more than here; what of the others cannot be resolved is refused as
+        # wrong.
+        unknown = value is _UNKNOWN and key.startswith("hydra.")
+        # Text that looks like one when it is resolved would be resolved again, as Hydra does before it calls anything.
+        if "${" in left or unknown or (isinstance(value, str) and "${" in value):
+            reads = "oc.env" in left and left.count("${") == left.count("${oc.env")
+            why = "which reads your environment" if reads else "and what that comes to might be run"
+            yield _doubt(key, text, why, text)
 
 
 def _below(name: str, packages: Collection[str]) -> bool:
@@ -231,6 +488,16 @@ def _home(name: str) -> str:
     while isinstance(found, partial):
         found = found.func
     return str(getattr(found, "__module__", None) or getattr(found, "__name__", None) or type(found).__module__)
+
+
+def _is_target(key: str, value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    return key.rpartition(".")[2] in _RUN or value.startswith(_IMPORTED)
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _values(node: DictConfig) -> Any:
@@ -270,6 +537,25 @@ def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:
     yield from below(cfg, _values(cfg), "")
 
 
+def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterator[tuple[str, object, Any]]:
+    """(key, text, value) of all settings but Hydra's own, at any depth, also where interpolations lead."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{key[:60]}... lies more than {_DEEPEST} levels deep; write it out")
+    texts: Any = OmegaConf.to_container(node, resolve=False)
+    for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts or ()):
+        if (key, part) == ("", "hydra"):
+            continue
+        place = f"{key}.{part}" if key else str(part)
+        try:
+            value = node[part]
+        except OmegaConfBaseException:
+            value = None if text == "???" else _UNKNOWN
+        if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_missing(node, part):
+            yield from _resolved(value, place, depth + 1)
+        else:
+            yield place, text, value
+
+
 def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
     """(key, value) of what Hydra and Python's logging are told of the files that they write."""
     for part in ("job_logging", "hydra_logging", "output_subdir"):
@@ -292,3 +578,6 @@ def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{override.input_line} is a sweep; give one value here")
         yield from _named(value, key)
         yield from _leaves(value, key)
+        for name in value if isinstance(value, list) else [value]:  # of an option of ours, what its file gives
+            if isinstance(name, str) and "." not in key and (option := own_options(key).get(name)):
+                yield from _leaves(option, f"tracker.{name}" if key == "tracker" else key)

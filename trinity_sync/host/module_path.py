@@ -11,28 +11,35 @@ from pathlib import Path
 
 _FOLDERS, _RAYS_HOOK = "TRINITY_SYNC_MODULES", "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 _folders: list[str] = []
+_named = False
 
 
 @contextmanager
-def own_modules_found(folder: Path | None = None) -> Iterator[None]:
-    """Inside, a module that is found nowhere else is looked for in a folder, and in none that was named around it: a
-    user's own reward or task lies there. Last of all, so that a file of theirs hides no module of anybody's.
+def own_modules_found(*folders: Path, unless_named: bool = False) -> Iterator[None]:
+    """Inside, a module that is found nowhere else is looked for in these folders, and in none that was named around it:
+    a user's own reward or task lies there. Last of all, so that a file of theirs hides no module of anybody's.
 
     Args:
-        folder: where the run was started; None: the current one.
+        unless_named: only where no folders, or none, were named around it.
     """
-    here = str(folder or Path.cwd())
-    around = list(_folders)
+    global _named
+    here, around, before = [str(folder) for folder in folders], list(_folders), _named
+    if unless_named and before:
+        yield
+        return
     for other in around:
         _leave_out(other)
-    _folders[:] = [here]
-    sys.path.append(here)
+    _folders[:] = here
+    sys.path += here
+    _named = True
     try:
         yield
     finally:
-        _leave_out(here)
+        for folder in here:
+            _leave_out(folder)
         sys.path += around
         _folders[:] = around
+        _named = before
 
 
 def _leave_out(folder: str) -> None:

@@ -35,8 +35,8 @@ from trinity_sync.launch import elsewhere
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.new_folder import NewFolder
-from trinity_sync.launch.resume import Resume, used_settings
-from trinity_sync.launch.settings import changed_settings
+from trinity_sync.launch.resume import PLACES, Resume, used_settings
+from trinity_sync.launch.settings import saved_settings
 from trinity_sync.launch.sweeps import composed_before, for_each_job, note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import hold, holds_run, let_go, lock_owner
 
@@ -111,7 +111,7 @@ def run_main(
         _session.dry_run = line.dry_run
         with (
             interruptible(),
-            own_modules_found(resume.started_in if resume else None),
+            own_modules_found(Path.cwd(), unless_named=True),
             _command_line(line.arguments),
             _hydra_errors_raised(),
             _session.around_jobs,
@@ -211,7 +211,8 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         launcher.look(used, run_dir)
         print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
         return DONE
-    settings = changed_settings(run_dir, cfg, started_in) if resume else None
+    places = {key: OmegaConf.select(used, key) for key in PLACES}
+    settings = saved_settings(run_dir, cfg, started_in, places, resumed=resume is not None)
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 

@@ -34,7 +34,14 @@ from trinity_sync.launch.beforehand import check_beforehand, needed_processors
 from trinity_sync.launch.cluster import cluster, has_gpus
 from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
-from trinity_sync.launch.resume import Resume, check_owned, committed_steps, recorded_commits, written_places
+from trinity_sync.launch.resume import (
+    Resume,
+    check_owned,
+    committed_steps,
+    recorded_commits,
+    resume_command,
+    written_places,
+)
 from trinity_sync.launch.row_scan import Scanned, scanned_task
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.record import run_id
@@ -150,6 +157,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, owner: Owner, th
         view=cfg.live,
         trackers=run_trackers(cfg),
         report=write_report,
+        resume=resume_command,
         checkpoints=start.checkpoints.absolute(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.checkpoint import owner
 from trinity_sync.checkpoint.deletion_notes import noted_deletions
-from trinity_sync.config import anchored
+from trinity_sync.config import anchored, asked_again
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.urls import absolute, shown
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.record import read_record
 
-_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
-_PLACES = (_DIR, _MIRROR, "checkpoint.resume_from")
+PLACES = _DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,43 @@ def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
     Args:
         run: the run's folder. A place inside it is relative to it, so that it moves with the run.
     """
-    found = {key: OmegaConf.select(cfg, key) for key in _PLACES}
+    found = {key: OmegaConf.select(cfg, key) for key in PLACES}
     if (place := found[_DIR]) is not None:
         folder = Path(place).absolute()
         found[_DIR] = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
     if (place := found[_MIRROR]) is not None:
         found[_MIRROR] = absolute(place)
     return {key: place for key, place in found.items() if place is None or shown(place) == place}
+
+
+def used_places(run: Path) -> dict[str, str | None]:
+    """Return the places of checkpoints by config key that a resume of a run uses, as its run.json names them.
+
+    Args:
+        run: the run's folder, absolute.
+
+    Raises:
+        ConfigError: run.json cannot be read.
+    """
+    recorded = read_record(run / "run.json").get("places") or {}
+    found = {key: recorded[key] for key in PLACES if key in recorded}
+    if found.get(_DIR) is not None:
+        found[_DIR] = str(run / found[_DIR])
+    return found
+
+
+def resume_command(run: Path, called: str) -> str:
+    """Return the command line that goes on with a run, with all that it has to be given.
+
+    Args:
+        run: the run's folder, absolute.
+        called: how its folder is shown.
+    """
+    try:
+        asked = asked_again(run, used_places(run))
+    except ConfigError:
+        asked = []  # the resume itself says what is wrong
+    return " ".join(["trinity-sync resume", shlex.quote(called), *asked])
 
 
 def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
@@ -66,10 +97,9 @@ def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
         ConfigError: run.json cannot be read.
     """
     used = anchored(cfg, resume.started_in)
-    recorded = read_record(run / "run.json").get("places") or {}
-    for key, place in recorded.items():
-        if key in _PLACES and not resume.names(key):
-            OmegaConf.update(used, key, str(run / place) if key == _DIR and place is not None else place)
+    for key, place in used_places(run).items():
+        if not resume.names(key):
+            OmegaConf.update(used, key, place)
     return used
 
 

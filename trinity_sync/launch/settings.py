@@ -1,4 +1,4 @@
-"""The settings with which a run goes on, as Hydra saves those of a new one: three files in `.hydra/`."""
+"""The settings of a run, as Hydra saves those of a new one, and the record of this user: files in `.hydra/`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.recorded import FILE
+from trinity_sync.config.saved import Trust, record_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import replace_file
 
@@ -18,20 +20,26 @@ FOLDER = ".hydra"
 
 
 @contextmanager
-def changed_settings(run: Path, cfg: DictConfig, started_in: Path) -> Iterator[None]:
-    """Save the settings of a run that goes on; those of before are put back where it turns out that it cannot.
+def saved_settings(
+    run: Path, cfg: DictConfig, started_in: Path, places: Mapping[str, str | None], *, resumed: bool
+) -> Iterator[None]:
+    """Save what a resume of a run goes by: of a new run its record, of one that goes on its settings, too; those of
+    before are put back where it turns out that it cannot begin.
 
     Args:
         run: its folder.
         cfg: as composed by the job that Hydra is in.
         started_in: where the run was started first, from which its relative paths count.
+        places: by key, those that the run uses whatever `cfg` says.
 
     Raises:
         RunError: the disk refuses.
     """
     folder = run / FOLDER
-    texts = _texts(cfg, started_in)
-    before = {name: (folder / name).read_text("utf-8") for name in texts}
+    texts = _texts(run, cfg, started_in, places)
+    if not resumed:  # Hydra has saved the others, but for hydra.output_subdir=null
+        texts = {FILE: texts[FILE]} if folder.is_dir() else {}
+    before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:
         yield
@@ -40,7 +48,7 @@ def changed_settings(run: Path, cfg: DictConfig, started_in: Path) -> Iterator[N
         raise
 
 
-def _texts(cfg: DictConfig, started_in: Path) -> dict[str, str]:
+def _texts(run: Path, cfg: DictConfig, started_in: Path, places: Mapping[str, str | None]) -> dict[str, str | None]:
     """The files by name. What a resume goes by stands before the configuration that it compares with: should only some
     be written, the next one shows what has changed.
     """
@@ -51,12 +59,16 @@ def _texts(cfg: DictConfig, started_in: Path) -> dict[str, str]:
     hydra.hydra.runtime.cwd = str(started_in)
     OmegaConf.set_readonly(hydra.hydra, True)
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
-    return {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    trust = Trust(where=run, started_in=started_in, used=places)
+    return {name: OmegaConf.to_yaml(part) for name, part in parts.items()} | {FILE: record_of(cfg, hydra.hydra, trust)}
 
 
-def _write(folder: Path, texts: Mapping[str, str]) -> None:
+def _write(folder: Path, texts: Mapping[str, str | None]) -> None:
     for name, text in texts.items():
         try:
-            replace_file(folder / name, text)
+            if text is not None:
+                replace_file(folder / name, text)
+            else:
+                (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{folder / name} cannot be written: {error.strerror or error}") from error

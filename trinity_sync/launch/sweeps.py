@@ -23,9 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import anchored, check, check_inputs
+from trinity_sync.config.recorded import FILE, record
 from trinity_sync.errors import TrinityError
+from trinity_sync.host.durable import replace_file
 from trinity_sync.host.urls import absolute, local_folder, shown
 from trinity_sync.launch import elsewhere
+from trinity_sync.launch.settings import FOLDER
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 
@@ -204,12 +207,23 @@ def composed_before(hydra: DictConfig) -> Iterator[None]:
 
 def note_settings(config: DictConfig) -> None:
     """Save the settings of a sweep in its folder, as Hydra's own sweeper does, for those that do not: by them a sweep
-    is known for one.
+    is known for one. Its jobs are recorded as those of this user.
     """
-    if not _is(config.hydra.sweeper, BasicSweeper):
-        sweep = Path(config.hydra.sweep.dir)
-        sweep.mkdir(parents=True, exist_ok=True)
+    sweep = Path(config.hydra.sweep.dir)
+    sweep.mkdir(parents=True, exist_ok=True)
+    jobs = split_jobs(config.hydra)
+    if jobs is None:
         OmegaConf.save(config, sweep / "multirun.yaml")
+    elif (text := record([what_is_typed(config.hydra, jobs)], {})) is not None:
+        (sweep / FOLDER).mkdir(exist_ok=True)
+        replace_file(sweep / FOLDER / FILE, text)
+
+
+def what_is_typed(hydra: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[str, list[object]]:
+    """Return what a record has of the command line of a sweep, as key and value: the overrides of each job, and where
+    and from which primary config it was started.
+    """
+    return "jobs", [jobs, hydra.runtime.cwd, hydra.job.config_name]
 
 
 def split_jobs(hydra: DictConfig) -> list[list[str]] | None:

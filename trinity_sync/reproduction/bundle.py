@@ -94,8 +94,8 @@ def read_bundle(path: Path) -> Bundle:
             overrides=tuple(map(str, content["overrides"])),
             config=_mapping(content["config"]),
             outcome=Outcome(
-                digests={int(step): str(digest) for step, digest in _mapping(content["digests"]).items()},
-                metrics={int(step): _numbers(values) for step, values in _mapping(content["metrics"]).items()},
+                digests={_step(step): str(digest) for step, digest in _mapping(content["digests"]).items()},
+                metrics={_step(step): _numbers(values) for step, values in _mapping(content["metrics"]).items()},
             ),
         )
     except (ValueError, TypeError) as error:
@@ -112,6 +112,13 @@ def _mapping(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise TypeError(f"{value!r:.60} where a mapping should be")
     return value
+
+
+def _step(text: str) -> int:
+    step = int(text)
+    if not 0 <= step < 2**53:
+        raise ValueError(f"{text:.60} where a step should be")
+    return step
 
 
 def _numbers(value: object) -> dict[str, Number]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -24,13 +24,23 @@ from trinity_sync.tracking.summary import (
 from trinity_sync.tracking.validation import LOSS
 
 _WHOLE = ("folder", "report", "next")
+ResumeCommand = Callable[[Path, str], str]
+"""Gives the command that goes on with the run in a folder, which it calls by the text."""
 
 
 class _Closing:
     """The closing text as rich prints it: as wide as the output, ASCII where it knows no more."""
 
-    def __init__(self, summary: Summary, run_dir: Path, total_steps: int | None, error: str | None) -> None:
+    def __init__(
+        self,
+        summary: Summary,
+        run_dir: Path,
+        total_steps: int | None,
+        error: str | None,
+        resume: ResumeCommand | None,
+    ) -> None:
         self._summary, self._run_dir, self._total, self._error = summary, run_dir, total_steps, error
+        self._resume = resume
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         summary, status = self._summary, self._summary["status"]
@@ -39,13 +49,18 @@ class _Closing:
         yield Text.assemble((status, style), f": {steps} steps in {units.seconds(summary['wall_s'])}")
         if self._error:
             yield Text(printable(self._error, keep="\n"), style="red")
-        rows = closing_lines(summary, self._run_dir, "->" if options.ascii_only else "→")
+        rows = closing_lines(summary, self._run_dir, "->" if options.ascii_only else "→", self._resume)
         for label, text in lay_out(rows, options.max_width):
             yield Text.assemble((label, "bold"), text, no_wrap=True, overflow="ignore")
 
 
 def render_summary(
-    summary: Summary, run_dir: str | os.PathLike[str], *, total_steps: int | None = None, error: str | None = None
+    summary: Summary,
+    run_dir: str | os.PathLike[str],
+    *,
+    total_steps: int | None = None,
+    error: str | None = None,
+    resume: ResumeCommand | None = None,
 ) -> RenderableType:
     """Render what a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
 
@@ -54,11 +69,12 @@ def render_summary(
         run_dir: the folder; shown relative to the working directory when it is below it.
         total_steps: how many steps the run was to have.
         error: why it failed.
+        resume: gives the command that goes on with it; None: it is the plain one.
 
     Returns:
         A text for ``console.print(..., crop=False)``, so that long paths and commands stay whole.
     """
-    return _Closing(summary, Path(run_dir), total_steps, error)
+    return _Closing(summary, Path(run_dir), total_steps, error, resume)
 
 
 def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
@@ -72,7 +88,9 @@ def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]
     return lines
 
 
-def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tuple[str, str]]:
+def closing_lines(
+    summary: Summary, run_dir: Path, arrow: str = "->", resume: ResumeCommand | None = None
+) -> list[tuple[str, str]]:
     """Return label and text of each line below the status."""
     sync, checkpoint = summary["sync"], summary["checkpoint"]
     lines = []
@@ -100,12 +118,12 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
     lines.append(("folder", shown))
     if (run_dir / "report.html").exists():
         lines.append(("report", f"{shown}/report.html"))
-    lines.append(("next", next_command(summary, shown)))
+    lines.append(("next", next_command(summary, shown, resume)))
     return lines
 
 
-def next_command(summary: Summary, run_dir: str) -> str:
-    """Return the one command that most users want now."""
+def next_command(summary: Summary, run_dir: str, resume: ResumeCommand | None = None) -> str:
+    """Return the one command that most users want now; see `ResumeCommand`."""
     folder = shlex.quote(run_dir)
     if summary["status"] == "running":
         return f"trinity-sync watch {folder}"
@@ -113,7 +131,7 @@ def next_command(summary: Summary, run_dir: str) -> str:
         return f"trinity-sync report {folder}"
     if summary["status"] == "completed":
         return f"trinity-sync ckpt list {folder}"
-    return f"trinity-sync resume {folder}"
+    return f"trinity-sync resume {folder}" if resume is None else resume(Path(run_dir).absolute(), run_dir)
 
 
 def shorten(path: Path) -> str:

@@ -64,6 +64,8 @@ _PARTS: Mapping[str, Mapping[str, type]] = {
     "last_version": {"step": int, "digest": str},
 }
 """What holds more than one value, and what must be in it."""
+MOST_THREADS = 1024
+_MOST = 2**53
 _NUMBERS = {
     "attempt": int | None,
     "resumed_from": int | None,
@@ -327,8 +329,18 @@ def check_shape(record: Mapping[str, object], path: Path) -> None:
         if not isinstance(place, str | None):
             raise ConfigError(f"{path} is not the record of a run: a place is {place!r:.60}")
     for name, kinds in _NUMBERS.items():
-        if not isinstance(record.get(name), kinds):
-            raise ConfigError(f"{path} is not the record of a run: {name} is {record.get(name)!r:.60}")
+        value = record.get(name)
+        if not isinstance(value, kinds) or not _in_range(value, 0, _MOST):
+            raise ConfigError(f"{path} is not the record of a run: {name} is {value!r:.60}")
+    last, threads = record.get("last_version"), record.get("threads")
+    step = last["step"] if isinstance(last, dict) else None
+    counts = threads.values() if isinstance(threads, dict) else [threads]
+    if not _in_range(step, 0, _MOST):
+        raise ConfigError(f"{path} is not the record of a run: last_version.step is {step!r:.60}")
+    if not all(isinstance(count, int | None) and _in_range(count, 1, MOST_THREADS) for count in counts):
+        raise ConfigError(
+            f"{path} is not the record of a run: threads is {threads!r:.60}, of which a process has 1 to {MOST_THREADS}"
+        )
     if (id := record.get("id")) is not None and not is_run_id(id):
         raise ConfigError(f"{path} is not the record of a run: id is {id!r:.60}")
 
@@ -337,6 +349,11 @@ def recorded_checkpoints(record: RunJson, run: Path) -> Path | None:
     """Return the checkpoint folder in the record of the run in a folder; None: an earlier release recorded none."""
     places = record.get("places")
     return None if places is None else run / (places.get("checkpoint.dir") or "checkpoints")
+
+
+def _in_range(value: object, least: float, most: float) -> bool:
+    """Whether a number, or nothing, is within bounds; NaN and a truth value are not."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most)
 
 
 def is_run_id(text: object) -> bool:

@@ -23,7 +23,7 @@ from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.closing import render_summary
+from trinity_sync.tracking.closing import ResumeCommand, render_summary
 from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.files import plain
 from trinity_sync.tracking.live import LiveView, Mode
@@ -83,6 +83,7 @@ class Recorder:
         *,
         total_steps: int | None,
         report: Callable[[Path], object] | None,
+        resume: ResumeCommand | None,
         checkpoints: Path | None,
         clock: Callable[[], float],
     ) -> None:
@@ -94,7 +95,7 @@ class Recorder:
             report,
             clock,
         )
-        self._checkpoints = checkpoints
+        self._checkpoints, self._resume = checkpoints, resume
         self._metrics = jsonl.JsonlWriter(folder.metrics)
         self._events = jsonl.JsonlWriter(folder.events)
         self._samples = jsonl.JsonlWriter(folder.samples)
@@ -123,6 +124,7 @@ class Recorder:
         view: Mode = "auto",
         trackers: Iterable[Tracker] = (),
         report: Callable[[Path], object] | None = None,
+        resume: ResumeCommand | None = None,
         checkpoints: Path | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
@@ -139,6 +141,7 @@ class Recorder:
             view: how the run shows itself, see `LiveView`.
             trackers: those that are to be started.
             report: writes the report of a run folder; called at the end, its failure is logged only.
+            resume: gives the command that goes on with the run, for the summary.
             checkpoints: the checkpoint folder, where the summary looks for what is kept; None: it goes by the events.
             console: where the view and the summary go.
             clock: gives Unix seconds.
@@ -184,6 +187,7 @@ class Recorder:
                 started,
                 total_steps=total_steps,
                 report=report,
+                resume=resume,
                 checkpoints=checkpoints,
                 clock=clock,
             )
@@ -326,7 +330,8 @@ class Recorder:
         story.info("%s", told_ending(status, error, summary))
         flush_logs()
         if summary is not None:
-            self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
+            folder, total = self.folder.path, self._total
+            self._print(render_summary(summary, folder, total_steps=total, error=error, resume=self._resume))
         if refused:
             raise refused[0]
 

@@ -1,0 +1,121 @@
+"""What this user recorded of a run on this host. Nobody else can make such a record: its signatures need a key that
+only this user can read. A resume trusts the values in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trinity_sync.config.lookup import Place
+
+FILE = "recorded.json"
+"""In `.hydra/` of a run: signatures, and the folders of modules. It holds no value of a setting."""
+
+_KEY_BYTES = 32
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The record of one folder: the key of this user on this host (None: nothing is trusted), signatures in hex, and
+    the folder of each top-level module that was named, a hint until its signature is checked.
+    """
+
+    key: bytes | None = None
+    signatures: frozenset[str] = frozenset()
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Recorded:
+        """Read the record of a folder; one that trusts nothing where there is no record that can be read."""
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            path = folder / ".hydra" / FILE
+            if path.is_file() and path.stat().st_size <= _MOST_BYTES:
+                content = json.loads(path.read_bytes())
+                return cls(
+                    key=_user_key(make=False),
+                    signatures=frozenset(map(str, content["signatures"])),
+                    modules={str(name): str(place) for name, place in content["modules"].items()},
+                )
+        return NOTHING
+
+    def holds(self, *what: object) -> bool:
+        """Whether this user recorded it."""
+        return self.key is not None and _sign(self.key, what) in self.signatures
+
+    def folder_of(self, module: str) -> Path | None:
+        """Return the folder in which a top-level module was when it was recorded; None: it was not."""
+        folder = self.modules.get(module)
+        return Path(folder) if folder is not None and self.holds("folder", module, folder) else None
+
+
+NOTHING = Recorded()
+
+
+def record(settings: Iterable[tuple[str, object]], modules: Mapping[str, Place]) -> str | None:
+    """Return a record of keys with their values, and of the top-level modules that these name; None where this user has
+    no safe place for a key.
+    """
+    key = _user_key(make=True)
+    if key is None:
+        return None
+    signed = [_sign(key, ("setting", *pair)) for pair in settings]
+    for name, place in modules.items():
+        signed += [_sign(key, ("module", name, place.digest)), _sign(key, ("folder", name, place.folder))]
+    found = {"signatures": sorted(set(signed)), "modules": {name: place.folder for name, place in modules.items()}}
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _sign(key: bytes, what: Iterable[object]) -> str:
+    text = json.dumps([*what], sort_keys=True, default=str)
+    return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def _user_key(*, make: bool) -> bytes | None:
+    """The key of this user on this host; None where another user could read or replace it, or none can be made."""
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        above = next(place for place in (state, *state.parents) if place.exists())
+        if not state.is_absolute() or above.stat().st_uid != os.geteuid():
+            return None  # as of root with the home of another user, whose state would be root's then
+        path = state / "trinity-sync" / f"{socket.gethostname()}.key"
+        if make:
+            _make_key(path)
+        place = path.parent.lstat()
+        if not stat.S_ISDIR(place.st_mode) or place.st_uid != os.geteuid() or place.st_mode & 0o022:
+            return None
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found, key = os.fstat(handle), os.read(handle, _KEY_BYTES + 1)
+        finally:
+            os.close(handle)
+    except (OSError, RuntimeError):
+        return None
+    private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return key if private and len(key) == _KEY_BYTES else None
+
+
+def _make_key(path: Path) -> None:
+    if path.exists():
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{secrets.token_hex(8)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(handle, secrets.token_bytes(_KEY_BYTES))
+        os.fsync(handle)
+        with suppress(FileExistsError):  # another run was faster
+            os.link(draft, path)
+    finally:
+        os.close(handle)
+        draft.unlink(missing_ok=True)
