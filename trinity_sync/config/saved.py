@@ -24,9 +24,10 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.composition import compose, inspected, quote
+from trinity_sync.config.composition import compose, inspected
 from trinity_sync.config.lookup import Place, place_of
 from trinity_sync.config.options import own_options, own_targets_of
+from trinity_sync.config.overrides import quote
 from trinity_sync.config.places import PATHS, RESUME_FROM
 from trinity_sync.config.recorded import NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError

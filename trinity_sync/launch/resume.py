@@ -17,7 +17,8 @@ from trinity_sync.host.urls import absolute, shown
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.record import read_record
 
-PLACES = _DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
+_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
+PLACES = (_DIR, _MIRROR, "checkpoint.resume_from")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def used_places(run: Path) -> dict[str, str | None]:
     """
     recorded = read_record(run / "run.json").get("places") or {}
     found = {key: recorded[key] for key in PLACES if key in recorded}
-    if found.get(_DIR) is not None:
-        found[_DIR] = str(run / found[_DIR])
+    if (folder := found.get(_DIR)) is not None:
+        found[_DIR] = str(run / folder)
     return found
 
 
