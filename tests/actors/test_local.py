@@ -7,9 +7,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -229,6 +230,23 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
         with pytest.raises(NotOursError, match="does not know the secret"):
             Link("127.0.0.1", listening.getsockname()[1], SECRET, "the actor", LIMIT)
         pretending.join(LIMIT)
+
+
+def test_a_proof_that_comes_in_drops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "PROOF_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                while connection.send(b"n"):
+                    time.sleep(0.1)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(TimeoutError):
+            Link("127.0.0.1", listening.getsockname()[1], SECRET, "the actor", LIMIT)
+        dripping.join(LIMIT)
 
 
 def test_a_proof_cannot_be_sent_back_as_ones_own() -> None:

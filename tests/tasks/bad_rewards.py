@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import RewardResult
 
 
 def misbehave(prompt: Prompt, response: str) -> Any:
@@ -126,3 +127,15 @@ def has_our_key(prompt: Prompt, response: str, timeout_s: float = 1.0) -> float:
 class Waits:
     async def __call__(self, prompt: Prompt, response: str) -> float:
         return 1.0
+
+
+class Warm:
+    """Is worth 1 once it has been warmed up, in the process in which it is called."""
+
+    warm_in = 0
+
+    def warm_up(self) -> None:
+        self.warm_in = os.getpid()
+
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        return RewardResult(float(self.warm_in == os.getpid()))

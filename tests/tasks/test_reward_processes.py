@@ -23,6 +23,7 @@ from tests.tasks import bad_rewards
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.child_process import OWN_NAMES
 from trinity_sync.host.origin import Origin, origin
+from trinity_sync.host.process import driver_lifeline
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
 from trinity_sync.tasks.functions import FunctionReward
@@ -174,6 +175,16 @@ def test_what_one_that_hangs_has_started_ends_at_the_limit(capfd: pytest.Capture
     with judging(timeout_s=1) as judge:
         verdicts(judge, "leaves a session behind and sleeps")
         assert gone(int(capfd.readouterr().err))
+
+
+def test_a_driver_that_is_gone_leaves_its_end_to_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with judging("stop") as judge:
+        with driver_lifeline(tmp_path / "driver") as environment:
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            (program,) = verdicts(judge, "leaves a session behind")
+        assert verdicts(judge, "fine") == [Verdict(1.0, None)]
+    assert gone(int(program.reward))
 
 
 def test_a_process_does_not_outlive_its_keeper() -> None:
@@ -386,6 +397,14 @@ class Unloadable:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return __import__, ("no_such_module_anywhere",)
+
+
+def test_a_reward_is_warmed_up_where_it_judges() -> None:
+    judge = RewardProcesses(bad_rewards.Warm(), Judging(), "my.reward")
+    try:
+        assert verdicts(judge, "") == [Verdict(1.0, None)]
+    finally:
+        judge.close()
 
 
 def test_a_function_that_cannot_be_imported_there_ends_the_run_whatever_the_policy() -> None:

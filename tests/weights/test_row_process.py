@@ -16,7 +16,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from tests.weights.helpers import cut, local_elements, random_tensor, reference_digest
-from trinity_sync.weights import digests
+from trinity_sync.weights import digests, row_process
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.row_process import RowProcesses
 from trinity_sync.weights.slots import SlotArena
@@ -89,6 +89,18 @@ def test_answers_to_a_question_that_failed_are_not_taken_for_those_to_the_next(
     with pytest.raises(MemoryError):
         processes.digest(spans[::-1], fails)
     assert processes.digest(spans, here) == [here(number) for number in range(4)]
+
+
+def test_a_helper_that_was_stopped_is_done_without(
+    processes: RowProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_process, "_ANSWER_S", 0.2)
+    (tmp_path / "segment").write_bytes(bytes(4096))
+    spans = [(str(tmp_path / "segment"), 0, 4, 1024)] * 3
+    processes.digest(spans, lambda number: b"first")
+    for process in processes._processes:
+        process.send_signal(signal.SIGSTOP)
+    assert processes.digest(spans, lambda number: b"here") == [b"here"] * 3
 
 
 def test_helpers_end_with_who_started_them(tmp_path: Path) -> None:

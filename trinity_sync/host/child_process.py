@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -47,6 +48,7 @@ class Channel:
         self._end, self._message_s = end, message_s
         self._end.setblocking(False)
         self._pidfd = os.pidfd_open(pid)
+        self._close_pidfd = weakref.finalize(self, os.close, self._pidfd)
         self._data = bytearray()
         self._over = False
 
@@ -115,7 +117,7 @@ class Channel:
     def close(self) -> None:
         """Close our end."""
         self._end.close()
-        os.close(self._pidfd)
+        self._close_pidfd()
 
     def _whole(self) -> slice | None:
         """Where the first message is; None: there is no whole one."""
@@ -145,7 +147,7 @@ class Channel:
 
 
 def start_child(
-    module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = ()
+    module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = (), with_driver: bool = True
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver. It finds
     modules where this process does, and its environment is the user's.
@@ -157,6 +159,7 @@ def start_child(
             error.
         message_s: limit for the child to take a message, in seconds; see `Channel`.
         further: file descriptors that `serve` is given after its own.
+        with_driver: whether the kernel kills it at once when the driver is gone.
 
     Returns:
         The process, and our end of the connection.
@@ -177,9 +180,9 @@ def start_child(
             output = opened.enter_context(open(log, "ab"))
             keep_short(log)
         given = [theirs.fileno(), *further]
+        end = "from trinity_sync.host.process import end_with_driver; end_with_driver(); " if with_driver else ""
         program = (
-            "from trinity_sync.host.interrupts import leave_to_driver; leave_to_driver(); "
-            "from trinity_sync.host.process import end_with_driver; end_with_driver(); "
+            f"from trinity_sync.host.interrupts import leave_to_driver; leave_to_driver(); {end}"
             f"from {module} import serve; serve({', '.join(map(str, given))})"
         )
         opened.enter_context(left_to_driver())

@@ -38,7 +38,8 @@ class RewardWorker:
         self._stack = os.memfd_create("stack")
         theirs, self._lifeline = os.pipe()
         try:
-            self._child, self._channel = start_child(reward_process.__name__, None, further=[self._stack, theirs])
+            further = [self._stack, theirs]  # the second ends it, and not without what it has started
+            self._child, self._channel = start_child(reward_process.__name__, None, further=further, with_driver=False)
         finally:
             os.close(theirs)
         self._channel.most_bytes = _MOST_BYTES

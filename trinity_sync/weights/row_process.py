@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
@@ -33,6 +34,8 @@ sys.path[0] = {str(Path(__file__).parents[2])!r}
 from trinity_sync.weights.row_process import serve
 serve()
 """
+_ANSWER_S = 60.0
+"""For a process to answer; one that was stopped is done without."""
 Span = tuple[str, int, int, int]
 """File of a segment, byte at which rows start, how many, and bytes per row."""
 
@@ -70,7 +73,7 @@ class RowProcesses:
                 found = [here(number) for number in own]
                 for process, share in zip(asked, shares, strict=True):
                     answer = _answer(process)
-                    if answer is None:  # it died, or could not map the segment: do without
+                    if answer is None:  # it died or was stopped, or could not map the segment: do without
                         self._end()
                     found += [here(number) for number in share] if answer is None else answer
             except BaseException:
@@ -112,6 +115,8 @@ def _ask(process: subprocess.Popen[bytes], spans: Sequence[Span]) -> None:
 def _answer(process: subprocess.Popen[bytes]) -> list[bytes] | None:
     assert process.stdout is not None
     try:
+        if not select.select([process.stdout], [], [], _ANSWER_S)[0]:
+            return None
         found: list[bytes] = pickle.load(process.stdout)
     except (OSError, ValueError, EOFError, pickle.UnpicklingError):
         return None

@@ -12,6 +12,7 @@ import pickle
 import secrets
 import socket
 import struct
+import time
 from typing import Any
 
 from trinity_sync.errors import RunError
@@ -50,17 +51,18 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def prove(sock: socket.socket, secret: bytes) -> None:
-    """Prove to a server that this side knows the secret, and have it prove the same. The socket has a timeout.
+    """Prove to a server that this side knows the secret, and have it prove the same, within `PROOF_S`.
 
     Raises:
         NotOursError: it does not know it, or does not take our word.
         OSError: the connection broke, or nothing came.
     """
-    theirs = _read(sock, _NONCE)
+    until = time.monotonic() + PROOF_S
+    theirs = _read(sock, _NONCE, until)
     ours = secrets.token_bytes(_NONCE)
     sock.sendall(ours + _proof(secret, b"client", theirs, ours))
     try:
-        proof = _read(sock, _PROOF)
+        proof = _read(sock, _PROOF, until)
     except EOFError:
         raise NotOursError("it did not accept the secret") from None
     if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
@@ -78,9 +80,11 @@ def receive(sock: socket.socket) -> Any:
     return pickle.loads(_read(sock, length))
 
 
-def _read(sock: socket.socket, length: int) -> bytes:
+def _read(sock: socket.socket, length: int, until: float | None = None) -> bytes:
     data = bytearray()
     while len(data) < length:
+        if until is not None:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
         piece = sock.recv(min(length - len(data), 1 << 20))
         if not piece:
             raise EOFError("the connection was closed")
