@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -143,7 +144,10 @@ def start() -> Iterator[Callable[[str], Signalled]]:
     yield start
     for one in started:
         one.process.kill()
-        one.process.communicate()
+        one.process.wait()
+        for pipe in (one.process.stdin, one.process.stdout, one.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -178,6 +182,27 @@ def test_a_save_that_is_not_committed_in_time_is_told_and_the_program_ends(start
     program.sends(signal.SIGTERM)
     assert program.ends() == -signal.SIGTERM
     assert "SIGTERM: a checkpoint was lost: it was not committed within 0.2 s" in program.rest[1]
+
+
+@pytest.mark.parametrize("output", ["closed", "full"])
+def test_an_output_that_takes_nothing_keeps_no_program_from_its_end(
+    start: Callable[[str], Signalled], output: str
+) -> None:
+    """As of a terminal that is closed, which is what SIGHUP tells."""
+    full = "os.set_blocking(2, False)\ntry:\n    while True: os.write(2, bytes(65536))\nexcept BlockingIOError: pass"
+    program = start(
+        f"at_exit._SILENT_S = 0.2\n{full if output == 'full' else ''}\nos.set_blocking(2, True)\n"
+        "heed(); ready(); time.sleep(60)"
+    )
+    program.says("ready")
+    if output == "closed":
+        assert program.process.stderr is not None
+        program.process.stderr.close()
+    program.sends(signal.SIGHUP)
+    program.says("finishes 1")
+    time.sleep(0.5)  # something is said meanwhile
+    program.commits()
+    assert program.process.wait(60.0) == -signal.SIGHUP
 
 
 def test_a_save_that_fails_after_a_signal_is_told_and_changes_no_exit_code(start: Callable[[str], Signalled]) -> None:

@@ -51,6 +51,11 @@ def test_engines_of_every_kind_are_ours_and_so_is_the_search_for_the_newest_chec
     ], ended.stderr
 
 
+def test_the_driver_of_a_program_under_ray_waits_for_its_workers() -> None:
+    ended = said("import verl, ray; print(ray.init.__wrapped__.__module__)", ON)
+    assert ended.stdout.split() == ["ray._private.worker"], ended.stderr
+
+
 def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> None:
     copies = "from verl.utils import hdfs_io; print(hdfs_io.copy.__wrapped__.__module__)"
     ended = said("from trinity_sync.integrations.verl import engines\n" + ENGINES + RESUMES + copies, ON)

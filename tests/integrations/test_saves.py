@@ -18,8 +18,10 @@ from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.leases import leased
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.checkpoint.tracker_files import write_tracker
-from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import saves
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.integrations.verl import local_run, saves
+from trinity_sync.integrations.verl.local_run import finish_saves_of_workers
+from trinity_sync.integrations.verl.program import Program
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -529,6 +531,28 @@ def test_a_signal_to_a_program_whose_save_fails_says_so(ranks: Ranks) -> None:
     threading.Timer(0.3, ranks.managers[1].copies.may_write.set).start()
     with pytest.raises(RunError, match="the checkpoint of step 4 failed"):
         ranks.managers[0].finish_at_signal()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What Ray's store has, in a process that is a driver under Ray."""
+    store: dict[str, bytes] = {}
+    monkeypatch.setattr(local_run, "under_ray", lambda: True)
+    monkeypatch.setattr(local_run, "this_program", lambda: Program(word="one", address="127.0.0.1"))
+    monkeypatch.setattr(local_run, "internal_kv", lambda: SimpleNamespace(_internal_kv_get=store.get))
+    return store
+
+
+def test_a_driver_waits_for_the_saves_of_its_workers(ranks: Ranks, told: dict[str, bytes]) -> None:
+    finish_saves_of_workers(0.0)  # no worker has saved
+    told["trinity-sync-checkpoints-one"] = str(ranks.root).encode()
+    finish_saves_of_workers(0.0)  # no monitor is there, or not any more
+    ranks.save(4)
+    with pytest.raises(WaitTimeout, match="step 4"):
+        finish_saves_of_workers(0.2)
+    threading.Timer(0.3, partial(ranks.trainer_writes, 4)).start()
+    finish_saves_of_workers(LIMIT)
+    assert ranks.paths(4) == OF_ALL
 
 
 # ---- loading

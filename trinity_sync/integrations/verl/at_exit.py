@@ -200,9 +200,16 @@ def _finish_saves(number: int) -> None:
     for end in ends:
         end.start()
     if _any_lasts(ends, time.monotonic() + _SILENT_S):
-        say(f"{name}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now")
+        _say_in_time(f"{name}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now")
     if _any_lasts(ends, until):
-        say(f"{name}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s")
+        _say_in_time(f"{name}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s")
+
+
+def _say_in_time(text: str) -> None:
+    """Nobody may read what the program prints."""
+    saying = threading.Thread(target=say, args=(text,), daemon=True)
+    saying.start()
+    saying.join(_SILENT_S)
 
 
 def _any_lasts(threads: Sequence[threading.Thread], until: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -29,5 +30,6 @@ def is_on() -> bool:
 
 
 def say(text: str) -> None:
-    """Say something where the user looks, in a program whose logging is verl's."""
-    print(f"trinity-sync: {text}", file=sys.stderr, flush=True)
+    """Say something where the user looks, in a program whose logging is verl's; nothing where that is closed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"trinity-sync: {text}", file=sys.stderr, flush=True)
