@@ -296,9 +296,7 @@ def test_a_gcs_that_cannot_live_ends_the_start_with_its_reason(monkeypatch: pyte
 
 
 def test_signals_that_end_a_run_do_not_reach_rays_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = (
-        "import signal, sys; print(sorted(signal.pthread_sigmask(0, ())), file=open(sys.argv[1], 'w')); sys.exit(1)"
-    )
+    script = "import signal, sys; print(sorted(signal.pthread_sigmask(0, ())), file=open(sys.argv[1], 'w')); exit(1)"
     error, _, _ = started(monkeypatch, sys.executable, "-c", script)
     assert error.endswith(f": {sorted(ENDING)}")
 
