@@ -595,6 +595,9 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
         def part(self, local_path: str, step: int, name: str) -> str:
             return f"actor/{name}"
 
+        def announce(self, step: int, parts: Any, is_state_dict: bool) -> None:
+            assert len(parts) == dist.get_world_size()
+
         def save_sync(self, save: Any, step: int, is_state_dict: bool, *, part: str) -> None:
             calls.append((step, is_state_dict, part))
             reported.extend(str(path) for path in save())

@@ -29,6 +29,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     step_of,
 )
+from trinity_sync.checkpoint.owner import MARK
 from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
@@ -226,7 +227,7 @@ class Ledger:
         root = self.disk.find(str(ROOT))
         assert isinstance(root, Folder)
         for name, node in root.names.items():
-            known = step_of(name) is not None or name in (*TRACKERS.values(), COMMITTED)
+            known = step_of(name) is not None or name in (*TRACKERS.values(), COMMITTED, MARK)
             known = known or name.startswith(ABANDONED_PREFIX)
             if not known and not _ORDINARY.fullmatch(name):
                 raise Violation(f"{name} was left behind")
