@@ -31,7 +31,7 @@ from trinity_sync.config.overrides import quote
 from trinity_sync.config.places import PATHS, RESUME_FROM
 from trinity_sync.config.recorded import NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.urls import shown
+from trinity_sync.host.masking import masked, masked_override, shown
 
 OWN = (
     "trinity_sync.tasks",
@@ -190,7 +190,8 @@ class Trust:
             return
         first, others = refused[0], list(dict.fromkeys(doubt.again for doubt in refused[1:]))
         changed = first.target is not None and self.recorded.holds("setting", first.key, first.signed)
-        told = [f"{first.key} is {_words(first.comes_to or first.text)} in the saved settings of {self.where}"]
+        value = masked(first.comes_to or first.text, first.key.rpartition(".")[2])
+        told = [f"{first.key} is {_words(value)} in the saved settings of {self.where}"]
         told += ["and its code has changed since the run recorded it"] * changed
         more = f"; and for the others: {' '.join(others[:_MOST_SHOWN])}" if others else ""
         cut = " ..." * (len(others) > _MOST_SHOWN)
@@ -423,7 +424,7 @@ def _file_signed(started_in: Path, value: object) -> str | None:
 def _doubt(key: str, text: object, why: str, signed: object) -> Doubt:
     words = _words(text)
     plain = not isinstance(text, str) or re.fullmatch(r"[\w./-]+", words)
-    return Doubt(key, text, signed, why, shlex.quote(f"{key}={words if plain else quote(words)}"))
+    return Doubt(key, text, signed, why, shlex.quote(masked_override(f"{key}={words if plain else quote(words)}")))
 
 
 def _words(value: object) -> str:

@@ -36,7 +36,7 @@ from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.new_folder import NewFolder
 from trinity_sync.launch.resume import PLACES, Resume, used_settings
-from trinity_sync.launch.settings import saved_settings
+from trinity_sync.launch.settings import settings_files
 from trinity_sync.launch.sweeps import composed_before, for_each_job, note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import hold, holds_run, let_go, lock_owner
 
@@ -212,7 +212,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
         return DONE
     places = {key: OmegaConf.select(used, key) for key in PLACES}
-    settings = saved_settings(run_dir, cfg, started_in, places, resumed=resume is not None)
+    settings = settings_files(run_dir, cfg, started_in, places, resumed=resume is not None)
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 

@@ -20,7 +20,7 @@ FOLDER = ".hydra"
 
 
 @contextmanager
-def saved_settings(
+def settings_files(
     run: Path, cfg: DictConfig, started_in: Path, places: Mapping[str, str | None], *, resumed: bool
 ) -> Iterator[None]:
     """Save what a resume of a run goes by: of a new run its record, of one that goes on its settings, too; those of
