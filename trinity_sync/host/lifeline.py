@@ -71,11 +71,14 @@ def _keep(child: int, lifeline: int, forwarded: signal.Signals) -> NoReturn:
 
 def _descendants(pid: int) -> set[int]:
     """The children of a process, and theirs, as far as their parents live."""
-    parents = {}
+    children: dict[int, set[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+            parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, set()).add(int(entry.name))
+    found: set[int] = set()
+    new = children.get(pid, set())
+    while new:
+        found |= new
+        new = set().union(*(children.get(one, set()) for one in new)) - found
+    return found
