@@ -56,6 +56,13 @@ def verdicts(judge: RewardProcesses, *texts: str) -> list[Verdict]:
     return judge.judge([Response(PROMPT, text, True) for text in texts], step=7)
 
 
+def process(judge: RewardProcesses) -> int:
+    """The process that judges."""
+    pid = int(verdicts(judge, "pid")[0].reward)
+    assert pid > 1, "a signal to it would reach others"
+    return pid
+
+
 def gone(pid: int) -> bool:
     """Whether a process is no more, within a few seconds; what is dead and waited for by nobody counts."""
     deadline = time.monotonic() + 10
@@ -143,7 +150,7 @@ def test_several_processes_give_the_verdicts_in_the_order_of_the_responses() -> 
 
 def test_processes_stay_from_one_batch_to_the_next_and_one_that_was_killed_meanwhile_is_started_again() -> None:
     with judging("stop") as judge:
-        first, second = (int(verdicts(judge, "pid")[0].reward) for _ in range(2))
+        first, second = (process(judge) for _ in range(2))
         assert first == second
         os.kill(first, signal.SIGKILL)
         (worker,) = judge._workers
@@ -189,7 +196,7 @@ def test_a_driver_that_is_gone_leaves_its_end_to_the_keeper(tmp_path: Path, monk
 
 def test_a_process_does_not_outlive_its_keeper() -> None:
     with judging() as judge:
-        judges = int(verdicts(judge, "pid")[0].reward)
+        judges = process(judge)
         (keeper,) = judge.pids
         assert keeper != judges
         os.kill(keeper, signal.SIGKILL)
@@ -198,7 +205,7 @@ def test_a_process_does_not_outlive_its_keeper() -> None:
 
 def test_a_keeper_that_stands_still_ends_with_the_judge() -> None:
     with judging() as judge:
-        judges = int(verdicts(judge, "pid")[0].reward)
+        judges = process(judge)
         (keeper,) = judge.pids
         os.kill(keeper, signal.SIGSTOP)
     assert gone(keeper)
