@@ -12,6 +12,7 @@ from ray._private import utils
 from ray.exceptions import RayError
 
 from trinity_sync.host.interrupts import ENDING, leave_to_driver
+from trinity_sync.host.module_path import look_there
 from trinity_sync.host.process import DRIVER
 from trinity_sync.host.threads import in_background
 
@@ -65,6 +66,7 @@ def leave_signals_to_driver() -> None:
     """Prepare a worker of a Ray that this run has joined: signals that end a run are for its driver (Ray's own handler
     would end the worker), and it ends with its raylet. To be called in its main thread before it takes work.
     """
+    look_there()
     end_with_raylet()
     leave_to_driver()
     utils.set_sigterm_handler = lambda handler: None

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FOLDERS, _RAYS_HOOK = "TRINITY_SYNC_MODULES", "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+RAYS_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""Variable of Ray's: the function that it calls in a worker before all else."""
+_FOLDERS = "TRINITY_SYNC_MODULES"
 _folders: list[str] = []
 _named = False
 
@@ -67,10 +69,10 @@ class ScriptFolder(list[str]):
 
 def for_workers() -> dict[str, str]:
     """Return variables that have Ray's workers look for modules where `own_modules_found` does, last of all."""
-    return {_FOLDERS: json.dumps(own_module_folders()), _RAYS_HOOK: f"{__name__}.{_look_there.__name__}"}
+    return {_FOLDERS: json.dumps(own_module_folders()), RAYS_HOOK: f"{__name__}.{look_there.__name__}"}
 
 
-def _look_there() -> None:
-    """Ray calls this in a worker before all else. Programs that the worker starts do not inherit the variables."""
-    os.environ.pop(_RAYS_HOOK, None)
+def look_there() -> None:
+    """Called in a worker before all else. Programs that the worker starts do not inherit the variables."""
+    os.environ.pop(RAYS_HOOK, None)
     sys.path.extend(json.loads(os.environ.pop(_FOLDERS, "[]")))

@@ -19,7 +19,7 @@ from typing import Any
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
-from trinity_sync.host.module_path import ScriptFolder, for_workers
+from trinity_sync.host.module_path import RAYS_HOOK, ScriptFolder, for_workers
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
 from trinity_sync.launch.own_ray import AUTHENTICATION, check_unconnected, first_line, own_ray, own_sigterm
@@ -85,7 +85,7 @@ def cluster(
         stack.enter_context(_ray_logged())
         if settings.address is not None:
             check_unconnected()
-            _join(settings.address, runtime_env={"env_vars": dict(env), "worker_process_setup_hook": _HOOK}, **common)
+            _join(settings.address, runtime_env={"env_vars": {**env, RAYS_HOOK: _HOOK}}, **common)
             stack.callback(shut_down, None)
         else:
             own = stack.enter_context(own_ray(settings, cpus, env, forked, common))
