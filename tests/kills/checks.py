@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -37,7 +38,8 @@ class Ledger:
         full: committed full checkpoints that are not known to have been let go.
         damaged: steps that were damaged on purpose, and the attempt that had saved them.
         pinned: a step that is pinned.
-        tracker_damaged: the newest attempt when the tracker was damaged on purpose; the next one repairs it.
+        tracker_damaged: the newest attempt when the tracker was damaged on purpose; a later one that commits has
+            repaired it.
         published: digest by (attempt, step), from all lives.
         attempt, began: the newest attempt, and the step it began after.
     """
@@ -73,6 +75,7 @@ class Ledger:
     def look(self, run: Path, root: Path) -> list[str]:
         """Compare the checkpoint folder and the events with what is known, and learn what is new. No process writes."""
         events = jsonl.read(run / "events.jsonl")
+        since = math.inf if self.tracker_damaged is None else self.tracker_damaged
         attempt = self.attempt = attempts(run)[-1][0]
         found = {info.step: info for info in catalog.scan(root)}
         for step, by in list(self.damaged.items()):
@@ -80,7 +83,7 @@ class Ledger:
             # Saved again, or fetched from the mirror.
             if step not in found or (manifest is not None and (manifest.attempt > by or _is_whole(found[step]))):
                 del self.damaged[step]
-        if self.tracker_damaged is not None and self.tracker_damaged < attempt:
+        if any(event["attempt"] > since and event["event"] == "commit" for event in events):
             self.tracker_damaged = None
         full = {
             step: Kept(step, info.manifest.attempt, info.manifest.own_digest)

@@ -325,11 +325,14 @@ def test_a_tracker_that_was_damaged_is_to_be_repaired_by_the_next_attempt(run: P
     assert ledger.look(run.folder, run.root) == []
     run.begin(6)
     ledger.began = 6
+    places.damage(tracker_path(run.root, FULL), "empty", 0.0)
+    assert ledger.look(run.folder, run.root) == []  # it may have been killed before it repaired the tracker
+    run.event("commit", step=6, kind=FULL)
     assert [kind_of(problem) for problem in ledger.look(run.folder, run.root)] == ["mislabelled"]
 
 
 def test_the_lease_of_a_copier_that_was_killed_expires_by_itself(run: PretendRun) -> None:
-    (run.root / ".leases").mkdir()
+    (run.root / ".leases").mkdir(exist_ok=True)
     (run.root / ".leases" / "4-0-aa.json").touch()
     assert len(checks.left_behind(run.root)) == 1
     assert checks.left_behind(run.root, copier_died=True) == []
