@@ -510,7 +510,8 @@ def test_a_bundle_has_references_and_no_secrets(
     assert "typed-secret" not in told
     shutil.rmtree(run)
     monkeypatch.setenv("ENDPOINT", "endpoint-elsewhere")
-    assert reproduce("b.json", "backend.overrides.api_key=another") == 0
+    again = "backend.overrides.endpoint='${oc.env:ENDPOINT}'"
+    assert reproduce("b.json", "backend.overrides.api_key=another", again, "backend.overrides.deep.size=3") == 0
     overrides = launcher.calls[-1].cfg.backend.overrides
     assert (overrides.endpoint, overrides.api_key, overrides.deep) == ("endpoint-elsewhere", "another", {"size": 3})
     assert "another" not in capsys.readouterr().err

@@ -395,7 +395,7 @@ PLACES = [
     (["cluster.temp_dir=/elsewhere"], "cluster.temp_dir=/elsewhere"),
     (["checkpoint.mirror=s3://theirs/run"], "checkpoint.mirror=s3://theirs/run"),
     (["checkpoint.mirror=relative"], "checkpoint.mirror=relative"),
-    (["+checkpoint.mirror_options.key=x"], "checkpoint.mirror_options.key=x"),
+    (["+checkpoint.mirror_options.anon=false"], "checkpoint.mirror_options.anon=false"),
     (["checkpoint.dir=/elsewhere"], "checkpoint.dir=/elsewhere"),
     (["checkpoint.resume_from=/elsewhere/global_step_1"], "checkpoint.resume_from=/elsewhere/global_step_1"),
     (["sync.shm_dir=/elsewhere"], "sync.shm_dir=/elsewhere"),

@@ -153,13 +153,16 @@ class Invocation:
         with own_modules_found(*folders):
             yield
 
-    def recompose(self, new: Sequence[str], allowed: Sequence[str], *, places: Places = "all") -> Recomposed:
+    def recompose(
+        self, new: Sequence[str], allowed: Sequence[str], *, places: Places = "all", given: Sequence[str] = ()
+    ) -> Recomposed:
         """Compose the settings again, with new overrides after the old ones.
 
         Args:
             new: as the user has just given them; relative paths in them count from here.
             allowed: packages of which the saved settings may name classes.
             places: which places outside the run's folder have to be recorded or given again.
+            given: overrides whose values the user vouches for, but which are not composed.
 
         Raises:
             ConfigError: a setting is wrong or is none any more, or names what may not be run.
@@ -172,7 +175,7 @@ class Invocation:
         try:
             new = config.from_here(new, self.started_in)
             merge_overrides(saved, new)
-            trust = self.trust(new, allowed, places)
+            trust = self.trust((*new, *given), allowed, places)
             with config.only_trusted_places(trust):
                 overrides = without_foreign_keys(saved, new, lambda choice: self._compose([choice]))
             overrides = merge_overrides(overrides, new)

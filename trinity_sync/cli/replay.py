@@ -68,7 +68,7 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
     saved = _anchored(without_places(source.config), invocation.started_in)
-    today = invocation.of(kept).recompose((), allowed, places="none")
+    today = invocation.of(kept).recompose((), allowed, places="none", given=new)
     places = [*_own_places(today.cfg, new)]
     pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(
