@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import threading
@@ -79,11 +80,13 @@ def test_the_death_of_a_raylet_that_starts_is_said_at_once(start: Start, said: l
 
 
 def test_the_death_of_a_nodes_raylet_is_said_at_once(start: Start, said: list[str]) -> None:
+    other = subprocess.Popen(["sh", "-c", "read line", "--node_id=abc"], stdin=subprocess.PIPE)
     raylet = start("--node_id=abc")
     start("--node_id=def")
     with raylet_watched("abc", ours=True):
         raylet.kill()
         wait_until(lambda: said)
+    other.communicate()
     assert said == [f"Ray's raylet on this node (pid {raylet.pid}) has died and the run ends; it can be resumed"]
 
 
@@ -109,6 +112,15 @@ def test_the_watch_ends_with_its_block_and_leaves_nothing_open(start: Start, sai
     raylet.kill()
     raylet.wait()
     assert said == []
+
+
+def test_a_raylet_that_does_not_start_yet_is_looked_for_without_haste() -> None:
+    asleep, wake = os.pipe()
+    began = time.monotonic()
+    assert node_watch._ready(asleep, limit_s=0.2) == set()
+    assert 0.15 < time.monotonic() - began < 10
+    os.close(wake)
+    os.close(asleep)
 
 
 def test_of_somebody_elses_raylet_that_is_out_of_sight_nothing_is_said(said: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -134,7 +135,9 @@ def test_after_an_interrupt_ray_has_the_time_that_is_left(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_program_that_ray_does_not_let_go_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool) -> None:
+def test_a_program_that_ray_does_not_let_go_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, own: bool
+) -> None:
     codes: list[int] = []
     ended = threading.Event()
 
@@ -150,6 +153,7 @@ def test_a_program_that_ray_does_not_let_go_ends(monkeypatch: pytest.MonkeyPatch
     shut_down(tmp_path if own else None)
     assert codes == [1]
     assert (time.monotonic() - began > 0.5) == own
+    assert re.fullmatch(r"error: Ray did not let this program go within \d s; it ends\n", capsys.readouterr().err)
 
 
 def test_ray_kills_its_processes_and_does_not_ask_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,3 +187,10 @@ def test_one_that_has_ended_does_not_live_even_where_nobody_took_note_of_it() ->
     process.wait()
     assert not lives(seen)
     kill_all([seen])
+
+
+def test_the_watch_over_the_end_does_not_keep_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    watches: list[bool] = []
+    ends_with(monkeypatch, lambda: watches.extend(one.daemon for one in threading.enumerate() if one.name == "ray-end"))
+    shut_down(None)
+    assert watches[-1:] == [True]
