@@ -20,6 +20,8 @@ from trinity_sync.config.lookup import Place
 
 FILE = "recorded.json"
 """In `.hydra/` of a run: signatures, and the folders of modules. It holds no value of a setting."""
+OF_SWEEP = ".recorded.json"
+"""The same of a sweep, in its own folder: a folder with `.hydra/` is that of a run."""
 
 _KEY_BYTES = 32
 _MOST_BYTES = 1 << 20
@@ -40,6 +42,7 @@ class Recorded:
         """Read the record of a folder; one that trusts nothing where there is no record that can be read."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             path = folder / ".hydra" / FILE
+            path = path if path.exists() else folder / OF_SWEEP
             if path.is_file() and path.stat().st_size <= _MOST_BYTES:
                 content = json.loads(path.read_bytes())
                 return cls(

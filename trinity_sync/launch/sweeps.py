@@ -23,12 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import anchored, check, check_inputs
-from trinity_sync.config.recorded import FILE, record
+from trinity_sync.config.recorded import OF_SWEEP, record
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.urls import absolute, local_folder, shown
 from trinity_sync.launch import elsewhere
-from trinity_sync.launch.settings import FOLDER
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 
@@ -215,8 +214,7 @@ def note_settings(config: DictConfig) -> None:
     if jobs is None:
         OmegaConf.save(config, sweep / "multirun.yaml")
     elif (text := record([what_is_typed(config.hydra, jobs)], {})) is not None:
-        (sweep / FOLDER).mkdir(exist_ok=True)
-        replace_file(sweep / FOLDER / FILE, text)
+        replace_file(sweep / OF_SWEEP, text)
 
 
 def what_is_typed(hydra: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[str, list[object]]:
