@@ -110,7 +110,7 @@ def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tm
             return os.sched_getscheduler(0)
 
     observed: Any = Observed()
-    copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None, True), "copy")
+    copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None, None), "copy")
     assert copy.result(LIMIT_S) == (os.SCHED_IDLE, None)
     fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0), ()), "fetch")
     assert fetch.result(LIMIT_S) == os.sched_getscheduler(0)

@@ -49,12 +49,15 @@ def events() -> Events:
 def uploads(here: Path, there: Path, events: Events) -> Iterator[Callable[..., Uploads]]:
     made = []
 
-    def make(place: str = str(there), policies: tuple[Any, ...] = (), **settings: Any) -> Uploads:
+    def make(
+        place: str = str(there), policies: tuple[Any, ...] = (), *, marked: bool = False, **settings: Any
+    ) -> Uploads:
         queue = Uploads(
             here,
             place,
             quick(**settings),
             owner=OWNER,
+            marked=marked,
             policies=policies,
             start=None,
             report=events.report,
@@ -205,6 +208,15 @@ def test_a_copy_that_is_under_way_when_the_run_ends_is_given_up_and_lets_go(
     assert events.idle.wait(LIMIT_S)
     assert leased(here, now=0.0) == set()
     assert queue.left() == {10: "the run ended meanwhile"}
+
+
+def test_a_copy_does_not_begin_where_the_mark_of_the_driver_is_gone(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
+) -> None:
+    commit(here, 10)
+    uploads(options={}, marked=True).add(10)
+    assert "is the place mounted?" in events.wait_for("fault")[0]["error"]
+    assert not there.exists()
 
 
 # ---- one process per try

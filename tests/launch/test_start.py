@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
-from tests.checkpoint.mirror_places import OWNER, marked
+from tests.checkpoint.mirror_places import OTHER, OWNER, marked
 from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.manifest_fields import Base
+from trinity_sync.checkpoint.owner import write_mark
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
@@ -328,6 +329,24 @@ def test_a_first_look_writes_nothing(tmp_path: Path) -> None:
 def settings(entered: list[bool]) -> Iterator[None]:
     entered.append(True)
     yield
+
+
+@pytest.mark.parametrize("resume", [None, Resume(), Resume(named={"checkpoint.dir"})])
+def test_a_run_that_is_given_the_folder_of_another_one_leaves_it_as_it_is(
+    tmp_path: Path, resume: Resume | None
+) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    run.mkdir()
+    if resume is not None:
+        (run / "run.json").write_text('{"attempt": 0}')
+    saved(theirs, 10)
+    with locked(theirs, tmp_path / "other"):
+        write_mark(theirs, OTHER)
+    before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
+    cfg = config(f"checkpoint.dir={theirs}", f"hydra.run.dir={run}")
+    with pytest.raises(ConfigError, match=rf"checkpoint\.dir={theirs} (belongs to|holds checkpoints of) another run"):
+        launcher.run(cfg, run, resume=resume)
+    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
 
 
 def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:

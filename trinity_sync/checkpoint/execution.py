@@ -60,13 +60,13 @@ class Execution:
         self._warned: set[str] = set()
         self._forever = asyncio.ensure_future(self._work())
 
-    def start_mirror(self, place: str, settings: MirrorSettings, owner: Owner, *, resumed: bool) -> None:
+    def start_mirror(self, place: str, settings: MirrorSettings, owner: Owner | None, *, resumed: bool) -> None:
         """Copy committed full checkpoints there from now on, and before that those that are missing there.
 
         Args:
             place: a path, or a URL that fsspec knows.
             resumed: the run goes on from a checkpoint that is here.
-            owner: the run.
+            owner: the run, whose mark the driver has put there; None: there is no driver.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
@@ -75,7 +75,8 @@ class Execution:
             self._disk.root,
             place,
             settings,
-            owner=owner,
+            owner=owner or Owner.new(str(self._disk.run), self._disk.root),
+            marked=owner is not None,
             policies=self._disk.policies,
             start=max(here, default=0) if resumed else None,
             report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),

@@ -196,9 +196,8 @@ class CheckpointMonitor(Writers):
         changes = Changes()
         execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
         if default_hdfs_dir is not None and self._disk.root is not None:
-            owner = config.owner or Owner.new(str(self._disk.run), self._disk.root)
             resumed = not restarted and config.attempt > 0
-            execution.start_mirror(default_hdfs_dir, config.mirror, owner, resumed=resumed)
+            execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
         execution.apply(rebuilt.decisions)
         told = f"attempt {config.attempt}{', started again' if restarted else ''}"
         story.info("up for %s, %s", default_local_dir, told)

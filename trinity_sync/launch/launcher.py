@@ -90,14 +90,16 @@ def run(
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
+        check_place = partial(check_free, checkpoints)
+        if resume is not None:
+            named = resume.names("checkpoint.dir")
+            check_place = partial(check_owned, folder.path, checkpoints, named=named)
+        check_place()  # before the lock says who writes there
         if resume is not None:
             committed = committed_steps(folder.events, checkpoints)
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
-        if resume is not None:
-            check_owned(folder.path, checkpoints, named=resume.names("checkpoint.dir"))
-        else:
-            check_free(checkpoints)
+        check_place()
         owner = Owner.new(run_id(folder.run_json), folder.path)
         write_mark(checkpoints, owner)
         recorded = recorded_commits(folder.events)

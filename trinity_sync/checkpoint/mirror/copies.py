@@ -60,6 +60,7 @@ ABANDONED = "manifest.abandoned.json"
 
 #: Of a run that is about to put its mark there.
 _CLAIM = ".claim-"
+_UNMARKED = f"the mark of this run, {MARK}, is not there any more; is the place mounted?"
 
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
@@ -128,11 +129,12 @@ class Mirror:
         else:
             self._check_claimable(known)
 
-    def claim(self, known: Recorded = ()) -> None:
+    def claim(self, known: Recorded = (), *, again: bool = False) -> None:
         """Put the run's mark there. Of runs that try it at the same instant, one at most succeeds.
 
         Args:
             known: commits in the run's own record, or here.
+            again: only where the place has a mark of the run already; RunError where it has none.
 
         Raises:
             ForeignError: the place belongs to another run, or holds what this run has no record of.
@@ -140,6 +142,8 @@ class Mirror:
         """
         own = f"{_CLAIM}{self._owner.session}"
         self._check_claimable(known)
+        if again and self._mark() is None:
+            raise RunError(_UNMARKED)
         # Object stores have no rename that fails where the name is taken. So a run announces itself before it looks for
         # others: of two, the later one sees the claim of the other, or its mark.
         self._storage.write(own, self._owner.to_text())
@@ -181,7 +185,7 @@ class Mirror:
         """Check that the place has the mark that this start of the run put there: writing goes on only then."""
         mark = self._mark()
         if mark is None:
-            raise RunError(f"the mark of this run, {MARK}, is not there any more; is the place mounted?")
+            raise RunError(_UNMARKED)
         if mark.run != self._owner.run or mark.session != self._owner.session:
             raise ForeignError(f"it was taken over by {mark}")
 

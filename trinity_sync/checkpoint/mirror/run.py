@@ -176,6 +176,7 @@ class Uploads:
         root: the local checkpoint folder.
         place: the mirror: a path, or a URL that fsspec knows.
         owner: the run.
+        marked: the place had the mark of the run before. Else the first copy puts it there.
         policies: retention, for a mirror that keeps the same.
         start: the step after which this attempt goes on; None: it is the first, or not known.
         report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
@@ -190,6 +191,7 @@ class Uploads:
         settings: MirrorSettings,
         *,
         owner: Owner,
+        marked: bool,
         policies: Sequence[Policy],
         start: int | None,
         report: Callable[[str, dict[str, object]], object],
@@ -197,7 +199,8 @@ class Uploads:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root, self._place, self._settings = root, place, settings
-        self._owner, self._claims = owner, True  # the driver may not have reached the place
+        self._owner, self._marked = owner, marked
+        self._claims = True  # the driver may not have reached the place
         self._policies = tuple(policies) if settings.keep == "same" else None
         self._start = start
         self._report, self._on_idle, self._clock = report, on_idle, clock
@@ -295,8 +298,8 @@ class Uploads:
             self._settle(step)
             self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
             return
-        claims = self._claims
-        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies, claims=claims)
+        claim = partial(Mirror.claim, known=_known(self._root, ()), again=self._marked) if self._claims else None
+        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies, claim=claim)
         with lease:
             try:
                 sent, problem = self._call(work, where, lease)
@@ -363,7 +366,12 @@ def _known(root: Path, recorded: Recorded) -> Recorded:
 
 
 def _copy(
-    mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None, claims: bool
+    mirror: Mirror,
+    root: Path,
+    step: int,
+    start: int | None,
+    policies: Collection[Policy] | None,
+    claim: Callable[[Mirror], None] | None,
 ) -> tuple[int, str | None]:
     """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
     starts.
@@ -372,8 +380,8 @@ def _copy(
         The bytes sent, and what hindered the deletion.
     """
     run_when_idle()
-    if claims:
-        mirror.claim(_known(root, ()))
+    if claim is not None:
+        claim(mirror)
     sent = mirror.upload(root, step, start=start).bytes
     try:
         if policies is not None:
