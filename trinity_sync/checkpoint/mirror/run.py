@@ -86,10 +86,8 @@ class RunMirror:
             raise self._unusable(error) from error
 
     def _unusable(self, error: MirrorError) -> ConfigError:
-        return ConfigError(
-            f"checkpoint.mirror={self.name} cannot be used: {error}; name a place that can be written to, "
-            f"with checkpoint.mirror_options where it needs them, or null for none"
-        )
+        advice = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null"
+        return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else advice}")
 
     def fetch_newer(
         self,
