@@ -22,6 +22,7 @@ from trinity_sync.checkpoint.mirror import process as module
 from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Uploaded
 from trinity_sync.checkpoint.mirror.process import MirrorError, try_again
+from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
 from trinity_sync.host.threads import in_background
 
@@ -286,3 +287,17 @@ def test_the_pause_between_tries_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: list[None] = []
     try_again(quick(tries=2, backoff_s=0.1), failing(1), lambda text: None, tick=lambda: ticks.append(None))
     assert len(ticks) > 2
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RunError("why"), "why"),
+        (RunError(""), "RunError"),
+        (OSError("why"), "OSError: why"),
+        (OSError(), "OSError"),
+        (OSError("two\n  lines"), "OSError: two lines"),
+    ],
+)
+def test_an_error_of_a_client_is_one_line_with_its_class(error: Exception, text: str) -> None:
+    assert module.described(error) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, unreadable
-from tests.checkpoint.mirror_places import LIMIT_S, OWNER, Events, SftpServer, asked, loaded, quick
+from tests.checkpoint.mirror_places import LIMIT_S, OTHER, OWNER, Events, SftpServer, asked, loaded, marked, quick
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import LEASES, MANIFEST, step_dir
@@ -24,6 +25,7 @@ from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError
 from trinity_sync.checkpoint.mirror.run import RunMirror, Uploads
+from trinity_sync.checkpoint.owner import MARK
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.retention import KeepLast
 
@@ -103,6 +105,19 @@ def test_what_is_committed_is_copied_in_the_background_and_retention_holds_there
     assert steps(there) == [20]
     assert verification.verify(step_dir(there, 20)).ok
     assert leased(here, now=0.0) == set()
+
+
+def test_a_queue_says_once_that_it_is_idle_and_only_after_work(
+    uploads: Callable[..., Uploads], here: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle: list[None] = []
+    told = events.idle.set
+    monkeypatch.setattr(events.idle, "set", lambda: (idle.append(None), told()))
+    here.mkdir()
+    queue = uploads()
+    queue.add(10)
+    assert events.idle.wait(LIMIT_S)
+    assert (len(idle), queue.busy) == (1, False)
 
 
 def test_a_checkpoint_that_retention_took_first_is_skipped_with_a_word(
@@ -277,6 +292,45 @@ def test_a_run_starts_with_a_place_of_its_own_only(here: Path, there: Path) -> N
         RunMirror(str(there), quick(options={}), OWNER).check(here, claims=False)
     with pytest.raises(ConfigError, match="is the checkpoint folder itself"):
         RunMirror(str(there), quick(), OWNER).check(there, claims=False)
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_start_puts_the_mark_there_and_a_first_look_does_not(here: Path, there: Path, claims: bool) -> None:
+    RunMirror(str(there), quick(options={}), OWNER).check(here, claims=claims)
+    assert (there / MARK).exists() == claims
+
+
+def test_a_place_of_another_run_is_refused_by_the_driver_and_by_the_queue(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
+) -> None:
+    commit(here, 10)
+    marked(str(there), OTHER)
+    mirror = RunMirror(str(there), quick(options={}), OWNER)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.mirror={there} cannot be used: it belongs to another run"):
+        mirror.check(here)
+    with pytest.raises(ConfigError, match="belongs to another run"):
+        mirror.fetch_newer(here, verification.newest_good(here))
+    queue = uploads(options={})
+    queue.add(10)
+    (fault,) = events.wait_for("fault")
+    assert fault["error"].startswith("given up: it belongs to another run")
+    assert events.idle.wait(LIMIT_S)
+    assert list(queue.left()) == [10]
+    assert [path.name for path in there.iterdir()] == [MARK]
+
+
+def test_a_resume_marks_a_place_that_its_record_or_its_folder_knows(here: Path, there: Path, tmp_path: Path) -> None:
+    manifest = commit(here, 10)
+    shutil.copytree(step_dir(here, 10), step_dir(there, 10))
+    mirror, back = RunMirror(str(there), quick(options={}), OWNER), tmp_path / "back"
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        mirror.fetch_newer(back, None)
+    commits = [(10, 0, manifest.digest, manifest.bytes)]
+    assert mirror.fetch_newer(back, None, recorded=commits) == 10
+    assert (there / MARK).read_text() == OWNER.to_text()
+    (there / MARK).unlink()
+    assert mirror.fetch_newer(here, verification.newest_good(here)) is None
+    assert (there / MARK).read_text() == OWNER.to_text()
 
 
 def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(here: Path, there: Path) -> None:

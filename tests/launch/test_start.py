@@ -23,7 +23,7 @@ from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.owner import write_mark
+from trinity_sync.checkpoint.owner import MARK, Owner, write_mark
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
@@ -306,6 +306,16 @@ def test_a_mirror_with_a_checkpoint_of_a_newer_version_stops_a_resume(tmp_path: 
     marked(str(there))
     with pytest.raises(ConfigError, match=rf"the mirror {there}: .*newer version of trinity-sync"):
         Start.find(config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume())
+
+
+@pytest.mark.parametrize(
+    ("owner", "resume", "written"), [(None, None, False), (OWNER, None, True), (OWNER, Resume(True), True)]
+)
+def test_a_start_and_a_new_beginning_put_the_mark_at_the_mirror(
+    tmp_path: Path, owner: Owner | None, resume: Resume | None, written: bool
+) -> None:
+    Start.find(config(f"checkpoint.mirror={tmp_path}/there"), tmp_path / "here", resume=resume, owner=owner)
+    assert (tmp_path / "there" / MARK).exists() == written
 
 
 def test_a_first_look_writes_nothing(tmp_path: Path) -> None:
