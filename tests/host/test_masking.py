@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from trinity_sync.host import masking
-from trinity_sync.host.masking import MASK, hide, is_secret, masked, masked_override, shown, without_hidden
+from trinity_sync.host.masking import MASK, hide, hide_typed, is_secret, masked, masked_override, shown, without_hidden
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +127,11 @@ def test_an_error_does_not_tell_the_secrets_of_the_process() -> None:
     hide({"tracker": {"x": {"api_key": "abcdef-123"}}, "url": "http://me:hunter-22@host"})
     assert without_hidden("401 for abcdef-123 of hunter-22") == "401 for *** of ***"
     assert without_hidden("me at host") == "me at host"
+
+
+def test_what_was_typed_as_a_secret_is_hidden_from_then_on() -> None:
+    hide_typed(["+tracker.x.api_key='typed-secret'", "a={b: {token: deep-token}}", "task.key=${oc.env:NAME}", "-m"])
+    assert without_hidden("typed-secret, deep-token and ${oc.env:NAME}") == "***, *** and ${oc.env:NAME}"
 
 
 def test_a_short_secret_hides_no_part_of_other_words() -> None:

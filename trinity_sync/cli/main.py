@@ -66,8 +66,8 @@ def _main(arguments: list[str]) -> int:
             return int(options.command(options))
     except TrinityError as error:
         return _refuse(error)
-    except BrokenPipeError:
-        return 0
+    except BrokenPipeError:  # the watching ended before the run did
+        return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130

@@ -23,6 +23,7 @@ from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import write_all
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import described, keep_origin
+from trinity_sync.host.terminal import printable
 
 story = logging.getLogger("trinity_sync")
 """Takes what a user wants to read: one line for each event, in plain words, with step, version, bytes and seconds."""
@@ -81,7 +82,7 @@ class LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = without_hidden(self.format(record)[:_MOST_LINE])
+            line = printable(without_hidden(self.format(record)), keep="\n\t")[:_MOST_LINE]
         except Exception:
             self.handleError(record)
             return

@@ -28,6 +28,7 @@ _QUERY = re.compile(r"([?&;])([^=&;\s]+)=([^&;\s'\"]+)")
 _ITEM = re.compile(
     r"""([\w.-]+)(['"]?\s*:\s*)(\$\{[^}]*\}|'[^']*'|"[^"]*"|\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[^,\[\]{}]*)"""
 )
+_LEAF = re.compile(r"([\w.-]+)['\"]?\s*:\s*('[^']*'|\"[^\"]*\"|[^,\[\]{}]+)")
 _LEAST = 6
 """Characters of a text that is hidden everywhere; a shorter one could stand in any sentence."""
 
@@ -94,6 +95,13 @@ def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
 def hide(settings: Mapping[str, Any]) -> None:
     """Have `without_hidden` mask the secrets in settings, resolved, for the life of this process."""
     _hidden.update(secret for secret in secrets_of(settings) if len(secret) >= _LEAST)
+
+
+def hide_typed(arguments: Sequence[str]) -> None:
+    """As `hide`, of the secrets on a command line."""
+    for key, _, value in (text.partition("=") for text in arguments):
+        for name, text in [(key.rpartition(".")[2], value), *_LEAF.findall(value)]:
+            hide({name: text.strip("'\" ")} if "${" not in text else {})
 
 
 def without_hidden(text: str) -> str:

@@ -27,7 +27,7 @@ from trinity_sync import config
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
-from trinity_sync.host.masking import hide
+from trinity_sync.host.masking import hide, hide_typed
 from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import origin, told
 from trinity_sync.host.terminal import output_lost, safe_streams
@@ -109,6 +109,7 @@ def run_main(
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run = line.dry_run
+        hide_typed(line.arguments)
         with (
             interruptible(),
             own_modules_found(Path.cwd(), unless_named=True),

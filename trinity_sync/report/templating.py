@@ -20,7 +20,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters |= {
     "moment": units.moment,
-    "page": lambda folder: f"./{quote(os.fsencode(folder))}/report.html",  # relative whatever its name is
+    "page": lambda folder: f"{quote(os.fsencode(folder))}/report.html",  # without a ":", so relative
     "number": lambda value: units.number(units.finite(value)),
     "px": "{:.1f}".format,
     "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them
