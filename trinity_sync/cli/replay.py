@@ -166,8 +166,8 @@ def check_digest(source: Source, cfg: DictConfig) -> None:
         counted = (LOCATIONS, EARLIER_LOCATIONS)
         return any(config.config_digest(saved, resolve=in_folder, places=places) == expected for places in counted)
 
-    saved = config.anchored(source.config, source.invocation.started_in)
-    saved = copy.deepcopy(saved)
+    written = source.config if source.written is None else source.written
+    saved = copy.deepcopy(config.anchored(written, source.invocation.started_in))
     OmegaConf.set_readonly(saved, False)
     if expected is None or is_expected():
         return
