@@ -172,7 +172,7 @@ def test_jobs_of_somebody_elses_sweep_are_data(launcher: Computing, reward: Path
     line = ["task=jsonl", "task.path=prompts.jsonl", REWARD, "seed=1,2", "hydra.sweep.dir=sweep", "trainer.steps=5"]
     assert cli.main(["run", "-m", *line]) == 0
     shutil.rmtree("sweep/1")
-    shutil.rmtree("sweep/.hydra")
+    Path("sweep/.recorded.json").unlink()
     forget()
     assert resume("sweep") == 1
     assert "job 1: task.reward._target_ is of_a_user.mine" in capsys.readouterr().err
