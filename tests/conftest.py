@@ -15,6 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests import parts
 from trinity_sync.config import make_quick
+from trinity_sync.host import masking
 
 # How long an example takes depends on what else the machine does; what hangs is ended by pytest's own limit. Continuous
 # integration judges a change, so it tries the same examples each time; new ones are found by everybody else.
@@ -55,6 +56,13 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _own_secrets() -> Iterator[None]:
+    """A process has the secrets of one program; tests that share a process do not share theirs."""
+    yield
+    masking._hidden.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -287,7 +287,7 @@ def test_a_reader_that_leaves_ends_the_watching(
     with os.fdopen(write, "w") as output:
         monkeypatch.setattr("sys.stdout", output)
         play(run(tmp_path / "run"))
-        assert watch(tmp_path / "run") == 0
+        assert watch(tmp_path / "run") == 1
     assert capfd.readouterr().err == ""
 
 

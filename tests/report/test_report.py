@@ -316,7 +316,7 @@ def test_a_sweep_compares_its_runs_by_what_differs(sweep: Path) -> None:
 
 
 def test_a_sweep_links_the_pages_that_there_are(sweep: Path) -> None:
-    assert Page(write_report(sweep)).addresses == ["./0/report.html", "./1/report.html"]
+    assert Page(write_report(sweep)).addresses == ["0/report.html", "1/report.html"]
 
 
 def test_a_sweep_lays_the_reward_curves_over_each_other(sweep: Path) -> None:
