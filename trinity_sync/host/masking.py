@@ -29,8 +29,8 @@ _ITEM = re.compile(
     r"""([\w.-]+)(['"]?\s*:\s*)(\$\{[^}]*\}|'[^']*'|"[^"]*"|\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[^,\[\]{}]*)"""
 )
 _LEAF = re.compile(r"([\w.-]+)['\"]?\s*:\s*('[^']*'|\"[^\"]*\"|[^,\[\]{}]+)")
-_LEAST = 6
-"""Characters of a text that is hidden everywhere; a shorter one could stand in any sentence."""
+_LEAST, _LEAST_OF_LETTERS = 6, 12
+"""Characters of a text that is hidden everywhere: a shorter one, or a word of letters, could stand in any sentence."""
 
 _hidden: set[str] = set()
 
@@ -94,7 +94,8 @@ def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
 
 def hide(settings: Mapping[str, Any]) -> None:
     """Have `without_hidden` mask the secrets in settings, resolved, for the life of this process."""
-    _hidden.update(secret for secret in secrets_of(settings) if len(secret) >= _LEAST)
+    found = secrets_of(settings)
+    _hidden.update(one for one in found if len(one) >= (_LEAST_OF_LETTERS if one.isalpha() else _LEAST))
 
 
 def hide_typed(arguments: Sequence[str]) -> None:
