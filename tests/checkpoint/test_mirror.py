@@ -530,7 +530,7 @@ def test_one_folder_that_no_record_lists_keeps_the_mark_away(here: Path, there: 
     mirror_at(there).upload(here, 10)
     foreign(there, 20, kind)
     Storage(there).delete(MARK)
-    with pytest.raises(ForeignError, match="it holds global_step_20, of which /runs/ours has no record"):
+    with pytest.raises(ForeignError, match="it holds global_step_20, which /runs/ours has no record of"):
         at(there).claim(commits_in(here))
 
 
@@ -584,6 +584,15 @@ def test_a_place_where_a_dead_run_of_this_machine_has_copied_nothing_is_free(pla
         at(place, replace(OWNER, host="elsewhere")).claim()
     at(place).claim()
     assert Storage(place).read(MARK) == OWNER.to_text()
+
+
+def test_a_place_of_a_run_whose_lock_cannot_be_read_now_is_not_free(place: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / ".lock").symlink_to(".lock")  # an error for root, too
+    marked(place, replace(OTHER, host=OWNER.host, folder=str(folder)))
+    with pytest.raises(ForeignError, match="belongs to another run"):
+        at(place).claim()
 
 
 def test_a_place_where_a_dead_run_has_copied_something_is_not_free(here: Path, there: str, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
 
 
 def _whole(folder: Path, manifest: Manifest) -> Manifest:
-    """Return the manifest. RunError where it lacks the file of a rank, which nobody reported and which is not there."""
+    """Return the manifest. RunError: the file of a rank is neither reported nor in the folder."""
     missing = verl_folders.missing_files(folder, [entry.path for entry in manifest.files])
     if missing:
         raise RunError(f"{missing[0]} is missing from {folder}: a checkpoint needs the files of all ranks")

@@ -316,7 +316,7 @@ def newest(root: Path) -> CheckpointInfo:
 def _checkpoints_of(run: Path) -> Path:
     """Return the checkpoint folder of the run in a folder, as recorded; of an earlier release, as in its settings."""
     recorded = None
-    with suppress(ConfigError):  # who has to know whose the checkpoints are reads it once more
+    with suppress(ConfigError):  # `_check_owned` reads the record once more and reports the error
         recorded = recorded_checkpoints(read_record(run / "run.json"), run)
     if recorded is not None:
         return recorded

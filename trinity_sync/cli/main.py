@@ -59,7 +59,7 @@ def _main(arguments: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        # a saved run may lie in the current folder, which then holds what somebody else has put there
+        # The current folder may be part of a foreign run; its files must not be imported.
         with own_modules_found(
             *([] if options.command in (runs.resume_run_or_sweep, reproduce.reproduce_command) else [Path.cwd()])
         ):

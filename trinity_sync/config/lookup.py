@@ -24,14 +24,14 @@ T = TypeVar("T")
 _CODE = (".py", ".so", ".pyc")
 
 
-class Place(NamedTuple):
+class ModuleSource(NamedTuple):
     """Where a top-level module is: its folder, and sha256 hex of its file, or of all code files of a package."""
 
     folder: str
     digest: str
 
 
-def place_of(module: str, folders: Iterable[Path] = ()) -> Place | None:
+def module_source(module: str, folders: Iterable[Path] = ()) -> ModuleSource | None:
     """Find a top-level module without an import, where an import would find it or else in these folders; None: it is
     not there.
 
@@ -50,7 +50,7 @@ def place_of(module: str, folders: Iterable[Path] = ()) -> Place | None:
     for file in files if inner else [root] * root.is_file():
         content = file.read_bytes()
         digest.update(f"{os.path.relpath(file, root)} {len(content)}\n".encode("utf-8", "surrogateescape") + content)
-    return Place(str(root.parent), digest.hexdigest()) if inner or root.is_file() else None
+    return ModuleSource(str(root.parent), digest.hexdigest()) if inner or root.is_file() else None
 
 
 def missing(name: str) -> str | None:

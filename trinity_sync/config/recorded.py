@@ -1,5 +1,5 @@
-"""What this user recorded of a run on this host. Nobody else can make such a record: its signatures need a key that
-only this user can read. A resume trusts the values in it.
+"""The record that this user made of a run on this host. Only this user can make one: the signatures need a key that no
+other user can read. A resume trusts the recorded values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_sync.config.lookup import Place
+from trinity_sync.config.lookup import ModuleSource
 
 FILE = "recorded.json"
 """In `.hydra/` of a run: signatures, and the folders of modules. It holds no value of a setting."""
@@ -65,7 +65,7 @@ class Recorded:
 NOTHING = Recorded()
 
 
-def record(settings: Iterable[tuple[str, object]], modules: Mapping[str, Place]) -> str | None:
+def record(settings: Iterable[tuple[str, object]], modules: Mapping[str, ModuleSource]) -> str | None:
     """Return a record of keys with their values, and of the top-level modules that these name; None where this user has
     no safe place for a key.
     """

@@ -1,4 +1,4 @@
-"""What the saved configuration of a run may do: a resume reads it from a folder that somebody else may have made.
+"""Limits of a saved configuration: another user may have made the folder that a resume reads it from.
 
 It may name the classes that our option files name, the tasks, rewards and trackers that come with this program, and
 settings of engines on a list. What this user recorded on this host (`Recorded`) is trusted, too. All else the user
@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import compose, inspected
-from trinity_sync.config.lookup import Place, place_of
+from trinity_sync.config.lookup import ModuleSource, module_source
 from trinity_sync.config.options import own_options, own_targets_of
 from trinity_sync.config.overrides import quote
 from trinity_sync.config.places import PATHS, RESUME_FROM
@@ -157,7 +157,7 @@ class Trust:
         folders = []
         for name in {*map(_top, self._vouched()), *self.recorded.modules}:
             with suppress(OSError):
-                if place_of(name) is None and (place := place_of(name, self._candidates(name))) is not None:
+                if module_source(name) is None and (place := module_source(name, self._candidates(name))) is not None:
                     folders.append(Path(place.folder))
         return list(dict.fromkeys(folders))
 
@@ -179,7 +179,7 @@ class Trust:
             return False
         module = _top(doubt.target or "")
         with suppress(OSError):
-            place = place_of(module, self._candidates(module))
+            place = module_source(module, self._candidates(module))
             return not module or (place is not None and self.recorded.holds("module", module, place.digest))
         return False
 
@@ -242,10 +242,10 @@ def record_of(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> str | None:
         trust: of a run that nobody vouches for.
     """
     doubts = list(_of_run(cfg, hydra, trust))
-    modules: dict[str, Place] = {}
+    modules: dict[str, ModuleSource] = {}
     for name in {_top(doubt.target) for doubt in doubts if doubt.target is not None}:
         with suppress(OSError):
-            if (place := place_of(name, [trust.started_in])) is not None:
+            if (place := module_source(name, [trust.started_in])) is not None:
                 modules[name] = place
     return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
 

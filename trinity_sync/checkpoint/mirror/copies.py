@@ -21,6 +21,7 @@ Blocking, one writer at a time.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -168,14 +169,14 @@ class Mirror:
                 manifest = self._sound(step)
                 if not self._unfinished(step) if manifest is None else own.unlisted([manifest], known):
                     raise ForeignError(
-                        f"it holds {_folder(step)}, of which {own.folder} has no record; name another place"
+                        f"it holds {_folder(step)}, which {own.folder} has no record of; name another place"
                     )
         elif mark.run == own.run:
             if mark.is_copied_to(own.folder):
                 raise ForeignError(
                     f"it belongs to the run in {mark.folder}; {own.folder} is a copy: name another place"
                 )
-        elif steps or mark.host != own.host or lock_owner(mark.folder) is not None:
+        elif steps or mark.host != own.host or _may_run(mark.folder):
             raise ForeignError(
                 f"it belongs to another run: {mark}; name another place, or delete {MARK} there if that run is over "
                 "and has copied nothing"
@@ -516,6 +517,17 @@ def _bytes_in(folder: Path) -> int:
         with suppress(FileNotFoundError):
             found += path.stat().st_size if path.is_file() else 0
     return found
+
+
+def _may_run(folder: str) -> bool:
+    """Return whether a run may be running in a folder, also where its lock cannot be looked at now."""
+    try:
+        os.close(os.open(Path(folder, ".lock"), os.O_RDONLY | os.O_CLOEXEC))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return lock_owner(folder) is not None
 
 
 def _folder(step: int) -> str:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 #: A place that is asked for the first time has so long to answer.
 _PROBE_S = 60.0
-_ADVICE = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null for none"
+_ADVICE = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null"
 #: What the monitor may need beyond its own limit before it answers.
 _ANSWER_S = 20.0
 #: A lease is renewed until its copy is done, between its tries too; of a monitor that was killed it ends by itself.
@@ -86,8 +86,7 @@ class RunMirror:
             raise self._unusable(error) from error
 
     def _unusable(self, error: MirrorError) -> ConfigError:
-        advice = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null"
-        return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else advice}")
+        return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else _ADVICE}")
 
     def fetch_newer(
         self,
