@@ -89,6 +89,7 @@ class Launch:
         self.output, self._checkpoints, self._mark, self._stop = output, checkpoints, mark, stop
         self.started = time.monotonic()
         self._events, self._metrics = Tail(run / "events.jsonl"), Tail(run / "metrics.jsonl")
+        before = before or ("env", "--default-signal=HUP")  # the campaign itself may be under nohup
         with open(output, "wb") as file:
             self._process = subprocess.Popen(
                 [*before, sys.executable, *command],
