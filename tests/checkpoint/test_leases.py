@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
 from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, trash, verification
-from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.layout import LEASES, Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.leases import lease_checkpoint, pin
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
@@ -294,3 +296,26 @@ def test_a_commit_that_takes_something_needs_a_claim(tmp_path: Path, monkeypatch
     with pytest.raises(PermissionError, match=r"so readers cannot be kept from.*step 10: '.*/\.leases'"):
         commit(tmp_path, 10, {"actor/model.pt": "other"}, attempt=1)
     assert read_manifest(step_dir(tmp_path, 10)) == before
+
+
+@pytest.mark.parametrize(("above", "folder"), [(0o2775, 0o755), (0o3777, 0o1777), (0o2770, 0o700)])
+def test_the_folder_of_leases_is_open_to_a_group_that_it_cannot_have_as_it_is_to_others(
+    above: int, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Above(type(tmp_path)):  # type: ignore[misc]
+        """A folder of a group of which this user is not."""
+
+        def stat(self, **how: bool) -> SimpleNamespace:
+            found = super().stat(**how)
+            return SimpleNamespace(st_mode=found.st_mode & ~0o7777 | above, st_gid=found.st_gid + 1)
+
+    def refuse(descriptor: int, user: int, group: int) -> None:
+        raise PermissionError(errno.EPERM, "not of that group")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    umask = os.umask(0o077)
+    try:
+        leases.make_leases_folder(Above(tmp_path))
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / LEASES).stat().st_mode) == folder

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -651,6 +652,29 @@ def test_on_a_path_of_this_machine_a_copy_is_durable_before_its_manifest_and_tha
     assert "global_step_20/actor/huggingface" in names[:manifest]
     assert "global_step_20" in names[manifest:tracker]
     assert "." in names[tracker:]
+
+
+def test_what_is_fetched_is_durable_before_it_is_a_checkpoint_also_what_an_earlier_try_brought(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, back = tmp_path / "there", tmp_path / "back"
+    commit(here, 20, FILES)
+    marked(str(place))
+    at(str(place)).upload(here, 20)
+    staging = back / STAGING / "mirror-20-1"
+    first = min(FILES)
+    (staging / first).parent.mkdir(parents=True)
+    shutil.copy(here / "global_step_20" / first, staging / first)
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert at(str(place)).download(back) == 20
+    assert {staging / name for name in FILES} <= set(synced)
 
 
 def test_a_deletion_on_a_path_of_this_machine_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
