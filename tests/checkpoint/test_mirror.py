@@ -661,7 +661,7 @@ def test_what_is_fetched_is_durable_before_it_is_a_checkpoint_also_what_an_earli
     commit(here, 20, FILES)
     marked(str(place))
     at(str(place)).upload(here, 20)
-    staging = back / STAGING / "mirror-20-1"
+    staging = back / STAGING / f"mirror-20-{read_manifest(step_dir(here, 20)).attempt}"
     first = min(FILES)
     (staging / first).parent.mkdir(parents=True)
     shutil.copy(here / "global_step_20" / first, staging / first)
