@@ -72,3 +72,26 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: 
     with pytest.raises(OSError):
         Storage(str(tmp_path / "far/inner")).write("x", "text")
     assert Storage(str(tmp_path / "none")).files() == {}
+
+
+def test_a_folder_named_as_the_one_that_holds_it_is_listed_and_a_placeholder_of_itself_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = Storage("memory://of-itself/run")
+    storage.write("run/run/name", "text")
+    listed = storage._fs.ls
+
+    def ls(path: str, detail: bool) -> list[dict[str, object]]:
+        return [{"name": path, "type": "file", "size": 0}, *listed(path, detail=detail)]
+
+    monkeypatch.setattr(storage._fs, "ls", ls)
+    assert storage.folders() == ["run"]
+    assert storage.files() == {"run/run/name": 4}
+
+
+def test_a_folder_is_made_once_for_all_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, made = Storage("memory://made-once"), []
+    monkeypatch.setattr(storage._fs, "makedirs", lambda path, exist_ok: made.append(path))
+    for name in ("folder/one", "folder/two"):
+        storage.write(name, "text")
+    assert len(made) == 1

@@ -135,10 +135,9 @@ class Storage:
             entries = self._fs.ls(folder or "/", detail=True)
         except FileNotFoundError:
             return
-        own = folder.rpartition("/")[2]
         for info in entries:
             path = info["name"].rstrip("/")
             name = path.rpartition("/")[2]
             # Object stores list a folder's own placeholder among its contents.
-            if name and not (name == own and path.strip("/") == folder.strip("/")):
+            if name and path.strip("/") != folder.strip("/"):
                 yield name, info
