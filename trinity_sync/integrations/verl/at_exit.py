@@ -208,9 +208,9 @@ def _within_limit(why: str, finish: Sequence[Callable[[], None]]) -> None:
     telling.cancel()
     if any(end.is_alive() for end in ends):
         text = f"{why}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s"
-        telling = threading.Thread(target=say, args=[text], daemon=True)
-        telling.start()
-        telling.join(_SILENT_S)
+        lost = threading.Thread(target=say, args=[text], daemon=True)
+        lost.start()
+        lost.join(_SILENT_S)
 
 
 def _forget_signals() -> None:
