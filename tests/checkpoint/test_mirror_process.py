@@ -20,7 +20,7 @@ from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, 
 from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror import process as module
 from trinity_sync.checkpoint.mirror import run
-from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Uploaded
+from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, try_again
 from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
@@ -104,8 +104,8 @@ def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tm
         def claim(self, *_: object, **__: object) -> None:
             pass
 
-        def upload(self, *_: object, **__: object) -> Uploaded:
-            return Uploaded(os.sched_getscheduler(0), 0)
+        def upload(self, *_: object, **__: object) -> int:
+            return os.sched_getscheduler(0)
 
         def download(self, *_: object, **__: object) -> int:
             return os.sched_getscheduler(0)

@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import catalog, commits, leases, trash
@@ -71,19 +70,6 @@ class DamagedError(RunError):
 
 class ForeignError(RunError):
     """The place, or a folder there, belongs to another run; trying again would not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """What an upload did.
-
-    Args:
-        bytes: how many were sent.
-        skipped: files that were there already.
-    """
-
-    bytes: int
-    skipped: int
 
 
 class Mirror:
@@ -237,7 +223,7 @@ class Mirror:
 
     # ---- sending
 
-    def upload(self, root: Path, step: int, *, start: int | None = None) -> Uploaded:
+    def upload(self, root: Path, step: int, *, start: int | None = None) -> int:
         """Copy a committed full checkpoint. The caller has a lease on it.
 
         Args:
@@ -245,6 +231,9 @@ class Mirror:
             step: which checkpoint.
             start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None: not
                 known; those after `step` are.
+
+        Returns:
+            The bytes that were sent; files that were there already are not.
 
         Raises:
             DamagedError: a local file is not as the manifest says.
@@ -261,7 +250,7 @@ class Mirror:
         arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
         if there == manifest and len(arrived) == len(manifest.files):
             self._name_newest(manifest, start)
-            return Uploaded(0, len(arrived))
+            return 0
         if there != manifest:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
@@ -272,7 +261,7 @@ class Mirror:
         self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
         self._storage.delete(f"{folder}/{UPLOADING}")
         self._name_newest(manifest, start)
-        return Uploaded(sum(entry.bytes for entry in sent), len(manifest.files) - len(sent))
+        return sum(entry.bytes for entry in sent)
 
     def _noted(self, step: int, manifest: Manifest) -> set[str]:
         """Return the files that an earlier try of this very checkpoint has brought there."""

@@ -393,7 +393,7 @@ def _copy(
     run_when_idle()
     if claim is not None:
         mirror.claim(**claim)
-    sent = mirror.upload(root, step, start=start).bytes
+    sent = mirror.upload(root, step, start=start)
     try:
         if policies is not None:
             mirror.prune(policies, root, now=time.time())

@@ -95,28 +95,28 @@ def end_as_failed() -> None:
 
 
 def _finish_after_main() -> None:
+    global _failed
     threading.main_thread().join()
     _no_signal.wait(2 * SIGNAL_S)
     if _ended.is_set():
-        _within_limit("after a signal", [partial(_finish, fails_the_program=False)])
+        _within_limit("after a signal", [_finish])
     else:
-        _finish()
+        _failed = not _finish()
 
 
-def _finish(*, fails_the_program: bool = True) -> None:
-    for manager in list(_managers):
-        _aloud(manager.settle_at_exit, fails_the_program=fails_the_program)
-    for manager in list(_managers):
-        _aloud(partial(manager.finish, None), fails_the_program=fails_the_program)
+def _finish() -> bool:
+    """Finish all saves; return whether none has failed."""
+    done = [_aloud(manager.settle_at_exit) for manager in list(_managers)]
+    return all([*done, *[_aloud(partial(manager.finish, None)) for manager in list(_managers)]])
 
 
-def _aloud(do: Callable[[], None], *, fails_the_program: bool) -> None:
-    global _failed
+def _aloud(do: Callable[[], None]) -> bool:
     try:
         do()
     except Exception as error:
-        _failed = _failed or fails_the_program
         say(f"a checkpoint was lost at the end of the program: {error}")
+        return False
+    return True
 
 
 # ---- signals
@@ -138,8 +138,8 @@ def _heed_signals() -> None:
     for number in _SIGNALS:
         action = _action(number)
         if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None):
-            signal.signal(number, _on_signal)
             _before[number] = before, action
+            signal.signal(number, _on_signal)
     # The interpreter writes to it at once. Our handler has to wait until the main thread leaves a collective call.
     another = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if another != -1:  # of an event loop, in which the main thread waits for signals
@@ -170,12 +170,11 @@ def _watch(reading: int) -> None:
             first = False
             _no_signal.clear()
             with contextlib.suppress(Exception):  # such as that no thread can be started: the signal matters more
-                finish = [partial(_aloud, partial(one.finish, SIGNAL_S), fails_the_program=False) for one in _managers]
+                finish = [partial(_aloud, partial(one.finish, SIGNAL_S)) for one in _managers]
                 _within_limit(signal.Signals(number).name, finish)
-            if _of_python(number):
-                _due.add(number)
-            else:
-                _libc.sigaction(number, _before[number][1], None)  # `signal.signal` is for the main thread only
+            # `signal.signal` is for the main thread only. What the kernel calls now may still be Python's, and so ours.
+            _libc.sigaction(number, _before[number][1], None)
+            _due.add(number)
             while select.select([reading], [], [], 0)[0]:  # what came meanwhile is the same signal
                 os.read(reading, 1)
             os.kill(os.getpid(), number)
@@ -183,18 +182,13 @@ def _watch(reading: int) -> None:
 
 
 def _action(number: int) -> bytes:
-    """Return the C library's ``struct sigaction``, which begins with the address of the handler."""
+    """Return the C library's ``struct sigaction``."""
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     _libc.sigaction(number, None, action)
     return action.raw
 
 
-def _of_python(number: int) -> bool:
-    size = ctypes.sizeof(ctypes.c_void_p)
-    return _action(number)[:size] == _before[number][1][:size]
-
-
-def _within_limit(why: str, finish: Sequence[Callable[[], None]]) -> None:
+def _within_limit(why: str, finish: Sequence[Callable[[], object]]) -> None:
     """Let the saves be finished side by side, `SIGNAL_S` at most. Nobody may read what the program prints meanwhile."""
     until = time.monotonic() + SIGNAL_S
     ends = [threading.Thread(target=one, daemon=True) for one in finish]
