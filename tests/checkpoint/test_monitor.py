@@ -657,6 +657,7 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
             last_step=1,
             stop=None,
             owner=None,
+            mirror=run_mirror(cfg, OWNER),
         )
         run: Any = job.Job(made_of)
         monitor = make_actor(default_hdfs_dir=place, mirror=run._mirror.settings)

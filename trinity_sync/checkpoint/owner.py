@@ -200,9 +200,9 @@ def manifests(root: Path, *, skip_unreadable: bool = False) -> Iterator[Manifest
 
 
 def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -> str | None:
-    mark, found, inside = read_mark(root), _managed(root), _inside(root, owner.folder)
+    mark, inside = read_mark(root), _inside(root, owner.folder)
     take = f"give checkpoint.dir={root} to take it over"
-    if found and recorded is None:
+    if recorded is None and (found := _managed(root)):
         go_on = "name another folder, or go on with that run: trinity-sync resume RUN_DIR"
         return f"holds checkpoints of another run already ({found}); {go_on}"
     if mark is None:
@@ -213,8 +213,8 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"
     if mark.run != owner.run:
         # A start takes the lock of the place next, which a run without a folder of its own has.
-        in_use = mark.may_run(owner) and not inside and not mark.is_of(str(root))
-        return refusal(mark) if found or in_use else None
+        ours = mark.is_of(str(root)) or (inside and mark.is_of(owner.folder))
+        return refusal(mark) if (mark.may_run(owner) and not ours) or _managed(root) else None
     if not named and mark.may_be_of_another_copy(owner):
         return f"belongs to {mark}, of which {owner.folder} may be a copy; {take}"
     return None
@@ -232,7 +232,8 @@ def _may_be_locked(lock: Path) -> bool:
 
 
 def _managed(root: Path) -> str | None:
-    _listed(root)  # or it raises: `glob` takes a folder that cannot be listed for an empty one
+    for folder in (root, root / STAGING, root / VERSIONS):
+        _listed(folder)  # or it raises: `glob` takes a folder that cannot be listed for an empty one
     return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
 
 
