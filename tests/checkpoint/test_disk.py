@@ -285,6 +285,21 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     assert (row.step, row.keep) == (20, False), "it is not being saved any more"
 
 
+def test_a_report_that_another_life_has_committed_is_a_double_and_others_are_late(tmp_path: Path) -> None:
+    """The writer reports again where the answer did not get out."""
+    life = Life(tmp_path)
+    part, files = f"part-{FULL}", stage(tmp_path, 10, FILES)
+    life.save(10, FULL, FILES)
+    told = [entry.as_tuple() for entry in files]
+    life = Life(tmp_path, restarted=True)
+    for again in (told, told[:1], []):
+        assert life.book.finished(10, part=part, files=again, ticket="t") == []
+    for late in ([*told, ("actor/more.pt", 1, "x")], [(told[0][0], 1, "x")]):
+        with pytest.raises(RunError, match="came after the commit of step 10"):
+            life.book.finished(10, part=part, files=late, ticket="t")
+    assert life.book.status(10).state == "committed"
+
+
 @pytest.mark.parametrize("base", [None, Base("ab" * 16, "model", wire=Wire("BF16"))], ids=["whole", "adapter"])
 def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path, base: Base | None) -> None:
     life = Life(tmp_path)

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror import storage as storage_module
 from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.owner import MARK, Owner, Recorded
+from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, write_mark
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -90,13 +90,25 @@ def tracker_at(place: str) -> str | None:
     return Storage(place).read(TRACKERS[FULL])
 
 
+@pytest.mark.parametrize("name", ["run[1]", "run?", "run*"])
+def test_a_pattern_in_the_name_of_a_place_matches_nothing(name: str) -> None:
+    base = f"memory://mirror-{next(_numbers)}"
+    for place in ("run1", name):
+        Storage(f"{base}/{place}").write("global_step_10/actor/model.pt", "precious")
+        Storage(f"{base}/{place}").write("note", "precious")
+    for deleted in ("global_step_10", "note", "note"):
+        Storage(f"{base}/{name}").delete(deleted)
+    assert Storage(f"{base}/{name}").names() == []
+    assert Storage(f"{base}/run1").names() == ["global_step_10", "note"]
+
+
 # ---- sending
 
 
 def test_a_copy_is_a_checkpoint_there_and_comes_back_whole(place: str, here: Path, tmp_path: Path) -> None:
     manifest = commit(here, 20, FILES)
     mirror = mirror_at(place)
-    assert mirror.upload(here, 20).bytes == manifest.bytes
+    assert mirror.upload(here, 20) == manifest.bytes
     assert tracker_at(place) == "20"
     assert set(Storage(place).files("global_step_20")) == {*FILES, "manifest.json"}
     assert mirror.download(tmp_path / "back") == 20
@@ -107,8 +119,7 @@ def test_a_copy_is_a_checkpoint_there_and_comes_back_whole(place: str, here: Pat
 def test_a_copy_that_is_there_is_not_sent_again(place: str, here: Path) -> None:
     commit(here, 20, FILES)
     mirror_at(place).upload(here, 20)
-    again = mirror_at(place).upload(here, 20)
-    assert (again.bytes, again.skipped) == (0, len(FILES))
+    assert mirror_at(place).upload(here, 20) == 0
 
 
 def test_the_tracker_there_does_not_go_back(here: Path, there: str) -> None:
@@ -391,7 +402,7 @@ def test_a_free_place_gets_the_mark_and_nothing_else(place: str) -> None:
 def test_a_place_of_another_run_is_refused_and_stays_as_it_is(place: str, here: Path) -> None:
     marked(place, OTHER)
     commit(here, 10)
-    for work in (at(place).claim, at(place).probe, lambda: at(place).upload(here, 10)):
+    for work in (at(place).claim, at(place).check, lambda: at(place).upload(here, 10)):
         with pytest.raises(ForeignError, match=THEIRS):
             work()
     with pytest.raises(ForeignError):
@@ -461,16 +472,75 @@ def test_a_copy_of_a_run_does_not_get_its_place(there: str, tmp_path: Path) -> N
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({"id": OURS}))
     marked(there, replace(OWNER, folder=str(first)))
-    with pytest.raises(ForeignError, match=f"belongs to the run in {first}; {copy} is a copy"):
+    with pytest.raises(ForeignError, match=f"belongs to run {OURS} in {first} .* of which {copy} may be a copy; give "):
         at(there, replace(OWNER, folder=str(copy))).claim()
     (first / "run.json").unlink()
     at(there, replace(OWNER, folder=str(copy))).claim()
 
 
+@pytest.mark.parametrize("why", ["another host", "not to be read"])
+def test_a_run_that_may_be_a_copy_gets_the_place_where_it_is_named(there: str, tmp_path: Path, why: str) -> None:
+    first, other = tmp_path / "closed" / "first", replace(OWNER, folder=str(tmp_path))
+    first.mkdir(parents=True)
+    (first / "run.json").write_text("{}")
+    if why == "not to be read":
+        unreadable(first / "run.json")
+    marked(there, replace(OWNER, folder=str(first), host="there" if why == "another host" else OWNER.host))
+    with pytest.raises(ForeignError, match=r"give checkpoint\.mirror=\.\.\. once more to take it over"):
+        at(there, other).claim()
+    at(there, other).claim(named=True)
+    assert Owner.parse(Storage(there).read(MARK) or "", MARK) == other
+
+
+def test_a_place_that_is_named_is_not_taken_with_what_the_run_has_no_record_of(there: str) -> None:
+    foreign(there, 10, "another run's")
+    with pytest.raises(ForeignError, match="holds checkpoints of another run already"):
+        at(there).claim(named=True)
+
+
+def test_the_checkpoint_folder_of_another_run_is_no_mirror(tmp_path: Path) -> None:
+    root = tmp_path / "theirs" / "checkpoints"
+    write_mark(root, Owner.new(THEIRS, tmp_path / "theirs"))
+    with pytest.raises(ForeignError, match="is the checkpoint folder of a run"):
+        at(str(root)).claim()
+    assert Storage(str(root)).names() == [MARK]
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Owner]:
+    """A run that lives on this machine."""
+    with RunFolder.open(tmp_path / "live", resume=False) as folder:
+        yield Owner.new(THEIRS, folder.path)
+
+
+def test_a_claim_that_a_killed_start_has_left_is_in_nobodys_way(there: str, tmp_path: Path) -> None:
+    for claimant in (replace(OWNER, session="killed"), replace(OWNER, run=THEIRS, folder=str(tmp_path / "gone"))):
+        Storage(there).write(f".claim-{claimant.session}-", claimant.to_text())
+    at(there).claim()
+    assert Storage(there).names() == [MARK]
+
+
+@pytest.mark.parametrize("host", ["this", "another"])
+def test_a_claim_of_a_run_that_may_live_is_told(there: str, tmp_path: Path, live: Owner, host: str) -> None:
+    claimant = live if host == "this" else OTHER
+    name = f".claim-{claimant.session}"
+    Storage(there).write(name, claimant.to_text())
+    with pytest.raises(ForeignError, match=f"{claimant} is about to take it; start again, or delete {name} if"):
+        at(there, Owner.new(OURS, tmp_path / "run")).claim()
+    assert Storage(there).names() == [name]
+
+
+def test_a_start_in_the_folder_of_one_that_ended_gets_its_place(there: str, live: Owner) -> None:
+    """As where the run's folder was deleted, or its start ended before there was a record."""
+    marked(there, live)
+    at(there, replace(live, run=OURS)).claim()
+    assert Owner.parse(Storage(there).read(MARK) or "", MARK).run == OURS
+
+
 @pytest.mark.parametrize("name", ["global_step_10/actor/model.pt", TRACKERS[FULL]])
 def test_a_new_run_begins_in_no_place_whose_files_it_would_touch(place: str, name: str) -> None:
     Storage(place).write(name, "7")
-    for work in (at(place).claim, at(place).probe):
+    for work in (at(place).claim, at(place).check):
         with pytest.raises(ForeignError, match="holds checkpoints of another run already"):
             work()
     assert Storage(place).files() == {name: 1}
@@ -478,7 +548,6 @@ def test_a_new_run_begins_in_no_place_whose_files_it_would_touch(place: str, nam
 
 def test_a_new_run_leaves_other_files_of_the_place_alone(place: str, here: Path) -> None:
     Storage(place).write("notes.txt", "precious")
-    at(place).probe()
     at(place).claim()
     commit(here, 10)
     at(place).upload(here, 10)
@@ -490,7 +559,7 @@ def test_a_new_run_leaves_other_files_of_the_place_alone(place: str, here: Path)
 
 
 def commits_in(root: Path) -> Recorded:
-    return run._known(root, ())
+    return run._known(root)
 
 
 def test_a_place_without_a_mark_is_a_runs_whose_record_lists_its_copies(here: Path, there: str) -> None:
@@ -564,13 +633,6 @@ def test_of_two_runs_that_start_at_once_one_at_most_gets_the_place(there: str, p
     claim(Mirror(lambda: Racing(there), OWNER))
     assert sorted(outcomes) == ["claimed", "refused"]
     assert Storage(there).names() == [MARK]
-
-
-def test_a_run_does_not_pass_another_one_that_has_announced_itself(there: str) -> None:
-    Storage(there).write(".claim-other", "")
-    with pytest.raises(ForeignError, match="another run that starts has left"):
-        at(there).claim()
-    assert Storage(there).names() == [".claim-other"]
 
 
 # ---- a run that has copied nothing

@@ -20,7 +20,7 @@ from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, 
 from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror import process as module
 from trinity_sync.checkpoint.mirror import run
-from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Uploaded
+from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, try_again
 from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
@@ -75,7 +75,7 @@ def test_a_process_that_does_not_answer_fails_its_try(
     child(program)
     monkeypatch.setattr(module, "_MESSAGE_S", 1 if "within 1 s" in told else int(LIMIT_S))
     with pytest.raises(MirrorError, match=told) as caught:
-        asked(str(there), quick(**settings), Mirror.probe)
+        asked(str(there), quick(**settings), Mirror.claim)
     assert not caught.value.final
 
 
@@ -84,7 +84,7 @@ def test_an_interpreter_that_is_not_there_fails_the_try(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with pytest.raises(MirrorError, match=r"the copying process could not be started: .*none") as caught:
-        asked(str(there), quick(), Mirror.probe)
+        asked(str(there), quick(), Mirror.claim)
     assert not caught.value.final
 
 
@@ -104,8 +104,8 @@ def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tm
         def claim(self, *_: object, **__: object) -> None:
             pass
 
-        def upload(self, *_: object, **__: object) -> Uploaded:
-            return Uploaded(os.sched_getscheduler(0), 0)
+        def upload(self, *_: object, **__: object) -> int:
+            return os.sched_getscheduler(0)
 
         def download(self, *_: object, **__: object) -> int:
             return os.sched_getscheduler(0)
@@ -113,14 +113,14 @@ def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tm
     observed: Any = Observed()
     copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None, None), "copy")
     assert copy.result(LIMIT_S) == (os.SCHED_IDLE, None)
-    fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0), ()), "fetch")
+    fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0), {}), "fetch")
     assert fetch.result(LIMIT_S) == os.sched_getscheduler(0)
 
 
 def test_a_default_limit_for_sockets_does_not_reach_the_connection(there: Path) -> None:
     socket.setdefaulttimeout(5.0)
     try:
-        assert asked(str(there), quick(options={}), Mirror.probe) is None
+        assert asked(str(there), quick(options={}), Mirror.claim) is None
     finally:
         socket.setdefaulttimeout(None)
 

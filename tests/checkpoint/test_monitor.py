@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from tests.checkpoint.helpers import commit, names
+from tests.checkpoint.mirror_places import OWNER
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
 from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
@@ -616,7 +617,7 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
     make_actor: Callable[..., Any], root: Path, tmp_path: Path
 ) -> None:
     cfg = compose(["checkpoint.mirror_keep=all", f"checkpoint.mirror={tmp_path / 'far'}"])
-    mirror = run_mirror(cfg)
+    mirror = run_mirror(cfg, OWNER)
     assert mirror is not None
     monitor = make_actor(default_hdfs_dir=mirror.place, policies={"keep_last": {"n": 1}}, mirror=mirror.settings)
     for step in (10, 20):
@@ -656,6 +657,7 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
             last_step=1,
             stop=None,
             owner=None,
+            mirror=run_mirror(cfg, OWNER),
         )
         run: Any = job.Job(made_of)
         monitor = make_actor(default_hdfs_dir=place, mirror=run._mirror.settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
+from trinity_sync.tracking.run_folder import RunFolder
 
 OURS, THEIRS = "a" * 32, "b" * 32
 
@@ -77,8 +78,8 @@ def test_a_mark_behind_a_link_does_not_move_with_the_runs_folder(run: Path, root
     (run / "checkpoints").symlink_to(root)
     owner.write_mark(run / "checkpoints", Owner.new(OURS, run))
     copy = shutil.copytree(run, tmp_path / "copy", symlinks=True)
-    with pytest.raises(ConfigError, match="is a copy of that run"):
-        owner.check(copy / "checkpoints", Owner.new(OURS, copy))
+    with pytest.raises(ConfigError, match="may be a copy"):
+        owner.check(copy / "checkpoints", Owner.new(OURS, copy), recorded=())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"run": "x"}', '{"run": 1, "folder": 2}'])
@@ -96,7 +97,7 @@ def test_a_mark_that_cannot_be_read_now_is_not_taken_for_none(root: Path, run: P
     with pytest.raises(UnreadableError, match="cannot be read now"):
         catalog.scan(root)
     with pytest.raises(ConfigError, match="cannot be read now"):
-        owner.check(root, Owner.new(OURS, run))
+        owner.check(root, Owner.new(OURS, run), recorded=())
 
 
 def test_a_program_without_a_run_folder_keeps_the_id_of_its_folder(root: Path) -> None:
@@ -116,8 +117,8 @@ def test_a_program_whose_mark_was_lost_keeps_the_id_of_its_checkpoints(root: Pat
 
 
 def test_an_empty_folder_is_anybodys(root: Path, run: Path) -> None:
-    owner.check(root, Owner.new(OURS, run))
-    owner.check_free(root)
+    owner.check(root, Owner.new(OURS, run), recorded=())
+    owner.check(root, Owner.new("", run), recorded=None)
 
 
 def test_a_folder_of_another_run_is_refused(root: Path, run: Path, tmp_path: Path) -> None:
@@ -125,39 +126,68 @@ def test_a_folder_of_another_run_is_refused(root: Path, run: Path, tmp_path: Pat
     commit(root, 10)
     for named in (False, True):
         with pytest.raises(ConfigError, match=rf"belongs to another run: run {THEIRS} in {tmp_path}/theirs"):
-            owner.check(root, Owner.new(OURS, run), named=named)
+            owner.check(root, Owner.new(OURS, run), recorded=(), named=named)
 
 
 def test_a_mark_of_a_run_that_saved_nothing_is_in_nobodys_way(root: Path, run: Path, tmp_path: Path) -> None:
     owner.write_mark(root, Owner.new(THEIRS, tmp_path / "theirs"))
     with locked(root, tmp_path / "theirs"):
         pass
-    owner.check(root, Owner.new(OURS, run))
-    owner.check_free(root)
+    owner.check(root, Owner.new(OURS, run), recorded=())
+    owner.check(root, Owner.new("", run), recorded=None)
+
+
+@pytest.mark.parametrize("host", ["this", "another"])
+def test_a_folder_with_the_mark_of_a_run_that_may_live_is_refused(
+    root: Path, run: Path, tmp_path: Path, host: str
+) -> None:
+    """As the mirror of a run that has copied nothing yet."""
+    with RunFolder.open(tmp_path / "theirs", resume=False) as theirs:
+        mark = Owner.new(THEIRS, theirs.path)
+        root.mkdir()
+        (root / MARK).write_text((mark if host == "this" else replace(mark, host="there")).to_text())
+        for recorded in (None, ()):
+            with pytest.raises(ConfigError, match=f"belongs to another run: run {THEIRS} in {theirs.path}"):
+                owner.check(root, Owner.new(OURS, run), recorded=recorded)
+
+
+@pytest.mark.parametrize("folder", ["the run's", "the place"])
+def test_a_start_that_ended_early_is_not_in_the_way_of_the_next(root: Path, run: Path, folder: str) -> None:
+    """The next one has the locks of both when it looks."""
+    with RunFolder.open(run.with_name("new"), resume=False) as own, locked(root, own.path):
+        owner.write_mark(root, Owner.new(THEIRS, own.path if folder == "the run's" else root))
+        owner.check(root, Owner.new("", own.path), recorded=None)
+
+
+def test_a_run_on_another_host_may_be_a_copy(root: Path, run: Path, tmp_path: Path) -> None:
+    owner.write_mark(root, replace(Owner.new(OURS, tmp_path / "moved"), host="there"))
+    with pytest.raises(ConfigError, match=rf"of which {run} may be a copy; give checkpoint.dir={root}"):
+        owner.check(root, Owner.new(OURS, run), recorded=())
+    owner.check(root, Owner.new(OURS, run), recorded=(), named=True)
 
 
 def test_a_moved_run_keeps_its_folder(root: Path, run: Path, tmp_path: Path) -> None:
     owner.write_mark(root, Owner.new(OURS, run))
     commit(root, 10)
     run.rename(tmp_path / "moved")
-    owner.check(root, Owner.new(OURS, tmp_path / "moved"))
+    owner.check(root, Owner.new(OURS, tmp_path / "moved"), recorded=())
 
 
 def test_a_copied_run_does_not_get_the_folder_of_the_first_one(root: Path, run: Path, tmp_path: Path) -> None:
     owner.write_mark(root, Owner.new(OURS, run))
     commit(root, 10)
     copy = shutil.copytree(run, tmp_path / "copy")
-    with pytest.raises(ConfigError, match=rf"belongs to the run in {run}, and {copy} is a copy"):
-        owner.check(root, Owner.new(OURS, copy))
-    owner.check(root, Owner.new(OURS, copy), named=True)
-    owner.check(root, Owner.new(OURS, run))
+    with pytest.raises(ConfigError, match=rf"belongs to run {OURS} in {run} on .*, of which {copy} may be a copy"):
+        owner.check(root, Owner.new(OURS, copy), recorded=())
+    owner.check(root, Owner.new(OURS, copy), recorded=(), named=True)
+    owner.check(root, Owner.new(OURS, run), recorded=())
 
 
 def test_a_run_in_the_place_of_a_moved_one_does_not_count_for_it(root: Path, run: Path, tmp_path: Path) -> None:
     owner.write_mark(root, Owner.new(OURS, run))
     run.rename(tmp_path / "moved")
     begun(run, THEIRS)
-    owner.check(root, Owner.new(OURS, tmp_path / "moved"))
+    owner.check(root, Owner.new(OURS, tmp_path / "moved"), recorded=())
 
 
 @pytest.mark.parametrize(
@@ -172,11 +202,13 @@ def test_a_run_in_the_place_of_a_moved_one_does_not_count_for_it(root: Path, run
         lambda root: (root / ".versions" / "1").mkdir(parents=True),
     ],
 )
-def test_a_new_run_begins_in_no_folder_whose_files_it_would_touch(root: Path, make: Callable[[Path], object]) -> None:
+def test_a_new_run_begins_in_no_folder_whose_files_it_would_touch(
+    root: Path, run: Path, make: Callable[[Path], object]
+) -> None:
     root.mkdir()
     make(root)
     with pytest.raises(ConfigError, match="holds checkpoints of another run already"):
-        owner.check_free(root)
+        owner.check(root, Owner.new("", run), recorded=None)
 
 
 # ---- folders of earlier releases
@@ -185,8 +217,8 @@ def test_a_new_run_begins_in_no_folder_whose_files_it_would_touch(root: Path, ma
 def test_a_folder_without_a_mark_is_a_runs_whose_record_lists_its_checkpoints(root: Path, run: Path) -> None:
     manifest = of_run(root, 10, None)
     with pytest.raises(ConfigError, match="has no record of"):
-        owner.check(root, Owner.new(OURS, run))
-    owner.check(root, Owner.new(OURS, run), named=True)
+        owner.check(root, Owner.new(OURS, run), recorded=())
+    owner.check(root, Owner.new(OURS, run), recorded=(), named=True)
     owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest))
 
 
@@ -207,9 +239,31 @@ def test_a_folder_without_a_mark_whose_checkpoints_name_another_run_is_refused(r
         owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest), named=True)
 
 
+def refused(path: Path) -> Iterator[Path]:
+    raise PermissionError(13, "denied")
+
+
+@pytest.mark.parametrize("what", ["manifest", "folder"])
+@pytest.mark.parametrize("named", [True, False])
+def test_what_cannot_be_read_now_is_not_taken_for_nothing(
+    root: Path, run: Path, monkeypatch: pytest.MonkeyPatch, what: str, named: bool
+) -> None:
+    of_run(root, 10, THEIRS)
+    if what == "manifest":
+        unreadable(step_dir(root, 10) / "manifest.json")
+    else:
+        monkeypatch.setattr(Path, "iterdir", refused)
+        with pytest.raises(ConfigError, match="cannot be read now"):
+            owner.check(root, Owner.new("", run), recorded=None)
+    with pytest.raises(ConfigError, match="cannot be read now"):
+        owner.check(root, Owner.new(OURS, run), recorded=(), named=named)
+    with pytest.raises(UnreadableError, match="cannot be read now"):
+        owner.adopt(root)
+
+
 def test_a_folder_without_a_mark_inside_the_runs_own_folder_is_its_own(run: Path) -> None:
     of_run(run / "checkpoints", 10, None)
-    owner.check(run / "checkpoints", Owner.new(OURS, run))
+    owner.check(run / "checkpoints", Owner.new(OURS, run), recorded=())
 
 
 # ---- a checkpoint of another run in a folder of ours

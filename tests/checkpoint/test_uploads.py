@@ -241,7 +241,7 @@ def test_a_place_that_does_not_answer_is_broken_off(here: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(MirrorError, match=r"nothing moved for 0\.5 s"):
-            asked(place, quick(timeout_s=0.5), Mirror.probe)
+            asked(place, quick(timeout_s=0.5), Mirror.claim)
 
 
 def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_
         "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
         "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
         "from trinity_sync.checkpoint.owner import Owner\n"
-        f"print(call({str(there)!r}, MirrorSettings(), {OWNER!r}, Mirror.probe))\n"
+        f"print(call({str(there)!r}, MirrorSettings(), {OWNER!r}, Mirror.claim))\n"
     )
     ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "begun\nNone\n", "")
@@ -270,7 +270,7 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
             "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
             "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
             "from trinity_sync.checkpoint.owner import Owner\n"
-            f"call({place!r}, MirrorSettings(), {OWNER!r}, Mirror.probe)"
+            f"call({place!r}, MirrorSettings(), {OWNER!r}, Mirror.claim)"
         )
         parent = subprocess.Popen([sys.executable, "-c", asking])
         silent.settimeout(LIMIT_S)
@@ -286,18 +286,20 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_with_a_place_of_its_own_only(here: Path, there: Path) -> None:
-    RunMirror(str(there), quick(options={}), OWNER).check(here, claims=False)
+    RunMirror(str(there), quick(options={}), OWNER).look(here)
     commit(there, 10)
     with pytest.raises(ConfigError, match=r"checkpoint\.mirror=.* holds checkpoints of another run"):
-        RunMirror(str(there), quick(options={}), OWNER).check(here, claims=False)
+        RunMirror(str(there), quick(options={}), OWNER).look(here)
     with pytest.raises(ConfigError, match="is the checkpoint folder itself"):
-        RunMirror(str(there), quick(), OWNER).check(there, claims=False)
+        RunMirror(str(there), quick(), OWNER).look(there)
 
 
-@pytest.mark.parametrize("claims", [True, False])
-def test_a_start_puts_the_mark_there_and_a_first_look_does_not(here: Path, there: Path, claims: bool) -> None:
-    RunMirror(str(there), quick(options={}), OWNER).check(here, claims=claims)
-    assert (there / MARK).exists() == claims
+def test_a_start_puts_the_mark_there_and_a_first_look_writes_nothing(here: Path, there: Path) -> None:
+    mirror = RunMirror(str(there), quick(options={}), OWNER)
+    mirror.look(here)
+    assert not there.exists()
+    mirror.check(here)
+    assert (there / MARK).exists()
 
 
 def test_a_place_of_another_run_is_refused_by_the_driver_and_by_the_queue(

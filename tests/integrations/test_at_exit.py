@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from trinity_sync.integrations.verl import at_exit, local_run
+
 PROGRAM = """
 import threading
 from trinity_sync.integrations.verl import at_exit
@@ -24,7 +26,7 @@ class Manager:
         print(self.name, "settles", flush=True)
         self.settled.set()
 
-    def finish_at_exit(self):
+    def finish(self, limit_s):
         worked = threading.Thread(target=lambda: None)  # which Python 3.12 refuses in atexit
         worked.start()
         worked.join()
@@ -76,6 +78,12 @@ class Manager:
 
     def settle_at_exit(self):
         pass
+
+    def finish(self, limit_s):
+        if limit_s is None:
+            self.finish_at_exit()
+        else:
+            self.finish_at_signal()
 
     def finish_at_exit(self):
         print("finishes at exit", flush=True)
@@ -228,7 +236,57 @@ def test_the_handler_of_before_is_called_once_when_the_save_is_committed(start: 
     program.sends(signal.SIGTERM)
     program.says("finishes 1")
     program.commits()
-    assert (program.ends(), program.rest[0]) == (3, "before 15\n")
+    assert (program.ends(), program.rest[0]) == (3, "before 15\nfinishes at exit\n")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_save_while_the_program_unwinds_after_a_signal_is_finished_in_time(
+    start: Callable[[str], Signalled], slow: bool
+) -> None:
+    program = start(f"""
+        at_exit.SIGNAL_S = 0.3 if {slow} else 60
+        Manager.finish_at_signal = lambda self: None
+        if {slow}:
+            Manager.finish_at_exit = lambda self: time.sleep(60)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
+        heed()
+        ready()
+        try:
+            time.sleep(60)
+        finally:
+            print("saves", flush=True)
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("saves")
+    assert program.ends() == 3
+    assert program.rest[0] == ("" if slow else "finishes at exit\n")
+    assert ("after a signal: a checkpoint was lost: it was not committed within 0.3 s" in program.rest[1]) == slow
+
+
+def test_a_signal_ends_a_program_that_can_start_no_thread(start: Callable[[str], Signalled]) -> None:
+    program = start("""
+        def refused(thread):
+            raise RuntimeError("can't start new thread")
+
+        heed()
+        threading.Thread.start = refused
+        ready()
+        time.sleep(60)
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    assert program.ends() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("limit_s", "waited_s"), [(None, local_run.COMMIT_S), (3.0, 3.0)])
+def test_the_saves_of_workers_have_the_time_of_a_commit_at_a_normal_end(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, waited_s: float
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(local_run, "finish_saves_of_workers", waited.append)
+    at_exit.SavesOfWorkers().finish(limit_s)
+    assert waited == [waited_s]
 
 
 def test_a_handler_that_is_not_of_python_ends_the_program(start: Callable[[str], Signalled]) -> None:

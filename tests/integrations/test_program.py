@@ -149,6 +149,12 @@ def test_a_checkpoint_folder_that_the_ranks_do_not_share_is_named_at_once(
     assert run(1, root, ".shared-1")[-1] == "find the checkpoint monitor"
     with pytest.raises(ConfigError, match=f"{tmp_path}/other on .* is not the checkpoint folder of rank 0"):
         run(1, tmp_path / "other", ".shared-1")
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert run(0, root, "")[-1] == "find the checkpoint monitor", "the other ranks wait for it"
+
+
+def refused(path: Path, **given: Any) -> None:
+    raise OSError(5, "a disk that does not answer")
 
 
 def ends(ranks: list[Any], method: str, *args: object) -> list[Any]:

@@ -54,7 +54,7 @@ class Remote:
 
     def finish(self) -> None:
         for end in self.ends:
-            end.finish_at_exit()
+            end.finish(None)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import local_run, saves
+from trinity_sync.integrations.verl.at_exit import SIGNAL_S
 from trinity_sync.integrations.verl.local_run import finish_saves_of_workers
 from trinity_sync.integrations.verl.program import Program
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
@@ -227,7 +228,7 @@ def test_a_save_is_committed_when_both_ranks_have_written_and_the_trainer_has_go
 def test_the_monitor_is_opened_by_the_first_save_and_by_no_later_one(ranks: Ranks) -> None:
     ranks.ok(lambda manager: manager.wait_on_save_thread())  # nothing to wait for
     ranks.ok(lambda manager: manager.finish_writing())
-    ranks.ok(lambda manager: manager.finish_at_signal())
+    ranks.ok(lambda manager: manager.finish(SIGNAL_S))
     assert ranks.opened == []
     ranks.save(2)
     ranks.save(4)
@@ -406,7 +407,7 @@ def test_at_the_end_rank_0_waits_for_the_commit_and_others_for_what_they_write(r
 
     def end_other() -> None:
         other.settle_at_exit()
-        other.finish_at_exit()
+        other.finish(None)
         ended.set()
 
     threading.Thread(target=end_other).start()
@@ -416,7 +417,7 @@ def test_at_the_end_rank_0_waits_for_the_commit_and_others_for_what_they_write(r
     assert ranks.state(4) == "open"
     first.copies.may_write.set()
     first.settle_at_exit()
-    first.finish_at_exit()
+    first.finish(None)
     assert ranks.paths(4) == OF_ALL
 
 
@@ -424,7 +425,7 @@ def test_at_the_end_a_save_without_the_files_of_the_trainer_fails(ranks: Ranks) 
     ranks.save(4)
     ranks.managers[0].settle_at_exit()
     with pytest.raises(RunError, match="the program ended before its trainer had written"):
-        ranks.managers[0].finish_at_exit()
+        ranks.managers[0].finish(None)
 
 
 def test_at_the_end_a_rank_whose_trainer_has_said_nothing_waits_for_what_it_writes_only(
@@ -435,7 +436,7 @@ def test_at_the_end_a_rank_whose_trainer_has_said_nothing_waits_for_what_it_writ
     first = ranks.managers[0]
     (ranks.root / "latest_checkpointed_iteration.txt").mkdir()
     first.settle_at_exit()
-    first.finish_at_exit()
+    first.finish(None)
     assert ranks.state(4) == "open"
 
 
@@ -446,7 +447,7 @@ def test_a_signal_waits_for_the_save_that_has_begun_and_for_its_commit(ranks: Ra
     ended = threading.Event()
 
     def at_signal() -> None:
-        ranks.managers[1].finish_at_signal()
+        ranks.managers[1].finish(SIGNAL_S)
         ended.set()
 
     threading.Thread(target=at_signal).start()
@@ -472,7 +473,7 @@ def test_a_signal_waits_for_the_copy_of_what_is_committed_and_tells_that_it_fail
 
     def at_signal() -> None:
         with pytest.raises(RunError, match="no room for a copy"):
-            first.finish_at_signal()
+            first.finish(SIGNAL_S)
         ended.set()
 
     threading.Thread(target=at_signal).start()
@@ -496,7 +497,7 @@ def test_a_signal_does_not_wait_for_a_save_that_begins_later(ranks: Ranks) -> No
 
     first._monitor.finish_saves = then_the_next  # type: ignore[method-assign]
     began = time.monotonic()
-    first.finish_at_signal()
+    first.finish(SIGNAL_S)
     assert time.monotonic() < began + LIMIT
     assert ranks.state(6) == "open"
 
@@ -519,7 +520,7 @@ def test_a_signal_within_the_call_of_a_save_waits_for_its_end(ranks: Ranks) -> N
     thread.start()
     while not order:
         pass
-    manager.finish_at_signal()
+    manager.finish(SIGNAL_S)
     thread.join(LIMIT)
     assert order == ["saving", "saved", "asked"]
 
@@ -530,7 +531,7 @@ def test_a_signal_to_a_program_whose_save_fails_says_so(ranks: Ranks) -> None:
     ranks.save(4)
     threading.Timer(0.3, ranks.managers[1].copies.may_write.set).start()
     with pytest.raises(RunError, match="the checkpoint of step 4 failed"):
-        ranks.managers[0].finish_at_signal()
+        ranks.managers[0].finish(SIGNAL_S)
 
 
 @pytest.fixture

@@ -23,15 +23,15 @@ from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.owner import MARK, Owner, write_mark
+from trinity_sync.checkpoint.owner import MARK, write_mark
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.resume import Resume, committed_steps
-from trinity_sync.launch.start import Start, look_before_resume
+from trinity_sync.launch.resume import Resume, committed_steps, copied_to
+from trinity_sync.launch.start import Start, look_before_resume, run_mirror
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -63,12 +63,6 @@ def saved(
 
 def test_a_new_run_begins_at_the_model(tmp_path: Path) -> None:
     assert Start.find(config(), tmp_path, resume=None) == Start(0, False, tmp_path, None)
-
-
-def test_a_new_run_leaves_the_checkpoints_of_another_one_alone(tmp_path: Path) -> None:
-    commit(tmp_path, 10)
-    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
-        Start.find(config(), tmp_path, resume=None)
 
 
 def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(
@@ -239,19 +233,19 @@ def test_a_lost_folder_is_fetched_from_the_mirror_only_if_it_has_the_newest(tmp_
     cfg = config(f"checkpoint.mirror={there}")
     look_before_resume(cfg, here, Resume(), [10, 20])
     with pytest.raises(ConfigError, match=rf"steps 10, 20 were committed, .*{here} and checkpoint\.mirror={there}\."):
-        Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10, 20])
-    assert Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10]).step == 10
+        Start.find(cfg, here, mirror=run_mirror(cfg, OWNER), resume=Resume(), committed=[10, 20])
+    assert Start.find(cfg, here, mirror=run_mirror(cfg, OWNER), resume=Resume(), committed=[10]).step == 10
 
 
 def test_nothing_is_fetched_that_would_not_do(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     marked(str(saved(there, 10).parent))
+    cfg = config(f"checkpoint.mirror={there}")
+    mirror = run_mirror(cfg, OWNER)
     with pytest.raises(ConfigError, match=r"steps 10, 20 were committed, .*Nothing was changed"):
-        Start.find(config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume(), committed=[10, 20])
+        Start.find(cfg, here, mirror=mirror, resume=Resume(), committed=[10, 20])
     assert names(here) == set()
-    start = Start.find(
-        config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume(skip_unreadable=True), committed=[20]
-    )
+    start = Start.find(cfg, here, mirror=mirror, resume=Resume(skip_unreadable=True), committed=[20])
     assert start.step == 10
 
 
@@ -265,7 +259,7 @@ def test_what_cannot_be_read_here_is_fetched_from_the_mirror(tmp_path: Path, nam
     unreadable(here / "global_step_20" / name)
     cfg = config(f"checkpoint.mirror={there}")
     look_before_resume(cfg, here, Resume(), [10, 20])
-    assert Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10, 20]).step == newest
+    assert Start.find(cfg, here, mirror=run_mirror(cfg, OWNER), resume=Resume(), committed=[10, 20]).step == newest
 
 
 def test_what_cannot_be_read_here_and_is_not_at_the_mirror_is_waited_for(
@@ -281,7 +275,7 @@ def test_what_cannot_be_read_here_and_is_not_at_the_mirror_is_waited_for(
         (tmp_path / "file").write_text("")
         cfg = config(f"checkpoint.mirror={mirror}", "checkpoint.mirror_tries=1")
         with pytest.raises(ConfigError, match=r"global_step_20/.* cannot be read now.*--skip-unreadable"):
-            Start.find(cfg, here, owner=OWNER, resume=Resume(), committed=[10, 20])
+            Start.find(cfg, here, mirror=run_mirror(cfg, OWNER), resume=Resume(), committed=[10, 20])
         assert "going on" not in capsys.readouterr().err
         assert names(here) == before
 
@@ -304,18 +298,31 @@ def test_a_mirror_with_a_checkpoint_of_a_newer_version_stops_a_resume(tmp_path: 
     saved(here, 10)
     newer(saved(there, 20))
     marked(str(there))
+    cfg = config(f"checkpoint.mirror={there}")
     with pytest.raises(ConfigError, match=rf"the mirror {there}: .*newer version of trinity-sync"):
-        Start.find(config(f"checkpoint.mirror={there}"), here, owner=OWNER, resume=Resume())
+        Start.find(cfg, here, mirror=run_mirror(cfg, OWNER), resume=Resume())
 
 
-@pytest.mark.parametrize(
-    ("owner", "resume", "written"), [(None, None, False), (OWNER, None, True), (OWNER, Resume(True), True)]
-)
-def test_a_start_and_a_new_beginning_put_the_mark_at_the_mirror(
-    tmp_path: Path, owner: Owner | None, resume: Resume | None, written: bool
-) -> None:
-    Start.find(config(f"checkpoint.mirror={tmp_path}/there"), tmp_path / "here", resume=resume, owner=owner)
-    assert (tmp_path / "there" / MARK).exists() == written
+@pytest.mark.parametrize("resume", [None, Resume(from_scratch=True)])
+def test_a_start_and_a_new_beginning_put_the_mark_at_the_mirror(tmp_path: Path, resume: Resume | None) -> None:
+    cfg = config(f"checkpoint.mirror={tmp_path}/there")
+    Start.find(cfg, tmp_path / "here", resume=resume, mirror=run_mirror(cfg, OWNER))
+    assert (tmp_path / "there" / MARK).exists()
+
+
+def test_a_resume_marks_no_place_that_has_lost_what_the_run_has_copied_there(tmp_path: Path) -> None:
+    """As where the disk of the mirror is not mounted."""
+    here, there, events = tmp_path / "here", tmp_path / "there", tmp_path / "events.jsonl"
+    saved(here, 10)
+    there.mkdir()
+    lines = [{"event": "mirror", "state": state, "url": url} for state, url in (("copied", str(there)), ("x", "/y"))]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert copied_to(events) == {str(there)}
+    cfg = config(f"checkpoint.mirror={there}", "checkpoint.mirror_tries=1")
+    for resume, marks in ((Resume(), []), (Resume(named={"checkpoint.mirror"}), [MARK])):
+        mirror = run_mirror(cfg, OWNER, resume=resume, copied=copied_to(events))
+        assert Start.find(cfg, here, mirror=mirror, resume=resume).step == 10
+        assert [path.name for path in there.iterdir()] == marks
 
 
 def test_a_first_look_writes_nothing(tmp_path: Path) -> None:

@@ -323,6 +323,9 @@ class CheckpointDisk:
         beside = self._steps_beside()
         for step in beside:
             book.restore_beside(step)
+        own = beside | {step: one for step, one in manifests.items() if one.attempt == self.attempt}
+        for step, manifest in own.items():
+            book.restore_files(step, [entry.as_tuple() for entry in manifest.files])
         for step, error in failures.items():
             book.restore_failure(step, error)
         if failures:
@@ -330,11 +333,8 @@ class CheckpointDisk:
         decisions = []
         for dumped in journals:
             step = dumped["step"]
-            own = manifests.get(step)
-            if own is None or own.attempt != self.attempt:
-                own = beside.get(step)
             try:
-                decisions += book.restore(dumped, {entry.path for entry in own.files} if own else ())
+                decisions += book.restore(dumped, own[step].paths if step in own else ())
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"the journal of step {step} cannot be used: {error}")
                 self.clean(step)

@@ -13,13 +13,13 @@ import secrets
 import socket
 import uuid
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from trinity_sync.checkpoint.layout import (
     STAGING,
+    STEP_PREFIX,
     TRASH_PREFIX,
     VERSIONS,
     Manifest,
@@ -30,6 +30,7 @@ from trinity_sync.checkpoint.layout import (
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import make_folder, replace_file
+from trinity_sync.tracking.run_folder import lock_owner
 
 MARK = ".run.json"
 #: What a run moves, overwrites or deletes in its checkpoint folder.
@@ -76,18 +77,33 @@ class Owner:
     def __str__(self) -> str:
         return f"run {self.run} in {self.folder} on {self.host}"
 
-    def is_copied_to(self, folder: str) -> bool:
-        """Return whether the run in a folder is a copy: this mark is of another folder, which still holds the run.
-
-        Raises:
-            OSError: the folder of the mark cannot be read now.
-        """
+    def is_of(self, folder: str) -> bool:
+        """Return whether this is the mark of a run in this folder, by whatever path."""
         try:
-            if Path(self.folder).samefile(folder):
-                return False
+            return self.folder == folder or Path(self.folder).samefile(folder)
+        except OSError:
+            return False
+
+    def may_run(self, own: Owner) -> bool:
+        """Return whether the run of this mark may be running, for another run, which has locked its own folder."""
+        if self.host != own.host:
+            return True
+        return not self.is_of(own.folder) and _may_be_locked(Path(self.folder, ".lock"))
+
+    def may_be_of_another_copy(self, own: Owner) -> bool:
+        """Return whether the run of this id that has put this mark may still be in another folder: it is there, or
+        cannot be looked for from here, or not now.
+        """
+        if self.is_of(own.folder):
+            return False
+        if self.host != own.host:
+            return True
+        try:
             record = json.loads(Path(self.folder, "run.json").read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return False
+        except OSError:
+            return True
         return isinstance(record, dict) and record.get("id") == self.run
 
     def unlisted(self, manifests: Iterable[Manifest], recorded: Recorded) -> Manifest | None:
@@ -129,7 +145,11 @@ def write_mark(root: Path, owner: Owner) -> None:
 
 
 def adopt(root: Path) -> str:
-    """Return the run id of a checkpoint folder; one without a mark gets a mark. For programs without a run folder."""
+    """Return the run id of a checkpoint folder; one without a mark gets a mark. For programs without a run folder.
+
+    Raises:
+        UnreadableError: the mark, or a checkpoint of a folder without one, cannot be read now.
+    """
     mark = read_mark(root)
     if mark is None:
         runs = {manifest.run for manifest in manifests(root) if manifest.run is not None}
@@ -138,15 +158,16 @@ def adopt(root: Path) -> str:
     return mark.run
 
 
-def check(root: Path, owner: Owner, *, recorded: Recorded = (), named: bool = False) -> None:
-    """Check that a checkpoint folder may be used by a run that is resumed. Writes nothing.
+def check(root: Path, owner: Owner, *, recorded: Recorded | None, named: bool = False) -> None:
+    """Check that a run may use a checkpoint folder. Writes nothing.
 
     Args:
-        recorded: commits in the run's own record.
-        named: the user has just named the folder for this run.
+        owner: the run, which has locked its folder.
+        recorded: commits in the record of a run that is resumed; None: it is a new one.
+        named: the user has just named the folder for a run that is resumed.
 
     Raises:
-        ConfigError: it belongs to another run, or that cannot be read now.
+        ConfigError: it belongs to another run, or that cannot be read now, or a new run would touch what is there.
     """
     try:
         problem = _problem(root, owner, recorded, named)
@@ -156,40 +177,73 @@ def check(root: Path, owner: Owner, *, recorded: Recorded = (), named: bool = Fa
         raise ConfigError(f"checkpoint.dir={root} {problem}")
 
 
-def check_free(root: Path) -> None:
-    """Check that there is nothing in a checkpoint folder that a new run would touch; else ConfigError."""
-    if found := _managed(root):
-        raise ConfigError(
-            f"checkpoint.dir={root} holds checkpoints of another run already ({found}); name another folder, or go on "
-            "with that run: trinity-sync resume RUN_DIR"
-        )
+def refusal(mark: Owner) -> str:
+    """Say why a place with the mark of another run is refused."""
+    return (
+        f"belongs to another run: {mark}; name another place, or delete {MARK} there if that run is over and has saved "
+        "nothing there"
+    )
 
 
-def manifests(root: Path) -> Iterator[Manifest]:
-    """Yield the valid manifests in a checkpoint folder, also those of abandoned steps."""
-    for path in root.glob("*global_step_*"):
-        with suppress(ManifestError):
+def manifests(root: Path, *, skip_unreadable: bool = False) -> Iterator[Manifest]:
+    """Yield the valid manifests in a checkpoint folder, also those of abandoned steps.
+
+    Args:
+        skip_unreadable: pass over what cannot be read now; else it raises UnreadableError.
+    """
+    for path in (path for path in _listed(root) if STEP_PREFIX in path.name):
+        try:
             yield read_manifest(path)
+        except ManifestError as error:
+            if isinstance(error, UnreadableError) and not skip_unreadable:
+                raise
 
 
-def _problem(root: Path, owner: Owner, recorded: Recorded, named: bool) -> str | None:
-    mark, take = read_mark(root), f"give checkpoint.dir={root} to take it over"
+def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -> str | None:
+    mark, inside = read_mark(root), _inside(root, owner.folder)
+    take = f"give checkpoint.dir={root} to take it over"
+    if recorded is None and (found := _managed(root)):
+        go_on = "name another folder, or go on with that run: trinity-sync resume RUN_DIR"
+        return f"holds checkpoints of another run already ({found}); {go_on}"
     if mark is None:
-        free = named or _inside(root, owner.folder)
-        found = [one for one in manifests(root) if one.run is not None or not free]
-        if (other := owner.unlisted(found, recorded)) is None:
+        there = [one for one in manifests(root, skip_unreadable=inside) if one.run is not None or not (named or inside)]
+        if (other := owner.unlisted(there, recorded or ())) is None:
             return None
         whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
         return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"
     if mark.run != owner.run:
-        return f"belongs to another run: {mark}; name another folder" if _managed(root) else None
-    if not named and mark.is_copied_to(owner.folder):
-        return f"belongs to the run in {mark.folder}, and {owner.folder} is a copy of that run; {take}"
+        # A start takes the lock of the place next, which a run without a folder of its own has.
+        ours = mark.is_of(str(root)) or (inside and mark.is_of(owner.folder))
+        return refusal(mark) if (mark.may_run(owner) and not ours) or _managed(root) else None
+    if not named and mark.may_be_of_another_copy(owner):
+        return f"belongs to {mark}, of which {owner.folder} may be a copy; {take}"
     return None
 
 
+def _may_be_locked(lock: Path) -> bool:
+    """Return whether a process may have this lock, also where that cannot be seen now."""
+    try:
+        os.close(os.open(lock, os.O_RDONLY | os.O_CLOEXEC))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return lock_owner(lock.parent) is not None
+
+
 def _managed(root: Path) -> str | None:
+    for folder in (root, root / STAGING, root / VERSIONS):
+        _listed(folder)  # or it raises: `glob` takes a folder that cannot be listed for an empty one
     return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
+
+
+def _listed(root: Path) -> list[Path]:
+    try:
+        return list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableError(f"{root} cannot be read now: {error.strerror or error}") from error
 
 
 def _inside(root: Path, folder: str) -> bool:

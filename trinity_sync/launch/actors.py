@@ -81,6 +81,7 @@ class Setup:
         stop: set where the step under way is to be the last one.
         scanned: what its loop trains and validates on.
         owner: the run, as it marks its places.
+        mirror: where its checkpoints are copied to.
     """
 
     cfg: DictConfig
@@ -94,6 +95,7 @@ class Setup:
     stop: threading.Event
     scanned: Scanned = NOTHING
     owner: Owner | None = None
+    mirror: RunMirror | None = None
 
 
 class Actors:

@@ -19,7 +19,6 @@ from trinity_sync.launch.data import (
     validation_times,
     version_validations_of,
 )
-from trinity_sync.launch.start import run_mirror
 
 if TYPE_CHECKING:
     from trinity_sync.explorer.pool import ExplorerPool
@@ -62,7 +61,7 @@ class Job:
         self._use_gpu = setup.use_gpu
         self._stop = setup.stop
         self._last_step = setup.last_step
-        self._mirror = run_mirror(setup.cfg, setup.owner)
+        self._mirror = setup.mirror
         self.actors = Actors(setup, self.worker)
 
     def start(self) -> None:

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
-from trinity_sync.checkpoint.owner import Owner, check_free, write_mark
+from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.checkpoint.owner import Owner, check, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
@@ -38,12 +39,13 @@ from trinity_sync.launch.resume import (
     Resume,
     check_owned,
     committed_steps,
+    copied_to,
     recorded_commits,
     resume_command,
     written_places,
 )
 from trinity_sync.launch.row_scan import Scanned, scanned_task
-from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
+from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume, run_mirror
 from trinity_sync.tracking.record import run_id
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder, holds_run
@@ -90,7 +92,7 @@ def run(
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
-        check_place = partial(check_free, checkpoints)
+        check_place = partial(check, checkpoints, Owner.new("", folder.path), recorded=None)
         if resume is not None:
             named = resume.names("checkpoint.dir")
             check_place = partial(check_owned, folder.path, checkpoints, named=named)
@@ -102,10 +104,9 @@ def run(
         check_place()
         owner = Owner.new(run_id(folder.run_json), folder.path)
         write_mark(checkpoints, owner)
-        recorded = recorded_commits(folder.events)
-        start = Start.find(
-            cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs, owner=owner, recorded=recorded
-        )
+        recorded, copied = recorded_commits(folder.events), copied_to(folder.events)
+        mirror = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied)
+        start = Start.find(cfg, checkpoints, resume=resume, committed=committed, mirror=mirror, recorded=recorded)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         recorder = _recorder(cfg, folder, start, owner, threads, last_step)
         try:
@@ -114,7 +115,7 @@ def run(
                 if scanned.counts is not None:
                     recorder.event("rows", **scanned.counts._asdict())
                 with failing_of_it():
-                    _run(job or Job, cfg, scanned, folder, start, owner, recorder, threads, last_step, stop)
+                    _run(job or Job, cfg, scanned, folder, start, owner, mirror, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130
     return 0
@@ -135,7 +136,12 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} already holds a run; choose another folder by hydra.run.dir")
     check_beforehand(cfg)
     scanned_task(cfg)
-    Start.find(cfg, checkpoint_folder(cfg, run_dir.absolute()), resume=None)
+    checkpoints = checkpoint_folder(cfg, run_dir.absolute())
+    owner = Owner.new("", run_dir)
+    check(checkpoints, owner, recorded=None)
+    Start.first(cfg, checkpoints, None)
+    if (mirror := run_mirror(cfg, owner)) is not None:
+        mirror.look(checkpoints)
     run_trackers(cfg)
 
 
@@ -194,6 +200,7 @@ def _run(
     folder: RunFolder,
     start: Start,
     owner: Owner,
+    mirror: RunMirror | None,
     recorder: Recorder,
     threads: int,
     last_step: int,
@@ -224,6 +231,7 @@ def _run(
                 folder=folder,
                 start=start,
                 owner=owner,
+                mirror=mirror,
                 recorder=recorder,
                 cluster=ray_cluster,
                 run_key=run_key,

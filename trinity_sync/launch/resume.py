@@ -133,6 +133,16 @@ def recorded_commits(path: Path) -> owner.Recorded:
     }
 
 
+def copied_to(events: Path) -> set[str]:
+    """Return the mirrors to which a run has copied checkpoints, as its events show them.
+
+    Raises:
+        RunError: the events cannot be read.
+    """
+    copies = [event for event in jsonl.read(events) if event.get("event") == "mirror"]
+    return {str(event.get("url")) for event in copies if event.get("state") == "copied"}
+
+
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:
     """Steps of the full checkpoints that a run committed and nobody has deleted since, as its events say, ascending.
 

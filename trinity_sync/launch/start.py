@@ -16,12 +16,12 @@ from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, read_mani
 from trinity_sync.checkpoint.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.owner import Owner, Recorded, check_free
+from trinity_sync.checkpoint.owner import Owner, Recorded
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain, typed
 from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.urls import absolute
+from trinity_sync.host.urls import absolute, shown
 from trinity_sync.launch.resume import Resume
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.progress import progress_bar
@@ -63,8 +63,7 @@ class Start:
         *,
         resume: Resume | None,
         committed: Collection[int] = (),
-        logs: Path | None = None,
-        owner: Owner | None = None,
+        mirror: RunMirror | None = None,
         recorded: Recorded = (),
     ) -> Start:
         """Look for it.
@@ -74,8 +73,7 @@ class Start:
             checkpoints: the run's checkpoint folder.
             resume: go on from the newest checkpoint in it, or at the mirror, that verifies. None: a new run.
             committed: steps that the run's record says were committed, see `committed_steps`.
-            logs: of the run.
-            owner: the run; None: it does not begin, and nothing is written.
+            mirror: of the run.
             recorded: commits in the run's record, see `recorded_commits`.
 
         Raises:
@@ -83,17 +81,15 @@ class Start:
                 committed cannot be seen; or the mirror cannot be used for a new run.
             RunError: nothing here verifies, and the mirror cannot be reached.
         """
-        mirror = run_mirror(cfg, owner, logs)
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded)
-        check_free(checkpoints)
-        start = cls._first(cfg, checkpoints, None)
+        start = cls.first(cfg, checkpoints, None)
         if mirror is not None:
-            mirror.check(checkpoints, claims=owner is not None)
+            mirror.check(checkpoints)
         return start
 
     @classmethod
-    def _first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
+    def first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
         """Where the run begins while it has no checkpoint of its own."""
         resumed = resume is not None
         if cfg.checkpoint.resume_from is None:
@@ -125,7 +121,7 @@ class Start:
         if found is None:
             where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
             why = "as asked for" if resume.from_scratch else f"no checkpoint in {where} verifies yet"
-            start = cls._first(cfg, checkpoints, resume)
+            start = cls.first(cfg, checkpoints, resume)
             begin = "at step 1" if start.folder is None else f"with checkpoint.resume_from={start.folder}"
             print(f"{why}: the run begins again {begin}", file=sys.stderr)
             return start
@@ -145,12 +141,21 @@ def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
     return Path(cfg.checkpoint.dir or run / "checkpoints").absolute()  # for processes in other folders, too
 
 
-def run_mirror(cfg: DictConfig, owner: Owner | None = None, logs: Path | None = None) -> RunMirror | None:
+def run_mirror(
+    cfg: DictConfig,
+    owner: Owner,
+    logs: Path | None = None,
+    *,
+    resume: Resume | None = None,
+    copied: Collection[str] = (),
+) -> RunMirror | None:
     """Where a run's committed checkpoints are copied to; None: nowhere.
 
     Args:
-        owner: the run; None: one that does not begin.
+        owner: the run.
         logs: of the run.
+        resume: it goes on.
+        copied: places to which it has copied checkpoints before, see `copied_to`.
     """
     node = cfg.checkpoint
     if node.mirror is None:
@@ -161,9 +166,10 @@ def run_mirror(cfg: DictConfig, owner: Owner | None = None, logs: Path | None = 
         tries=node.mirror_tries,
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
+        named=resume is not None and resume.names("checkpoint.mirror"),
     )
-    owner = owner or Owner.new("", Path())
-    return RunMirror(absolute(node.mirror), settings, owner, logs / "mirror.log" if logs is not None else None)
+    place = absolute(node.mirror)
+    return RunMirror(place, settings, owner, shown(place) in copied, logs / "mirror.log" if logs is not None else None)
 
 
 def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:

@@ -57,6 +57,7 @@ class CommitBook:
         self._turns = TurnQueue(strategy)
         self._committed = CommittedSteps(attempt, committed)
         self._steps = StepTable(clock, self._turns, self._committed.own)
+        self._listed: dict[int, frozenset[FileTuple]] = {}
 
     # ---- what callers may ask
 
@@ -256,13 +257,16 @@ class CommitBook:
             ticket: the turn that ends with this; None: there was none.
 
         Raises:
-            RunError: the part comes after the commit that it belongs to, and was neither announced nor registered.
+            RunError: the part comes after the commit that it belongs to, and was neither announced nor registered; a
+                double of what was committed in an earlier life is let through.
         """
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")
         entry = self._open(step, attempt)
         late = entry.late(part, weights) if part is not None and entry.failed is None else None
         if late is not None:
+            if files is not None and step in self._listed and self._listed[step].issuperset(files):
+                return self._release(ticket)  # the writer has not heard the answer of the life before
             raise RunError(late)
         entry.ended |= {ticket} if ticket is not None else set()
         decisions = self._release(ticket) if part != DIGEST_PART else []
@@ -383,6 +387,10 @@ class CommitBook:
         self._steps.put(entry)
         self._turns.restore(entry.step, dumped["turns"], now)
         return self._evaluate(entry)
+
+    def restore_files(self, step: int, files: Iterable[FileTuple]) -> None:
+        """Note what the manifest lists that this attempt has committed of the step in an earlier life."""
+        self._listed[step] = frozenset(files)
 
     def restore_beside(self, step: int) -> None:
         """Note that in an earlier life of this attempt weights of the step were committed beside what is visible."""

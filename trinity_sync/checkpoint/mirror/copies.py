@@ -21,13 +21,10 @@ Blocking, one writer at a time.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import catalog, commits, leases, trash
@@ -46,7 +43,7 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.owner import MARK, Owner, Recorded
+from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, refusal
 from trinity_sync.checkpoint.prune import facts_of
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
@@ -54,7 +51,6 @@ from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, decide
-from trinity_sync.tracking.run_folder import lock_owner
 
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
@@ -74,19 +70,6 @@ class DamagedError(RunError):
 
 class ForeignError(RunError):
     """The place, or a folder there, belongs to another run; trying again would not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """What an upload did.
-
-    Args:
-        bytes: how many were sent.
-        skipped: files that were there already.
-    """
-
-    bytes: int
-    skipped: int
 
 
 class Mirror:
@@ -113,56 +96,49 @@ class Mirror:
 
     # ---- whose it is
 
-    def probe(self, known: Recorded = (), *, claims: bool = True) -> None:
-        """Find out whether the place can be written, read and listed, and `claim` it.
-
-        Args:
-            claims: put the mark there; else only look whether it could be put there.
+    def claim(self, known: Recorded = (), *, again: bool = False, named: bool = False) -> None:
+        """Put the run's mark there. Of runs that try it at the same instant, one at most succeeds. For the arguments
+        and errors see `check`; RunError also where what is written there cannot be read back.
         """
-        name = f".probe-{secrets.token_hex(8)}"
-        self._storage.write(name, "probe")
-        read = self._storage.read(name)
-        self._storage.delete(name)
-        if read != "probe":
-            raise RunError("what is written there cannot be read back")
-        if claims:
-            self.claim(known)
-        else:
-            self._check_claimable(known)
+        own = f"{_CLAIM}{self._owner.session}"
+        self.check(known, again=again, named=named)
+        # Object stores have no rename that fails where the name is taken. So a run announces itself before it looks for
+        # others: of two, the later one sees the claim of the other, or its mark.
+        self._storage.write(own, self._owner.to_text())
+        try:
+            if self._owner_in(own) != self._owner:
+                raise RunError("what is written there cannot be read back")
+            for name in self._storage.names():
+                if name.startswith(_CLAIM) and name != own:
+                    self._take_back(name)
+            self.check(known, again=again, named=named)
+            self._storage.write(MARK, self._owner.to_text())
+        finally:
+            self._storage.delete(own)
 
-    def claim(self, known: Recorded = (), *, again: bool = False) -> None:
-        """Put the run's mark there. Of runs that try it at the same instant, one at most succeeds.
+    def _take_back(self, name: str) -> None:
+        """Delete what a start that was killed has left of its claim."""
+        claimant = self._owner_in(name)
+        if claimant is not None and claimant.run != self._owner.run and claimant.may_run(self._owner):
+            raise ForeignError(f"{claimant} is about to take it; start again, or delete {name} if that run is over")
+        self._storage.delete(name)
+
+    def check(self, known: Recorded = (), *, again: bool = False, named: bool = False) -> None:
+        """Check that the run may put its mark there. Writes nothing.
 
         Args:
             known: commits in the run's own record, or here.
             again: only where the place has a mark of the run already; RunError where it has none.
+            named: the user has just named the place for this run.
 
         Raises:
             ForeignError: the place belongs to another run, or holds what this run has no record of.
             UnreadableError: its mark cannot be read.
         """
-        own = f"{_CLAIM}{self._owner.session}"
-        self._check_claimable(known)
-        if again and self._mark() is None:
-            raise RunError(_UNMARKED)
-        # Object stores have no rename that fails where the name is taken. So a run announces itself before it looks for
-        # others: of two, the later one sees the claim of the other, or its mark.
-        self._storage.write(own, self._owner.to_text())
-        try:
-            if others := [name for name in self._storage.names() if name.startswith(_CLAIM) and name != own]:
-                raise ForeignError(f"another run that starts has left {others[0]} there; start again when it is gone")
-            self._check_claimable(known)
-            self._storage.write(MARK, self._owner.to_text())
-        finally:
-            self._storage.delete(own)
-
-    def _mark(self) -> Owner | None:
-        text = self._storage.read(MARK)
-        return None if text is None else Owner.parse(text, MARK)
-
-    def _check_claimable(self, known: Recorded) -> None:
         mark, steps, own = self._mark(), self.steps(), self._owner
         if mark is None:
+            if again:
+                raise RunError(_UNMARKED)
             if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
                 raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
             for step in steps:
@@ -171,16 +147,24 @@ class Mirror:
                     raise ForeignError(
                         f"it holds {_folder(step)}, which {own.folder} has no record of; name another place"
                     )
-        elif mark.run == own.run:
-            if mark.is_copied_to(own.folder):
-                raise ForeignError(
-                    f"it belongs to the run in {mark.folder}; {own.folder} is a copy: name another place"
-                )
-        elif steps or mark.host != own.host or _may_run(mark.folder):
+        elif mark.run != own.run:
+            if steps or mark.may_run(own):
+                raise ForeignError(f"it {refusal(mark)}")
+        elif not named and mark.may_be_of_another_copy(own):
             raise ForeignError(
-                f"it belongs to another run: {mark}; name another place, or delete {MARK} there if that run is over "
-                "and has copied nothing"
+                f"it belongs to {mark}, of which {own.folder} may be a copy; give checkpoint.mirror=... once more to "
+                "take it over"
             )
+
+    def _mark(self) -> Owner | None:
+        mark = self._owner_in(MARK)
+        if mark is not None and not Path(mark.folder).is_absolute():
+            raise ForeignError("it is the checkpoint folder of a run; name another place")
+        return mark
+
+    def _owner_in(self, name: str) -> Owner | None:
+        text = self._storage.read(name)
+        return None if text is None else Owner.parse(text, name)
 
     def _check_mine(self) -> None:
         """Check that the place has the mark that this start of the run put there: writing goes on only then."""
@@ -239,7 +223,7 @@ class Mirror:
 
     # ---- sending
 
-    def upload(self, root: Path, step: int, *, start: int | None = None) -> Uploaded:
+    def upload(self, root: Path, step: int, *, start: int | None = None) -> int:
         """Copy a committed full checkpoint. The caller has a lease on it.
 
         Args:
@@ -247,6 +231,9 @@ class Mirror:
             step: which checkpoint.
             start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None: not
                 known; those after `step` are.
+
+        Returns:
+            The bytes that were sent; files that were there already are not.
 
         Raises:
             DamagedError: a local file is not as the manifest says.
@@ -263,7 +250,7 @@ class Mirror:
         arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
         if there == manifest and len(arrived) == len(manifest.files):
             self._name_newest(manifest, start)
-            return Uploaded(0, len(arrived))
+            return 0
         if there != manifest:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
@@ -274,7 +261,7 @@ class Mirror:
         self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
         self._storage.delete(f"{folder}/{UPLOADING}")
         self._name_newest(manifest, start)
-        return Uploaded(sum(entry.bytes for entry in sent), len(manifest.files) - len(sent))
+        return sum(entry.bytes for entry in sent)
 
     def _noted(self, step: int, manifest: Manifest) -> set[str]:
         """Return the files that an earlier try of this very checkpoint has brought there."""
@@ -517,17 +504,6 @@ def _bytes_in(folder: Path) -> int:
         with suppress(FileNotFoundError):
             found += path.stat().st_size if path.is_file() else 0
     return found
-
-
-def _may_run(folder: str) -> bool:
-    """Return whether a run may be running in a folder, also where its lock cannot be looked at now."""
-    try:
-        os.close(os.open(Path(folder, ".lock"), os.O_RDONLY | os.O_CLOEXEC))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return lock_owner(folder) is not None
 
 
 def _folder(step: int) -> str:

@@ -50,6 +50,7 @@ class MirrorSettings:
         tries: number of times that one piece of work is tried.
         backoff_s: wait after the first failure; doubles with each one, up to a minute.
         timeout_s: a try that moves no bytes for so long is broken off.
+        named: the user has just named the place for this run, see `Mirror.check`.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class MirrorSettings:
     tries: int = 8
     backoff_s: float = 2.0
     timeout_s: float = 300.0
+    named: bool = False
 
 
 class MirrorError(RunError):

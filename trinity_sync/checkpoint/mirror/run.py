@@ -6,11 +6,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: A place that is asked for the first time has so long to answer.
-_PROBE_S = 60.0
+_FIRST_S = 60.0
 _ADVICE = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null"
 #: What the monitor may need beyond its own limit before it answers.
 _ANSWER_S = 20.0
@@ -51,6 +51,7 @@ class RunMirror:
         place: an absolute path, or a URL that fsspec knows.
         settings: `checkpoint.mirror_*`.
         owner: the run.
+        copied: the run has copied something there before, so the place has its mark.
         log: gets the words of the copying processes that the driver starts; None: they go to standard error.
         say: gets a sentence for all that the user should know.
     """
@@ -58,6 +59,7 @@ class RunMirror:
     place: str
     settings: MirrorSettings
     owner: Owner
+    copied: bool = False
     log: Path | None = None
     say: Callable[[str], object] = _say
 
@@ -66,24 +68,34 @@ class RunMirror:
         """The place as it may be shown."""
         return shown(self.place)
 
-    def check(self, root: Path, recorded: Recorded = (), *, claims: bool = True) -> None:
+    def check(self, root: Path, recorded: Recorded = ()) -> None:
         """Find out before a run whether the place can be written and is this run's, and put its mark there.
 
         Args:
             root: the local checkpoint folder.
             recorded: commits in the run's own record.
-            claims: False: write no mark.
 
         Raises:
             ConfigError: it cannot be used, belongs to another run, or is the checkpoint folder itself.
         """
+        self._ask(root, partial(Mirror.claim, **self._known(root, recorded)))
+
+    def look(self, root: Path) -> None:
+        """Check what a new run needs, as `check`, and write nothing."""
+        self._ask(root, Mirror.check)
+
+    def _ask(self, root: Path, work: Callable[[Mirror], None]) -> None:
         self._check_apart(root)
-        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _PROBE_S))
-        work = partial(Mirror.probe, known=_known(root, recorded), claims=claims)
+        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _FIRST_S))
         try:
             call(self.place, brief, self.owner, work, log=self.log)
         except MirrorError as error:
             raise self._unusable(error) from error
+
+    def _known(self, root: Path, recorded: Recorded) -> dict[str, Any]:
+        """Return what `Mirror.check` is to know."""
+        named = self.settings.named
+        return {"known": {*recorded, *_known(root)}, "again": self.copied and not named, "named": named}
 
     def _unusable(self, error: MirrorError) -> ConfigError:
         return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else _ADVICE}")
@@ -117,7 +129,7 @@ class RunMirror:
         self._check_apart(root)
         here = best.step if best is not None else 0
         known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
-        work = partial(_fetch, root=root, newer_than=known, recorded=_known(root, recorded))
+        work = partial(_fetch, root=root, newer_than=known, claim=self._known(root, recorded))
         try:
             found = try_again(
                 self.settings,
@@ -295,8 +307,10 @@ class Uploads:
             self._settle(step)
             self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
             return
-        claim = partial(Mirror.claim, known=_known(self._root, ()), again=self._marked) if self._claims else None
-        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies, claim=claim)
+        claim = {"known": _known(self._root), "again": self._marked, "named": self._settings.named}
+        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
+        if self._claims:
+            work = partial(work, claim=claim)
         with lease:
             try:
                 sent, problem = self._call(work, where, lease)
@@ -357,9 +371,9 @@ class Uploads:
 # ---- done at the mirror, in a process of its own
 
 
-def _known(root: Path, recorded: Recorded) -> Recorded:
-    """Return the commits in a run's record and those in its checkpoint folder."""
-    return {*recorded, *((one.step, one.attempt, one.digest, one.bytes) for one in manifests(root))}
+def _known(root: Path) -> set[tuple[object, object, object, object]]:
+    """Return the commits in a run's checkpoint folder."""
+    return {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
 
 
 def _copy(
@@ -368,7 +382,7 @@ def _copy(
     step: int,
     start: int | None,
     policies: Collection[Policy] | None,
-    claim: Callable[[Mirror], None] | None,
+    claim: Mapping[str, Any] | None = None,
 ) -> tuple[int, str | None]:
     """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
     starts.
@@ -378,8 +392,8 @@ def _copy(
     """
     run_when_idle()
     if claim is not None:
-        claim(mirror)
-    sent = mirror.upload(root, step, start=start).bytes
+        mirror.claim(**claim)
+    sent = mirror.upload(root, step, start=start)
     try:
         if policies is not None:
             mirror.prune(policies, root, now=time.time())
@@ -389,10 +403,10 @@ def _copy(
 
 
 def _fetch(
-    mirror: Mirror, root: Path, newer_than: tuple[int, int], recorded: Recorded
+    mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: Mapping[str, Any]
 ) -> int | NewerFormatError | None:
     """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
-    mirror.claim(recorded)
+    mirror.claim(**claim)
     try:
         return mirror.download(root, newer_than=newer_than)
     except NewerFormatError as error:

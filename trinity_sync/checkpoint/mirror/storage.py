@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from glob import has_magic
 from pathlib import Path
 from typing import TypedDict
 
@@ -35,12 +37,16 @@ class Storage:
     """
 
     def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
+        from fsspec.asyn import sync_wrapper
         from fsspec.core import url_to_fs
 
         # fsspec hands out one instance per place, whose connection may be a dead one of an earlier try.
         self._fs, base = url_to_fs(place, skip_instance_cache=True, **(options or {}))
         self._base = base.rstrip("/")
         self._local = local_folder(place) is not None
+        # That of sshfs is the base class's, which does nothing.
+        rmdir = getattr(self._fs, "_rmdir", None)
+        self._rmdir = self._fs.rmdir if rmdir is None else sync_wrapper(rmdir, obj=self._fs)
         self._folders: set[str] = set()
 
     def put(self, source: Path, name: str) -> None:
@@ -100,12 +106,26 @@ class Storage:
         """Remove a file, or a folder with all that is in it; nothing where there is none."""
         try:
             self._fs.invalidate_cache()
-            self._fs.rm(self._path(name), recursive=True)
+            path = self._path(name)
+            # Of most clients `rm` takes `*`, `?` and `[` for a pattern, which the paths of other runs may match.
+            if self._local or not has_magic(path):
+                self._fs.rm(path, recursive=True)
+            else:
+                self._remove(path, self._fs.info(path)["type"])
             if self._local:
-                sync_folder(Path(self._path(name)).parent)
+                sync_folder(Path(path).parent)
         except FileNotFoundError:
             pass
         self._folders.clear()
+
+    def _remove(self, path: str, kind: str) -> None:
+        if kind != "directory":
+            self._fs.rm_file(path)
+            return
+        for name, info in list(self._children(path)):
+            self._remove(f"{path}/{name}", info["type"])
+        with suppress(FileNotFoundError, FileExistsError):  # as object stores say, which have no folders
+            self._rmdir(path)
 
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}" if name else self._base

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from trinity_sync.integrations.verl.vendor import say
 
@@ -29,20 +30,20 @@ _BY_HANDLER = 128
 """Added to the number of a signal in the pipe: our handler has written it, and not the interpreter."""
 
 
-class Saves(Protocol):
-    """What a checkpoint manager does at the end."""
+class Saves:
+    """What has saves of a program: a checkpoint manager, or what follows their commits."""
 
     def settle_at_exit(self) -> None:
-        """Tell what others wait for. Does not wait for them."""
-        ...
+        """Tell what others wait for, when the main thread has ended. Does not wait for them."""
 
-    def finish_at_exit(self) -> None:
-        """Return when all saves are complete, or have failed."""
-        ...
+    def finish(self, limit_s: float | None) -> None:
+        """Return when all saves are complete, or have failed.
 
-    def finish_at_signal(self) -> None:
-        """Return when the saves under way are complete. Runs on a thread of its own, while the trainer goes on."""
-        ...
+        Args:
+            limit_s: after a signal, seconds: those under way, on a thread of its own, while the trainer goes on. None:
+                at the end, after `settle_at_exit` of all.
+        """
+        raise NotImplementedError
 
 
 # Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.
@@ -63,19 +64,14 @@ _no_signal, _ended = threading.Event(), threading.Event()
 _no_signal.set()
 
 
-class SavesOfWorkers:
+class SavesOfWorkers(Saves):
     """The saves of a program under Ray, for its driver: at the driver's end Ray kills the workers at once."""
 
-    def settle_at_exit(self) -> None:
-        """Do nothing: workers go on until the driver has ended."""
-
-    def finish_at_exit(self) -> None:
+    def finish(self, limit_s: float | None) -> None:
         """Return when the saves under way are committed; errors as for `local_run.finish_saves_of_workers`."""
-        from trinity_sync.integrations.verl.local_run import finish_saves_of_workers  # loads torch
+        from trinity_sync.integrations.verl.local_run import COMMIT_S, finish_saves_of_workers  # loads torch
 
-        finish_saves_of_workers(SIGNAL_S)
-
-    finish_at_signal = finish_at_exit
+        finish_saves_of_workers(COMMIT_S if limit_s is None else limit_s)
 
 
 def finish_at_exit(manager: Saves) -> None:
@@ -99,23 +95,28 @@ def end_as_failed() -> None:
 
 
 def _finish_after_main() -> None:
-    threading.main_thread().join()
-    _no_signal.wait()  # at most `SIGNAL_S`
-    if _ended.is_set():
-        return
-    for manager in list(_managers):
-        _aloud(manager.settle_at_exit)
-    for manager in list(_managers):
-        _aloud(manager.finish_at_exit)
-
-
-def _aloud(do: Callable[[], None], *, fails_the_program: bool = True) -> None:
     global _failed
+    threading.main_thread().join()
+    _no_signal.wait(2 * SIGNAL_S)
+    if _ended.is_set():
+        _within_limit("after a signal", [_finish])
+    else:
+        _failed = not _finish()
+
+
+def _finish() -> bool:
+    """Finish all saves; return whether none has failed."""
+    done = [_aloud(manager.settle_at_exit) for manager in list(_managers)]
+    return all([*done, *[_aloud(partial(manager.finish, None)) for manager in list(_managers)]])
+
+
+def _aloud(do: Callable[[], None]) -> bool:
     try:
         do()
     except Exception as error:
-        _failed = _failed or fails_the_program
         say(f"a checkpoint was lost at the end of the program: {error}")
+        return False
+    return True
 
 
 # ---- signals
@@ -133,16 +134,16 @@ def _heed_signals() -> None:
         return
     _pipe = reading, writing = os.pipe()
     os.set_blocking(writing, False)
+    threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
     for number in _SIGNALS:
         action = _action(number)
         if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None):
-            signal.signal(number, _on_signal)
             _before[number] = before, action
+            signal.signal(number, _on_signal)
     # The interpreter writes to it at once. Our handler has to wait until the main thread leaves a collective call.
     another = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if another != -1:  # of an event loop, in which the main thread waits for signals
         signal.set_wakeup_fd(another)
-    threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
     os.register_at_fork(after_in_child=_forget_signals)
 
 
@@ -167,11 +168,13 @@ def _watch(reading: int) -> None:
         # signal, the interpreter also writes when we send one.
         if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
             first = False
-            _finish_saves(number)
-            if _of_python(number):
-                _due.add(number)
-            else:
-                _libc.sigaction(number, _before[number][1], None)  # `signal.signal` is for the main thread only
+            _no_signal.clear()
+            with contextlib.suppress(Exception):  # such as that no thread can be started: the signal matters more
+                finish = [partial(_aloud, partial(one.finish, SIGNAL_S)) for one in _managers]
+                _within_limit(signal.Signals(number).name, finish)
+            # `signal.signal` is for the main thread only. What the kernel calls now may still be Python's, and so ours.
+            _libc.sigaction(number, _before[number][1], None)
+            _due.add(number)
             while select.select([reading], [], [], 0)[0]:  # what came meanwhile is the same signal
                 os.read(reading, 1)
             os.kill(os.getpid(), number)
@@ -179,43 +182,29 @@ def _watch(reading: int) -> None:
 
 
 def _action(number: int) -> bytes:
-    """Return the C library's ``struct sigaction``, which begins with the address of the handler."""
+    """Return the C library's ``struct sigaction``."""
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     _libc.sigaction(number, None, action)
     return action.raw
 
 
-def _of_python(number: int) -> bool:
-    size = ctypes.sizeof(ctypes.c_void_p)
-    return _action(number)[:size] == _before[number][1][:size]
-
-
-def _finish_saves(number: int) -> None:
-    _no_signal.clear()
-    name, until = signal.Signals(number).name, time.monotonic() + SIGNAL_S
-    ends = [
-        threading.Thread(target=_aloud, args=(one.finish_at_signal,), kwargs={"fails_the_program": False}, daemon=True)
-        for one in list(_managers)
-    ]
+def _within_limit(why: str, finish: Sequence[Callable[[], object]]) -> None:
+    """Let the saves be finished side by side, `SIGNAL_S` at most. Nobody may read what the program prints meanwhile."""
+    until = time.monotonic() + SIGNAL_S
+    ends = [threading.Thread(target=one, daemon=True) for one in finish]
+    text = f"{why}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now"
+    telling = threading.Timer(_SILENT_S, say, [text])
+    telling.daemon = True
+    for thread in (telling, *ends):
+        thread.start()
     for end in ends:
-        end.start()
-    if _any_lasts(ends, time.monotonic() + _SILENT_S):
-        _say_in_time(f"{name}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now")
-    if _any_lasts(ends, until):
-        _say_in_time(f"{name}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s")
-
-
-def _say_in_time(text: str) -> None:
-    """Nobody may read what the program prints."""
-    saying = threading.Thread(target=say, args=(text,), daemon=True)
-    saying.start()
-    saying.join(_SILENT_S)
-
-
-def _any_lasts(threads: Sequence[threading.Thread], until: float) -> bool:
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return any(thread.is_alive() for thread in threads)
+        end.join(max(0.0, until - time.monotonic()))
+    telling.cancel()
+    if any(end.is_alive() for end in ends):
+        text = f"{why}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s"
+        lost = threading.Thread(target=say, args=[text], daemon=True)
+        lost.start()
+        lost.join(_SILENT_S)
 
 
 def _forget_signals() -> None:

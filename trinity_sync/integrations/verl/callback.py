@@ -21,7 +21,7 @@ from trinity_sync.actors.monitor import Committed
 from trinity_sync.actors.pending import ANSWER_S as MARGIN_S
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.integrations.verl.at_exit import finish_at_exit
+from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, join_alone
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.integrations.verl.vendor import is_on, say
@@ -76,7 +76,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
         self._record.follow(global_step)
 
 
-class _Record:
+class _Record(Saves):
     """What became of the steps of a run, as a file.
 
     Raises:
@@ -104,28 +104,25 @@ class _Record:
         thread.start()
 
     def settle_at_exit(self) -> None:
-        """Have failures from now on raised by `finish_at_exit`: no save comes that would tell them."""
+        """Have failures from now on raised by `finish`: no save comes that would tell them."""
         self._ending.set()
 
-    def finish_at_exit(self) -> None:
-        """Return when all steps are recorded, at the end of the program.
+    def finish(self, limit_s: float | None) -> None:
+        """Return when all steps are recorded.
 
         Raises:
             RunError: a step was not committed.
-            WaitTimeout: one is neither committed nor given up within `_END_S`.
+            WaitTimeout: one is neither committed nor given up within the limit, or `_END_S`.
         """
-        deadline = time.monotonic() + _END_S
+        self._ending.set()
+        limit = _END_S if limit_s is None else limit_s
+        deadline = time.monotonic() + limit
         for step, thread in self._following.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                raise WaitTimeout("the checkpoint monitor", f"commit step {step}, which is not recorded", _END_S)
+                raise WaitTimeout("the checkpoint monitor", f"commit step {step}, which is not recorded", limit)
         if self._lost:
             raise self._lost[0]
-
-    def finish_at_signal(self) -> None:
-        """Return when all steps are recorded; errors as for `finish_at_exit`."""
-        self._ending.set()
-        self.finish_at_exit()
 
     def _follow(self, step: int) -> None:
         log = EventLog(self._attempt, time.time)

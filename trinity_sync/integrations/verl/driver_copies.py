@@ -9,14 +9,14 @@ from pathlib import Path
 
 from trinity_sync.checkpoint.daemon import rendezvous
 from trinity_sync.checkpoint.layout import step_of
-from trinity_sync.integrations.verl.at_exit import finish_at_exit
+from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, join_alone
 from trinity_sync.integrations.verl.program import under_ray
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 
 
-class DriverCopies:
+class DriverCopies(Saves):
     """Copies of the checkpoints of one folder.
 
     Args:
@@ -42,18 +42,9 @@ class DriverCopies:
         self._monitor.client.notify_beside(step, attempt=self._monitor.attempt).result(ANSWER_S)
         follow_with_copy(self._commits, self._root, step, copy)
 
-    def settle_at_exit(self) -> None:
-        """Do nothing: nobody waits for copies."""
-
-    def finish_at_exit(self) -> None:
-        """Return when all copies are made, at the end of the program.
-
-        Raises:
-            Exception: what one failed of.
-        """
+    def finish(self, limit_s: float | None) -> None:
+        """Return when all copies are made. Raises what one failed of."""
         self._commits.wait()
-
-    finish_at_signal = finish_at_exit
 
 
 _of_folders: dict[Path, DriverCopies] = {}

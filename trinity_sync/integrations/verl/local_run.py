@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def join_run(
         together("see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), seen))
     finally:
         if first:
-            mark.unlink(missing_ok=True)
+            with suppress(OSError):  # the others would wait for rank 0
+                mark.unlink()
     together("find the checkpoint monitor", join if not first else lambda: None)
     return found[0]
 

@@ -68,11 +68,8 @@ def megatron_save_state_dict(
         logger.info("the weights of step %d are saved already", global_step)
         return
 
-    def announce() -> None:
-        if rank == 0:
-            coordinator.announce(global_step, [part for _, part, _ in found], is_state_dict=True)
-
-    together(f"begin to {what}", announce)
+    parts = [part for _, part, _ in found]
+    together(f"begin to {what}", lambda: None if rank else coordinator.announce(global_step, parts, is_state_dict=True))
 
     def write() -> list[Path]:
         with _model_only(engine.checkpoint_mananager):  # verl spells it so

@@ -23,7 +23,7 @@ from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
-from trinity_sync.integrations.verl.at_exit import SIGNAL_S
+from trinity_sync.integrations.verl.at_exit import Saves
 from trinity_sync.integrations.verl.beside import Beside
 from trinity_sync.integrations.verl.beside import names as names_beside
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
@@ -35,7 +35,7 @@ from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
-class CommittedSaves(ABC):
+class CommittedSaves(Saves, ABC):
     """The base of our checkpoint managers; stands before verl's class among the bases of each, which makes `rank`,
     `world_size` and the rest. The constructor calls `_start_saves`.
     """
@@ -230,35 +230,32 @@ class CommittedSaves(ABC):
         if self._beside is not None:
             self._beside.settle()
 
-    def finish_at_exit(self) -> None:
+    def finish(self, limit_s: float | None) -> None:
         """Return when all saves are complete, at the end of the program; on other ranks than 0, when this one has
-        written its share, for rank 0 may be waiting for a rank that has failed. After `settle_at_exit`, of all managers
-        of the process.
+        written its share, for rank 0 may be waiting for a rank that has failed. After a signal, when the saves under
+        way are committed, and copied where that is asked for: the trainer goes on, on another thread, writes its own
+        files, and takes part in the collective calls of a save that has begun.
+
+        Args:
+            limit_s: see `Saves.finish`.
 
         Raises:
             Exception: as `wait_on_save_thread`.
+            WaitTimeout: a save is not committed within the limit.
         """
-        if self.rank != 0 or (self._beside is not None and self._beside.is_awaited):
+        if limit_s is not None:
+            with self._saving:
+                pass
+            if self._root is not None:
+                following = self._commits.following()  # the trainer may begin another save
+                self._monitor.finish_saves(limit_s).result(limit_s)
+                for thread in following:
+                    thread.join(limit_s)
+                self._commits.raise_failures()
+        elif self.rank != 0 or (self._beside is not None and self._beside.is_awaited):
             self.finish_writing()
         else:
             self.wait_on_save_thread()
-
-    def finish_at_signal(self) -> None:
-        """Return when the saves under way are committed, and copied where that is asked for. The trainer goes on, on
-        another thread: it writes its own files, and takes part in the collective calls of a save that has begun.
-
-        Raises:
-            RunError: one failed, or the monitor is gone.
-            WaitTimeout: one is not committed after `SIGNAL_S`.
-        """
-        with self._saving:
-            pass
-        if self._root is not None:
-            following = self._commits.following()  # the trainer may begin another save
-            self._monitor.finish_saves(SIGNAL_S).result(SIGNAL_S)
-            for thread in following:
-                thread.join(SIGNAL_S)
-            self._commits.raise_failures()
 
     def finish_writing(self) -> None:
         """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
