@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,21 @@ def test_what_is_committed_is_copied_in_the_background_and_retention_holds_there
     assert steps(there) == [20]
     assert verification.verify(step_dir(there, 20)).ok
     assert leased(here, now=0.0) == set()
+
+
+def test_a_place_that_another_start_takes_over_between_two_copies_is_left_to_it(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
+) -> None:
+    for step in (10, 20):
+        commit(here, step)
+    queue = uploads()
+    queue.add(10)
+    events.wait_for("mirror", 1)
+    (there / MARK).write_text(replace(OWNER, session="later").to_text(), encoding="utf-8")
+    queue.add(20)
+    (fault,) = events.wait_for("fault")
+    assert "taken over by" in fault["error"]
+    assert steps(there) == [10]
 
 
 def test_a_queue_says_once_that_it_is_idle_and_only_after_work(

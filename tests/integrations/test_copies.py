@@ -11,6 +11,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.checkpoint.written import small_model
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import FSDPCheckpointManager
+from trinity_sync.integrations.verl.copies import Copies
 
 
 def test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trained(
@@ -24,3 +25,23 @@ def test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trai
     monkeypatch.setattr(VerlCheckpointManager, "__init__", made)
     with pytest.raises(ConfigError, match=r"hf_model in save_contents .* with a LoRA adapter"):
         FSDPCheckpointManager()
+
+
+class Adapted:
+    """What a manager of verl knows of a model with an adapter."""
+
+    should_save_lora_only = True
+
+    def _has_lora(self) -> bool:
+        return True
+
+
+def test_of_a_model_whose_adapters_alone_are_saved_these_are_all_that_is() -> None:
+    state = {"base.weight": 1, "base.lora_A.weight": 2, "base.adapter_bias": 3}
+    chosen = Copies(Adapted(), 1.0, lazily=False)._chosen(state)
+    assert chosen == {"base.lora_A.weight": 2, "base.adapter_bias": 3}
+
+
+def test_adapters_alone_of_a_model_that_has_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="none of its tensors is one"):
+        Copies(Adapted(), 1.0, lazily=False)._chosen({"base.weight": 1})

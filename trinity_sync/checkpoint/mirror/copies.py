@@ -293,7 +293,7 @@ class Mirror:
         rest = [entry for entry in manifest.files if entry.path not in arrived]
 
         def send(storage: Storage, entry: FileEntry) -> None:
-            if problem := _problem(source / entry.path, entry):
+            if problem := _problem(source / entry.path, entry, durable=False):
                 raise DamagedError(f"the checkpoint of step {manifest.step} is damaged here: {problem}")
             storage.put(source / entry.path, f"{folder}/{entry.path}")
             with lock:
@@ -510,7 +510,7 @@ def _folder(step: int) -> str:
     return f"{STEP_PREFIX}{step}"
 
 
-def _problem(path: Path, entry: FileEntry, *, durable: bool = False) -> str | None:
+def _problem(path: Path, entry: FileEntry, *, durable: bool) -> str | None:
     """Say how a file differs from its entry; None where it does not."""
     try:
         size, digest = digest_file(path, durable=durable)
