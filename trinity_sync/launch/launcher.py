@@ -92,8 +92,7 @@ def run(
         committed: list[int] = []
         check_place = partial(check_free, checkpoints)
         if resume is not None:
-            named = resume.names("checkpoint.dir")
-            check_place = partial(check_owned, folder.path, checkpoints, named=named)
+            check_place = partial(check_owned, folder.path, checkpoints, named=resume.dir_given)
         check_place()  # before the lock says who writes there
         if resume is not None:
             committed = committed_steps(folder.events, checkpoints)
