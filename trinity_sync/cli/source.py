@@ -131,7 +131,7 @@ def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) 
     trust = invocation.trust(new, ())
     with explained():
         given = dict(trust.given)
-    for doubt in [one for one in saved_references(settings) if not trust.accepts(one)]:
+    for doubt in list(saved_references(settings)):
         place = next((place for place in LOCATIONS if f"{doubt.key}.".startswith(f"{place}.")), None)
         if place is not None or doubt.key in given:
             OmegaConf.update(settings, place or doubt.key, given.get(doubt.key))
