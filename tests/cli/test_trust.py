@@ -346,6 +346,14 @@ def test_a_run_whose_user_has_no_place_for_a_key_records_nothing_and_goes_on(
     assert resume(folder) == 2
 
 
+def test_a_key_needs_no_hard_links(launcher: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    assert record(first()).exists()
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"signatures": 3}', '{"signatures": [], "modules": []}', "[" * 9999])
 def test_a_record_that_cannot_be_read_counts_as_none(launcher: Computing, reward: Path, text: str) -> None:
     folder = rewarded()
@@ -511,14 +519,21 @@ def test_a_setting_beside_a_place_does_not_vouch_for_it(launcher: Computing, giv
     path = folder / "run.json"
     nowhere = {"checkpoint.dir": None, "checkpoint.mirror": None}
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"places": nowhere}))
+    assert resume(folder, given) == 2
+    OmegaConf.save(config.compose(["checkpoint.dir=/theirs", "checkpoint.mirror=/x"]), folder / ".hydra/config.yaml")
     assert resume(folder, given) == 0
     used = launcher.calls[-1].cfg.checkpoint
     assert (used.dir, used.mirror) == (None, None)
 
 
+def test_nor_does_it_for_a_link(launcher: Computing, tmp_path: Path) -> None:
+    folder = foreign()
+    (folder / "checkpoints").symlink_to(tmp_path / "theirs")
+    assert resume(folder, "checkpoint=default") == 2
+
+
 def test_a_place_that_run_json_names_is_no_change(launcher: Computing, capsys: Capture) -> None:
-    folder = first()
-    add(folder, "checkpoint.mirror=/theirs")
+    folder = first("checkpoint.mirror=/copies")
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"places": {"checkpoint.mirror": None}}))
     assert resume(folder) == 0

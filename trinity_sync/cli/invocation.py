@@ -107,9 +107,12 @@ class Invocation:
 
     @classmethod
     def of_resume(cls, folder: Path) -> Invocation:
-        """As `read`, with the places of checkpoints that run.json names, whatever the settings come to now."""
-        found, places = cls.read(folder), used_places(folder).items()
-        used = [f"{key}={'null' if place is None else config.quote(place)}" for key, place in places]
+        """As `read`, with the places of checkpoints that run.json names where the settings name them otherwise."""
+        found, written = cls.read(folder), OmegaConf.to_container(saved_settings(folder), resolve=False)
+        saving = written.get("checkpoint") if isinstance(written, dict) else None
+        saved = saving if isinstance(saving, dict) else {}
+        places = {key: place for key, place in used_places(folder).items() if saved.get(key.partition(".")[2]) != place}
+        used = [f"{key}={'null' if place is None else config.quote(place)}" for key, place in places.items()]
         return found.of([*found.overrides, *used])
 
     @classmethod

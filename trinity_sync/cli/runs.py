@@ -188,8 +188,7 @@ def _go_on(
     read_record(folder / "run.json")
     before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)
-    gives = settings.trust.gives
-    resume = replace(resume, started_in=invocation.started_in, dir_given=gives("checkpoint.dir"))
+    resume = replace(resume, started_in=invocation.started_in, dir_given=settings.trust.gives("checkpoint.dir"))
     cfg = config.anchored(settings.cfg, invocation.started_in)
     config.check(cfg)
     config.check_inputs(cfg)
@@ -198,8 +197,9 @@ def _go_on(
     checkpoints = checkpoint_folder(cfg, folder)
     check_owned(folder, checkpoints, named=resume.dir_given)
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
+    given = {key for key, _ in settings.trust.given}
     changes = config.shown_diff(before, settings.cfg)
-    _tell_changes([one for one in changes if one.key not in PLACES or gives(one.key)])
+    _tell_changes([one for one in changes if one.key not in PLACES or one.key in given])
     with settings.only_trusted():  # Hydra composes it once more
         return start(settings.command_line(folder), resume=resume)
 

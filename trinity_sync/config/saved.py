@@ -173,8 +173,8 @@ class Trust:
         return frozenset(_given(self.new))
 
     def gives(self, key: str) -> bool:
-        """Whether a setting is on the command line itself."""
-        return any(key == given for given, _ in self.given)
+        """Whether a place is on the command line itself; null, as in an option of ours, is none."""
+        return any(key == given and value is not None for given, value in self.given)
 
     def module_folders(self) -> dict[str, Path]:
         """Return the folders of modules that the user vouches for and an import would not find, by module."""
