@@ -54,6 +54,10 @@ def test_a_value_for_text_is_quoted_wherever_it_stands(typed: str, quoted: str) 
         "-m",
         "sync=memory,nccl",
         "name=${seed}",
+        "name=2024_11_25 run",
+        "name=1e3 b",
+        "name=true story",
+        "tracker.wandb.tags=[1e3 a,b]",
     ],
 )
 def test_all_else_stays_as_it_is(typed: str) -> None:
@@ -72,3 +76,4 @@ def test_a_run_of_an_earlier_release_keeps_the_name_that_it_had(tmp_path: Path) 
     found = Invocation.of_hydra(hydra, ["name=2024_11_25", "trainer.lr=1e-3"], tmp_path)
     assert found.overrides == ("name='20241125'", "trainer.lr=1e-3")
     assert as_numbers(found.overrides) == list(found.overrides)
+    assert as_numbers(["name=2024_11_25 run"]) == ["name=2024_11_25 run"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoint.helpers import commit, stage
 from trinity_sync.checkpoint import catalog, rollback
 from trinity_sync.checkpoint.layout import staging_dir
 from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 
@@ -23,6 +26,18 @@ def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: 
     assert [info.step for info in catalog.scan(tmp_path)] == [10]
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (10, 10)
     assert not staging_dir(tmp_path, 40, 0).exists()
+
+
+@pytest.mark.parametrize("place", [".staging", ".versions", ".staging/20-0", ".versions/1", ".leases"])
+def test_a_link_in_the_place_of_a_folder_of_ours_is_not_followed(tmp_path: Path, place: str) -> None:
+    (tmp_path / "mine" / "global_step_1").mkdir(parents=True)
+    (tmp_path / "mine" / "notes.json").write_text("{}")
+    link = tmp_path / "checkpoints" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "mine")
+    with pytest.raises(RunError, match=f"{link} is a link"):
+        rollback.set_start(tmp_path / "checkpoints", 0, 1)
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["global_step_1", "notes.json"]
 
 
 def test_abandoning_one_step_twice_keeps_both(tmp_path: Path) -> None:

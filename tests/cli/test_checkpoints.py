@@ -404,6 +404,14 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path, capsys: Captu
     assert steps(run) == [20, 30]
 
 
+def test_a_setting_that_only_the_run_could_resolve_is_in_the_way_of_no_command(run: Path) -> None:
+    saved = OmegaConf.load(run / ".hydra" / "config.yaml")
+    OmegaConf.update(saved, "checkpoint.mirror", "/copies/${hydra:job.num}", force_add=True)
+    OmegaConf.save(saved, run / ".hydra" / "config.yaml")
+    assert cli.main(["ckpt", "prune", str(run)]) == 0
+    assert steps(run) == [20, 30]
+
+
 # mistakes
 
 

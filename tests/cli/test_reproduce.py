@@ -528,6 +528,18 @@ def test_a_server_s_address_is_no_setting_of_what_was_computed(
     assert earlier != config.config_digest(there, places=EARLIER_LOCATIONS)
 
 
+@pytest.mark.parametrize("more", [[], ["--bundle", "--output=a.json"]])
+def test_a_place_that_only_the_run_could_name_is_not_asked_for(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("FAR", str(tmp_path / "far"))
+    mirrors = [f"checkpoint.mirror={tmp_path}/${{hydra:job.num}}", "checkpoint.dir='${oc.env:FAR}/${hydra:job.num}'"]
+    assert cli.main(["run", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "trainer.steps=5", *mirrors]) == 0
+    monkeypatch.delenv("FAR")
+    assert cli.main(["reproduce", "sweep/0", *more]) == 0
+
+
 def test_what_is_changed_is_told_without_secrets(
     launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

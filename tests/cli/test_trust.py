@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -150,7 +151,7 @@ def test_a_reward_in_verls_form_is_trusted_until_its_file_changes(launcher: Comp
     Path("judge.py").write_text("first")
     folder = first()
     hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
-    text = record_of(settings, hydra, config.Trust(where=folder, started_in=Path.cwd()))
+    text = record_of([settings], hydra, config.Trust(where=folder, started_in=Path.cwd()))
     assert text is not None
     record(folder).write_text(text)
     OmegaConf.save(settings, folder / ".hydra" / "config.yaml")
@@ -176,6 +177,55 @@ def test_jobs_of_somebody_elses_sweep_are_data(launcher: Computing, reward: Path
     forget()
     assert resume("sweep") == 1
     assert "job 1: task.reward._target_ is of_a_user.mine" in capsys.readouterr().err
+
+
+def options(*lines: str) -> str:
+    """An experiment of the user's own, as arguments."""
+    Path("conf/experiment").mkdir(parents=True)
+    Path("conf/experiment/mine.yaml").write_text("\n".join(["# @package _global_", *lines]))
+    return f"--config-dir={Path('conf').absolute()}"
+
+
+def test_jobs_of_a_sweep_begin_with_all_that_an_option_file_of_the_users_own_names(
+    launcher: Computing, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = ["task:", f"  path: {Path('prompts.jsonl').absolute()}", "  reward:", "    _target_: of_a_user.mine"]
+    places = ["checkpoint:", f"  mirror: {tmp_path}/copies/${{hydra:job.num}}", "model:", "  trust_remote_code: true"]
+    own = options("defaults:", "  - override /task: jsonl", *task, *places)
+    line = [own, "experiment=mine", "seed=1,2", "hydra.sweep.dir=sweep", "trainer.steps=5"]
+    assert cli.main(["run", "-m", *line]) == 0
+    sweep = Path("sweep").absolute()
+    shutil.rmtree("sweep/1")
+    forget()
+    monkeypatch.chdir(tmp_path)
+    assert resume(sweep) == 0
+    assert len(launcher.calls) == 3
+
+
+def test_the_record_of_a_sweep_does_not_cover_where_hydra_looks_for_options(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib" / "evil").mkdir(parents=True)
+    (tmp_path / "lib" / "evil" / "__init__.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    assert cli.main(["run", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "trainer.steps=5"]) == 0
+    shutil.rmtree("sweep/1")
+    saved = OmegaConf.load("sweep/multirun.yaml")
+    saved.hydra.overrides.hydra.append("hydra.searchpath=[pkg://evil]")
+    OmegaConf.save(saved, "sweep/multirun.yaml")
+    assert resume("sweep") == 1
+    assert len(launcher.calls) == 2
+
+
+def test_a_key_that_cannot_be_read_now_leaves_the_record(launcher: Computing, reward: Path, tmp_path: Path) -> None:
+    folder = rewarded()
+    (tmp_path / "state").rename(tmp_path / "away")
+    (tmp_path / "state").touch()
+    assert resume(folder, f"task.path={Path('prompts.jsonl').absolute()}", "--allow-target=of_a_user") == 0
+    (tmp_path / "state").unlink()
+    (tmp_path / "away").rename(tmp_path / "state")
+    forget()
+    assert resume(folder) == 0
 
 
 def test_a_run_of_the_users_own_is_reproduced_without_a_flag_from_anywhere(
@@ -296,6 +346,14 @@ def test_a_run_whose_user_has_no_place_for_a_key_records_nothing_and_goes_on(
     assert resume(folder) == 2
 
 
+def test_a_key_needs_no_hard_links(launcher: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    assert record(first()).exists()
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"signatures": 3}', '{"signatures": [], "modules": []}', "[" * 9999])
 def test_a_record_that_cannot_be_read_counts_as_none(launcher: Computing, reward: Path, text: str) -> None:
     folder = rewarded()
@@ -390,6 +448,31 @@ def test_other_overrides_of_a_backend_are_refused(launcher: Computing, setting: 
     assert "which may have the engine run code" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        "{_target_:trinity_sync.tasks.verl._loaded,path:evil.py,name:f,_partial_:false}",
+        "{_target_:trinity_sync.tasks.verl.VerlReward,_args_:[evil.py,f]}",
+        "{_target_:trinity_sync.tasks.reward_process._loaded,pickled:evil.py}",
+        "{_target_:trinity_sync.tracking.wandb.WandbTracker,project:evil}",
+    ],
+)
+def test_no_other_function_of_ours_may_be_named(launcher: Computing, reward: Path, named: str, capsys: Capture) -> None:
+    Path("evil.py").write_text("open('ran', 'w').close()\n\ndef f(*args, **kwargs):\n    return 1.0\n")
+    given = ["task=jsonl", f"task.path={Path('prompts.jsonl').absolute()}", f"+task.reward.x={named}"]
+    place = given[1]
+    assert resume(foreign(*given), place) == 2
+    assert "task.reward.x._target_ is trinity_sync." in capsys.readouterr().err
+    assert cli.main(["reproduce", str(bundled(*given))]) == 2
+    assert not Path("ran").exists()
+
+
+def test_a_function_of_a_trusted_file_is_asked_for_by_name(launcher: Computing, capsys: Capture) -> None:
+    folder = foreign("+task.reward.function_name=another")
+    assert resume(folder) == 2
+    assert "add task.reward.function_name=another" in capsys.readouterr().err
+
+
 PLACES = [
     (["cluster=existing", "cluster.address=10.6.6.6:6379"], "cluster.address=10.6.6.6:6379"),
     (["cluster.temp_dir=/elsewhere"], "cluster.temp_dir=/elsewhere"),
@@ -430,13 +513,51 @@ def test_a_place_that_is_given_again_is_used(launcher: Computing) -> None:
     assert resume(folder) == 0
 
 
+@pytest.mark.parametrize("given", ["checkpoint={interval: 5}", "checkpoint=default"])
+def test_a_setting_beside_a_place_does_not_vouch_for_it(launcher: Computing, given: str) -> None:
+    folder = foreign("checkpoint.dir=/theirs", "checkpoint.mirror=/theirs/copies")
+    path = folder / "run.json"
+    nowhere = {"checkpoint.dir": None, "checkpoint.mirror": None}
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"places": nowhere}))
+    assert resume(folder, given) == 2
+    OmegaConf.save(config.compose(["checkpoint.dir=/theirs", "checkpoint.mirror=/x"]), folder / ".hydra/config.yaml")
+    assert resume(folder, given) == 0
+    used = launcher.calls[-1].cfg.checkpoint
+    assert (used.dir, used.mirror) == (None, None)
+
+
+def test_nor_does_it_for_a_link(launcher: Computing, tmp_path: Path) -> None:
+    folder = foreign()
+    (folder / "checkpoints").symlink_to(tmp_path / "theirs")
+    assert resume(folder, "checkpoint=default") == 2
+
+
+def test_a_place_that_run_json_names_is_no_change(launcher: Computing, capsys: Capture) -> None:
+    folder = first("checkpoint.mirror=/copies")
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"places": {"checkpoint.mirror": None}}))
+    assert resume(folder) == 0
+    assert "changed" not in capsys.readouterr().err
+
+
+def test_the_users_module_comes_before_one_of_that_name_in_the_saved_folder(
+    launcher: Computing, reward: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = foreign("task=jsonl", REWARD)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / reward.name).write_text("raise SystemExit('it ran')\n")
+    started_in(folder, tmp_path / "theirs")
+    assert resume(folder, f"task.path={Path('prompts.jsonl').absolute()}", REWARD) == 0
+    assert f"note: of_a_user is imported from {reward.parent}" in capsys.readouterr().err
+
+
 def test_places_inside_the_folder_are_used(launcher: Computing) -> None:
     folder = foreign()
     add(folder, f"checkpoint.dir={folder}/kept", f"checkpoint.mirror={folder}/copies")
     assert resume(folder) == 0
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "logs", "events.jsonl", ".hydra/config.yaml"])
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "events.jsonl", ".hydra/config.yaml", "checkpoints/.staging"])
 def test_a_link_that_leads_out_of_the_folder_is_refused(
     launcher: Computing, tmp_path: Path, name: str, capsys: Capture
 ) -> None:
@@ -444,6 +565,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(
     link = folder / name
     if link.exists():
         link.rename(tmp_path / "theirs")
+    link.parent.mkdir(exist_ok=True)
     link.symlink_to(tmp_path / "theirs")
     assert resume(folder) == 2
     assert f"is {tmp_path}/theirs in the saved settings" in capsys.readouterr().err
@@ -499,6 +621,31 @@ def test_all_that_is_asked_for_is_said_at_once(launcher: Computing, reward: Path
         assert text in said
 
 
+def test_the_name_of_a_model_is_asked_for_as_it_is(launcher: Computing, capsys: Capture) -> None:
+    assert resume(foreign("model=path", "model.path=their/model")) == 2
+    assert "add model.path=their/model\n" in capsys.readouterr().err
+
+
+def test_a_secret_is_asked_for_by_a_reference(launcher: Computing, capsys: Capture) -> None:
+    assert resume(foreign("+checkpoint.mirror_options.secret=abc123xyz")) == 2
+    assert "add 'checkpoint.mirror_options.secret=${oc.env:NAME}'" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read_now_is_said_to_be(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    folder, real = first(), Path.iterdir
+
+    def refused(path: Path) -> Iterator[Path]:
+        if path == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert resume(folder) == 2
+    assert f"{folder} cannot be read: Permission denied" in capsys.readouterr().err
+
+
 def test_settings_without_an_end_are_refused(launcher: Computing, capsys: Capture) -> None:
     assert resume(foreign("+a={b: '${c}'}", "+c={d: '${a}'}")) == 2
     assert "levels deep" in capsys.readouterr().err
@@ -509,6 +656,12 @@ def test_settings_without_an_end_are_refused(launcher: Computing, capsys: Captur
 
 def test_the_command_to_go_on_with_needs_nothing_of_ones_own_run(launcher: Computing, reward: Path) -> None:
     assert config.asked_again(rewarded(), {}) == []
+
+
+def test_the_command_to_go_on_with_has_only_what_can_be_typed(launcher: Computing, tmp_path: Path) -> None:
+    folder = first()
+    (folder / "notes").symlink_to(tmp_path)
+    assert config.asked_again(folder, {}) == []
 
 
 def test_the_command_to_go_on_with_has_what_a_resume_asks_for(

@@ -23,6 +23,13 @@ def test_control_characters_are_escaped_on_both_streams(capfd: pytest.CaptureFix
     assert found.err == "error ?]0;title?\n"
 
 
+def test_a_progress_bar_begins_its_line_anew_and_foreign_text_does_not(capfd: pytest.CaptureFixture[str]) -> None:
+    with safe_streams():
+        sys.stderr.write("\r 10%|##")
+        print("name: \rdone", file=sys.stderr)
+    assert os.fsencode(capfd.readouterr().err) == b"\r 10%|##name: ?done\n"
+
+
 def test_printable_text_stays_as_it_is() -> None:
     assert printable("a é 漢") == "a é 漢"
     assert printable("a\nb\x1b", keep="\n") == "a\nb?"

@@ -14,6 +14,8 @@ from pathlib import Path
 from trinity_sync.checkpoint.catalog import places, scan
 from trinity_sync.checkpoint.deletion import trash_checkpoint, undo_deletions
 from trinity_sync.checkpoint.layout import (
+    LEASES,
+    PRUNED,
     REPLACED_PREFIX,
     STAGING,
     VERSIONS,
@@ -25,6 +27,7 @@ from trinity_sync.checkpoint.layout import (
 from trinity_sync.checkpoint.replacement import finish_exchange, finish_renames
 from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
 from trinity_sync.checkpoint.trash import delete_folder, empty_trash
+from trinity_sync.errors import RunError
 
 
 def recover(
@@ -40,9 +43,13 @@ def recover(
         keep: (step, attempt) whose staging folders are still in use.
         attempt: whose versions beside the step folders are still in use; None: nobody's.
         clock: Unix seconds, by which leases end.
+
+    Raises:
+        RunError: a link stands in the place of a folder of ours. Nothing has been touched then.
     """
     if not root.is_dir():
         return
+    _check_links(root)
     undo_deletions(root, now=clock())
     for place in places(root):
         for path in place.glob(f"{REPLACED_PREFIX}*"):
@@ -60,6 +67,14 @@ def recover(
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     empty_trash(root)
+
+
+def _check_links(root: Path) -> None:
+    """Refuse links in place of folders whose content is deleted: that would be the content of another folder."""
+    folders = [root / name for name in (STAGING, VERSIONS, LEASES, PRUNED)]
+    for path in [*folders, *(root / STAGING).glob("*"), *(root / VERSIONS).glob("*")]:
+        if path.is_symlink():
+            raise RunError(f"{path} is a link, and what it leads to would be deleted; delete the link")
 
 
 def finish_replacements(root: Path) -> None:
@@ -92,7 +107,11 @@ def clean_versions(
         attempt: that is running. Its place stays, also an empty one: a commit may be about to move into it.
         keep: told a step, whether to leave that attempt's weights of it alone.
         now: Unix seconds.
+
+    Raises:
+        RunError: see `recover`.
     """
+    _check_links(root)
     running = versions_dir(root, attempt) if attempt is not None else None
     for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
         for info in scan(place):

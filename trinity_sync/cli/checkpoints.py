@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -320,8 +320,7 @@ def _checkpoints_of(run: Path) -> Path:
         recorded = recorded_checkpoints(read_record(run / "run.json"), run)
     if recorded is not None:
         return recorded
-    cfg, started_in = _saved_config(run)
-    folder = (cfg.get("checkpoint") or {}).get("dir")
+    folder, started_in = _saved_setting(run, "checkpoint.dir")
     return Path(started_in, folder) if folder else run / "checkpoints"
 
 
@@ -334,24 +333,24 @@ def _check_owned(run: Path, checkpoints: Path) -> None:
         raise ConfigError(f"{error}. To look at the checkpoints there, name that folder in place of {run}") from error
 
 
-def _saved_config(run: Path) -> tuple[Mapping[str, Any], str]:
-    """Return the configuration that a run was started with, and the directory it was started in."""
+def _saved_setting(run: Path, key: str) -> tuple[Any, str]:
+    """Return a setting that a run was started with, None where there is none, and the directory it was started in."""
     if not (run / ".hydra" / "config.yaml").is_file():
-        return {}, ""
+        return None, ""
     from omegaconf import OmegaConf
 
     from trinity_sync import config
 
     config.register()
     try:
-        cfg = OmegaConf.to_container(OmegaConf.load(run / ".hydra" / "config.yaml"), resolve=True)
+        found = OmegaConf.select(OmegaConf.load(run / ".hydra" / "config.yaml"), key)
+        value = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         started_in = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.cwd
     except Exception as error:
         raise ConfigError(
             f"{run / '.hydra'} cannot be read: {error}; name the folder of the checkpoints instead"
         ) from error
-    assert isinstance(cfg, dict)
-    return {str(key): value for key, value in cfg.items()}, str(started_in)
+    return value, str(started_in)
 
 
 def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
@@ -369,8 +368,7 @@ def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
     for run in (options.path, root.parent):
         if _checkpoints_of(run).resolve() != root:
             continue
-        saved, _ = _saved_config(run)
-        policies = (saved.get("retention") or {}).get("policies")
+        policies, _ = _saved_setting(run, "retention.policies")
         if policies:
             return saved_policies(policies, options.allow_target, run)
     raise ConfigError(

@@ -4,9 +4,10 @@ goes on with them, and for `reproduce`, which begins again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -72,8 +73,6 @@ class Invocation:
         started_in: where, from which relative paths count.
         place: who says so, for errors: the run's folder, or a bundle.
         recorded: what this user recorded there on this host.
-        used: places that its resume uses, see `used_places`.
-        typed: this user recorded the overrides themselves, of a sweep.
     """
 
     overrides: tuple[str, ...]
@@ -82,8 +81,6 @@ class Invocation:
     started_in: Path
     place: Path
     recorded: Recorded = NOTHING
-    used: Mapping[str, str | None] = field(default_factory=dict)
-    typed: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> Invocation:
@@ -106,8 +103,17 @@ class Invocation:
             # As they were given: what they refer to stands in the configuration that they make.
             texts = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         with readable(saved / "hydra.yaml") as path:
-            found = cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
-        return replace(found, used=used_places(folder))
+            return cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
+
+    @classmethod
+    def of_resume(cls, folder: Path) -> Invocation:
+        """As `read`, with the places of checkpoints that run.json names where the settings name them otherwise."""
+        found, written = cls.read(folder), OmegaConf.to_container(saved_settings(folder), resolve=False)
+        saving = written.get("checkpoint") if isinstance(written, dict) else None
+        saved = saving if isinstance(saving, dict) else {}
+        places = {key: place for key, place in used_places(folder).items() if saved.get(key.partition(".")[2]) != place}
+        used = [f"{key}={'null' if place is None else config.quote(place)}" for key, place in places.items()]
+        return found.of([*found.overrides, *used])
 
     @classmethod
     def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
@@ -138,11 +144,10 @@ class Invocation:
         return config.Trust(
             where=self.place,
             started_in=self.started_in,
-            new=(*new, *(self.overrides if self.typed else ())),
+            new=tuple(new),
             allowed=tuple(allowed),
             recorded=self.recorded,
             places=places,
-            used=self.used if places == "all" else {},
         )
 
     @contextmanager
@@ -150,7 +155,10 @@ class Invocation:
         """Inside, modules that the user vouches for are found, and no others; see `recompose`."""
         with explained():
             folders = self.trust(new, allowed).module_folders()
-        with own_modules_found(*folders):
+        for name, folder in folders.items():
+            if folder != self.recorded.folder_of(name):
+                print(f"note: {name} is imported from {folder}", file=sys.stderr)
+        with own_modules_found(*dict.fromkeys(folders.values())):
             yield
 
     def recompose(

@@ -7,12 +7,10 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.cli.invocation import Recomposed, merge_overrides
@@ -118,12 +116,6 @@ def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
     return found
 
 
-def _known(cfg: DictConfig, key: str) -> object:
-    with suppress(OmegaConfBaseException):  # a variable that this machine does not have
-        return OmegaConf.select(cfg, key)
-    return None
-
-
 def _as_value(value: object) -> str:
     """A value as Hydra's override grammar has it."""
     if isinstance(value, str):
@@ -162,18 +154,15 @@ def check_digest(source: Source, cfg: DictConfig) -> None:
     expected = source.record.get("config_digest")
 
     def is_expected() -> bool:
-        in_folder = source.place.is_dir()  # what a bundle refers to may be otherwise here
-        counted = (LOCATIONS, EARLIER_LOCATIONS)
-        return any(config.config_digest(saved, resolve=in_folder, places=places) == expected for places in counted)
+        return any(config.config_digest(saved, places=places) == expected for places in (LOCATIONS, EARLIER_LOCATIONS))
 
-    written = source.config if source.written is None else source.written
-    saved = copy.deepcopy(config.anchored(written, source.invocation.started_in))
+    saved = copy.deepcopy(config.anchored(source.config, source.invocation.started_in))
     OmegaConf.set_readonly(saved, False)
     if expected is None or is_expected():
         return
     missing = []
     for key in NAMED_BY_PATH:  # of what was a file only the name counted
-        old, new = _known(saved, key), OmegaConf.select(cfg, key)
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
         if isinstance(old, str) and not Path(old).exists():
             missing += [f"{key} is {old}, which is not here: give it anew"] if old == new else []
             # found where it lies now; given anew under another name, it is the old name that counted

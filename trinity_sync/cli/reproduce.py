@@ -85,7 +85,6 @@ def _reproduce(source: Source, given: Sequence[str], folder: Path | None, option
 def _write_bundle(source: Source, output: Path | None) -> int:
     from omegaconf import OmegaConf
 
-    from trinity_sync import config
     from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.cli.replay import check_digest, split_places, without_secret
     from trinity_sync.config.comparison import bundled, without_places
@@ -98,9 +97,8 @@ def _write_bundle(source: Source, output: Path | None) -> int:
     check_digest(source, source.config)
     cfg = bundled(saved_settings(source.place))
     record = source.record
-    if cfg != without_places(source.config):  # it has references, or had secrets
-        digest = config.config_digest(config.anchored(cfg, source.invocation.started_in), resolve=False)
-        record = {**record, "config_digest": digest}
+    if cfg != without_places(source.config):  # it has references, or had secrets: the bundle's own digest is enough
+        record = {**record, "config_digest": None}
     path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
     for text in [text for text in kept if masked_override(text) != text]:

@@ -146,7 +146,7 @@ def _show(folder: Path, options: argparse.Namespace) -> int:
 
     if (folder / "multirun.yaml").is_file():
         raise ConfigError(f"{folder} is a sweep; to see the settings of one of its jobs, name that: {folder / '0'}")
-    invocation = Invocation.read(folder)
+    invocation = Invocation.of_resume(folder)
     with invocation.modules_found(options.overrides, options.allow_target):
         settings = invocation.recompose(options.overrides, options.allow_target)
         with settings.only_trusted():
@@ -170,7 +170,7 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     """
     from trinity_sync.cli.invocation import Invocation
 
-    invocation = Invocation.read(folder)
+    invocation = Invocation.of_resume(folder)
     with invocation.modules_found(overrides, allowed):
         return _go_on(folder, invocation, overrides, allowed, resume)
 
@@ -180,7 +180,7 @@ def _go_on(
 ) -> int:
     from trinity_sync import config
     from trinity_sync.cli.invocation import saved_settings
-    from trinity_sync.launch.resume import check_owned, committed_steps, used_settings
+    from trinity_sync.launch.resume import PLACES, check_owned, committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
     from trinity_sync.tracking.record import read_record
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
@@ -188,17 +188,18 @@ def _go_on(
     read_record(folder / "run.json")
     before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)
-    named = {text.lstrip("+~").partition("=")[0] for text in overrides}
-    resume = replace(resume, started_in=invocation.started_in, named=named)
-    cfg = used_settings(settings.cfg, folder, resume)
+    resume = replace(resume, started_in=invocation.started_in, dir_given=settings.trust.gives("checkpoint.dir"))
+    cfg = config.anchored(settings.cfg, invocation.started_in)
     config.check(cfg)
     config.check_inputs(cfg)
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
     checkpoints = checkpoint_folder(cfg, folder)
-    check_owned(folder, checkpoints, named=resume.names("checkpoint.dir"))
+    check_owned(folder, checkpoints, named=resume.dir_given)
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
-    _tell_changes(config.shown_diff(before, settings.cfg))
+    given = {key for key, _ in settings.trust.given}
+    changes = config.shown_diff(before, settings.cfg)
+    _tell_changes([one for one in changes if one.key not in PLACES or one.key in given])
     with settings.only_trusted():  # Hydra composes it once more
         return start(settings.command_line(folder), resume=resume)
 

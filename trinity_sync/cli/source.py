@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -35,14 +34,12 @@ class Source:
         record: of its run.json, as much as there is.
         config: all of its settings, as saved.
         outcome: what it computed.
-        written: the settings of a bundle with their references, which its digest is of.
     """
 
     invocation: Invocation
     record: RunJson
     config: DictConfig
     outcome: Outcome
-    written: DictConfig | None = None
 
     @property
     def place(self) -> Path:
@@ -117,9 +114,8 @@ def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -
         started_in=Path.cwd(),
         place=place,
     )
-    written = OmegaConf.create(dict(bundle.config))
-    settings = _resolved(copy.deepcopy(written), invocation, new)
-    return Source(invocation=invocation, record=bundle.record, config=settings, outcome=bundle.outcome, written=written)
+    settings = _resolved(OmegaConf.create(dict(bundle.config)), invocation, new)
+    return Source(invocation=invocation, record=bundle.record, config=settings, outcome=bundle.outcome)
 
 
 def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) -> DictConfig:
@@ -131,7 +127,7 @@ def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) 
     trust = invocation.trust(new, ())
     with explained():
         given = dict(trust.given)
-    for doubt in [one for one in saved_references(settings) if not trust.accepts(one)]:
+    for doubt in list(saved_references(settings)):
         place = next((place for place in LOCATIONS if f"{doubt.key}.".startswith(f"{place}.")), None)
         if place is not None or doubt.key in given:
             OmegaConf.update(settings, place or doubt.key, given.get(doubt.key))

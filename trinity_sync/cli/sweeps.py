@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import initialize_config_dir
@@ -13,11 +13,10 @@ from omegaconf import OmegaConf
 
 from trinity_sync import config
 from trinity_sync.cli.invocation import Invocation, Recomposed
-from trinity_sync.config.recorded import Recorded
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.launch.app import DONE, INTERRUPTED, finish_sweep
 from trinity_sync.launch.messages import explain, print_error
-from trinity_sync.launch.sweeps import split_jobs, what_is_typed
+from trinity_sync.launch.sweeps import split_jobs
 from trinity_sync.tracking.record import read_record
 from trinity_sync.tracking.run_folder import lock_owner
 
@@ -117,7 +116,4 @@ def read_jobs(sweep: Path) -> list[Job]:
         raise ConfigError(f"{sweep} has a sweeper that chooses values as it goes; name one of its jobs to go on with")
     if own_folders:
         raise ConfigError(f"{sweep} has folders of its own for jobs (hydra.sweep.subdir); name one to go on with")
-    recorded = Recorded.read(sweep)
-    if recorded.holds("setting", *what_is_typed(hydra, jobs)):
-        found = [replace(one, typed=True, recorded=recorded) for one in found]
     return [Job(folder=sweep / str(number), invocation=one) for number, one in enumerate(found)]

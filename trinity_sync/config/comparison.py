@@ -48,7 +48,7 @@ NAMED_BY_PATH = (
 """Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
 
 
-def config_digest(cfg: DictConfig, *, resolve: bool = True, places: Sequence[str] = LOCATIONS) -> str:
+def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
     """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
 
     The configuration is resolved, and `LOCATIONS` and the classes that options of ours name are left out, since those
@@ -56,10 +56,9 @@ def config_digest(cfg: DictConfig, *, resolve: bool = True, places: Sequence[str
     sorted keys and no blanks.
 
     Args:
-        resolve: False for the configuration of a bundle, whose references count as they are written.
         places: keys that do not count.
     """
-    values = _values(OmegaConf.to_container(cfg, resolve=resolve))
+    values = _values(OmegaConf.to_container(cfg, resolve=True))
     _drop_places(values, places)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode
 
 _OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
-_TOKEN = re.compile(r"(?:(\w+)\s*:\s*)?([^,\[\]{}():\s]+)")
+_TOKEN = re.compile(r"(?:(\w+)\s*:\s*)?([^,\[\]{}():\s](?:[^,\[\]{}():]*[^,\[\]{}():\s])?)")
 _QUOTED = re.compile(r"['\"\\$]")
 
 

@@ -79,5 +79,12 @@ def _absolute(key: str, value: str, folder: Path) -> str:
     if value.startswith("~"):
         return os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
     place = folder / value
-    is_there = _OR_NAMES.get(key)
-    return value if is_there is not None and not is_there(place) else str(place)
+    return value if is_name(key, place) else str(place)
+
+
+def is_name(key: str, place: Path) -> bool:
+    """Return whether a setting that may be a path or a name is a name: nothing is at the path."""
+    is_there = _OR_NAMES.get(key, lambda place: True)
+    with suppress(OSError):
+        return not is_there(place)
+    return False

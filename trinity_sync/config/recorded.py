@@ -109,16 +109,14 @@ def _user_key(*, make: bool) -> bytes | None:
 
 
 def _make_key(path: Path) -> None:
-    if path.exists():
-        return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{secrets.token_hex(8)}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(handle, secrets.token_bytes(_KEY_BYTES))
-        os.fsync(handle)
-        with suppress(FileExistsError):  # another run was faster
-            os.link(draft, path)
-    finally:
-        os.close(handle)
-        draft.unlink(missing_ok=True)
+    with suppress(FileExistsError):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(handle, secrets.token_bytes(_KEY_BYTES))  # who reads before it is there records nothing that once
+            os.fsync(handle)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(handle)

@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,25 +28,45 @@ from trinity_sync.config.composition import compose, inspected
 from trinity_sync.config.lookup import ModuleSource, module_source
 from trinity_sync.config.options import own_options, own_targets_of
 from trinity_sync.config.overrides import quote
-from trinity_sync.config.places import PATHS, RESUME_FROM
+from trinity_sync.config.places import PATHS, RESUME_FROM, is_name
 from trinity_sync.config.recorded import NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.masking import masked, masked_override, shown
+from trinity_sync.host.masking import MASK, masked, masked_override, shown
 
-OWN = (
-    "trinity_sync.tasks",
-    *(f"trinity_sync.tracking.{name}" for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")),
-)
-"""Packages of this program whose classes and functions any configuration may name."""
+_REWARDS = "trinity_sync.tasks.rewards"
+OWN = {
+    "task": (
+        "trinity_sync.tasks.conversations.ConversationsTask",
+        "trinity_sync.tasks.copy_digits.CopyDigits",
+        "trinity_sync.tasks.jsonl.JsonlTask",
+        "trinity_sync.tasks.pairs.PairsTask",
+        "trinity_sync.tasks.verl.VerlTask",
+        *(f"{_REWARDS}.{name}" for name in ("contains_answer", "exact_match", "numeric_match")),
+    ),
+    "tracker": (
+        "trinity_sync.tracking.mlflow.MlflowTracker",
+        "trinity_sync.tracking.swanlab.SwanlabTracker",
+        "trinity_sync.tracking.tensorboard.TensorBoardTracker",
+        "trinity_sync.tracking.trackio.TrackioTracker",
+        "trinity_sync.tracking.wandb.WandbTracker",
+    ),
+}
+"""Tasks, rewards and trackers of this program that saved settings may name, by group. Their arguments name no code but
+by the keys of `_LETS_RUN`, so that a class or function that takes some otherwise must not be added.
+"""
 
 _RUN = ("_target_", "class", "()")
 """Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
 _IMPORTED = ("pkg://", "ext://")
+_OF_MODELS = "trust_remote_code"
 _LETS_RUN = {
-    "trust_remote_code": "that comes with a model",
+    _OF_MODELS: "that comes with a model",
     "function_path": "of that file",  # of a task with verl's rewards
+    "function_name": "of a file",
 }
 """Keys by which others are told so, wherever they stand, and which code that is."""
+_VERLS = ("function_name", "compute_score")
+"""The function that verl looks for unless another is named."""
 _ENGINES = {
     # of vLLM's AsyncEngineArgs
     "explorer.engine": re.compile(
@@ -94,6 +114,8 @@ _HARMLESS = re.compile(r"\$\{(?:(?:now|sum):[^${}]*|[^:${}\0]*)\}")
 interpolations, NUL for each; names may not.
 """
 _UNKNOWN = object()
+_NO_LINK = "the file itself in place of the link "
+_LOOKED_AT = (".hydra", "logs", "checkpoints", "checkpoints/.staging", "checkpoints/.versions")
 _DEEPEST = 32
 _MOST_SHOWN = 8
 _OF_SWEEPS = {
@@ -136,7 +158,6 @@ class Trust:
         allowed: packages or dotted names that may be run, too.
         recorded: what this user recorded of the folder on this host.
         places: which places outside the folder need trust.
-        used: places by key that the run uses, whatever its settings come to now; see `launch.resume.used_places`.
     """
 
     where: Path
@@ -145,28 +166,31 @@ class Trust:
     allowed: Sequence[str] = ()
     recorded: Recorded = NOTHING
     places: Places = "all"
-    used: Mapping[str, str | None] = field(default_factory=dict)
 
     @cached_property
     def given(self) -> frozenset[tuple[str, Any]]:
         """Keys and values on the command line itself."""
         return frozenset(_given(self.new))
 
-    def module_folders(self) -> list[Path]:
-        """Return the folders of modules that the user vouches for and an import would not find."""
-        folders = []
+    def gives(self, key: str) -> bool:
+        """Whether a place is on the command line itself; null, as in an option of ours, is none."""
+        return any(key == given and value is not None for given, value in self.given)
+
+    def module_folders(self) -> dict[str, Path]:
+        """Return the folders of modules that the user vouches for and an import would not find, by module."""
+        folders = {}
         for name in {*map(_top, self._vouched()), *self.recorded.modules}:
             with suppress(OSError):
                 if module_source(name) is None and (place := module_source(name, self._candidates(name))) is not None:
-                    folders.append(Path(place.folder))
-        return list(dict.fromkeys(folders))
+                    folders[name] = Path(place.folder)
+        return folders
 
     def _vouched(self) -> list[str]:
         return [*self.allowed, *(value for key, value in self.given if _is_target(key, value))]
 
     def _candidates(self, module: str) -> list[Path]:
         recorded = self.recorded.folder_of(module)
-        here = [self.started_in, Path.cwd()] if module in map(_top, self._vouched()) else []
+        here = [Path.cwd(), self.started_in] if module in map(_top, self._vouched()) else []
         return [*([recorded] if recorded else []), *here]
 
     def accepts(self, doubt: Doubt) -> bool:
@@ -232,16 +256,18 @@ def saved_references(cfg: DictConfig) -> Iterator[Doubt]:
     return _references(cfg, _shipped(), ())
 
 
-def record_of(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> str | None:
-    """Return the record of a run that begins, of all that a resume would have the user vouch for; None where this user
-    has no key.
+def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *, sweep: bool = False) -> str | None:
+    """Return the record of what begins, of all that a resume would have the user vouch for; None where this user has no
+    key.
 
     Args:
-        cfg: composed.
-        hydra: Hydra's own settings.
+        composed: settings of the run, or of each job of a sweep with Hydra's own of that job.
+        hydra: Hydra's own settings, where they are not among those.
         trust: of a run that nobody vouches for.
+        sweep: its jobs begin as they are; nobody can be asked for the code of a model then.
     """
-    doubts = list(_of_run(cfg, hydra, trust))
+    every = (doubt for cfg in composed for doubt in _of_run(cfg, cfg.get("hydra") or hydra, trust))
+    doubts = [doubt for doubt in every if sweep or not doubt.key.endswith(_OF_MODELS)]
     modules: dict[str, ModuleSource] = {}
     for name in {_top(doubt.target) for doubt in doubts if doubt.target is not None}:
         with suppress(OSError):
@@ -252,14 +278,19 @@ def record_of(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> str | None:
 
 def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
     """Return what a resume of a run needs on its command line beside the folder, as words for a shell; nothing where
-    the settings cannot be read. For `used` see `Trust`.
+    the settings cannot be read.
+
+    Args:
+        used: places by key that it uses; see `launch.resume.used_places`.
     """
     with suppress(Exception):  # the resume itself says what is wrong
         hydra: Any = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
         cfg: Any = OmegaConf.load(run / ".hydra" / "config.yaml")
-        trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=Recorded.read(run), used=used)
+        for key, place in used.items():
+            OmegaConf.update(cfg, key, place)
+        trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=Recorded.read(run))
         refused = [doubt for doubt in _of_run(cfg, hydra, trust) if not trust.accepts(doubt)]
-        return list(dict.fromkeys(doubt.again for doubt in refused))
+        return list(dict.fromkeys(doubt.again for doubt in refused if not doubt.again.startswith(_NO_LINK)))
     return []
 
 
@@ -334,16 +365,15 @@ def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Tr
 
 def _of_setting(key: str, text: object, value: Any, ours: _Shipped, trust: Trust) -> Iterator[Doubt]:
     last = key.rpartition(".")[2]
-    if key in trust.used and not any(key == given for given, _ in trust.given):
-        text = value = trust.used[key]
     known = value is not _UNKNOWN
     value = value if known else text
     if _is_target(key, value):
         if value != text:
             yield _doubt(key, text, "which may come to any code", text)
-        yield from _target(key, value.partition("://")[2].replace("/", ".") or value, trust.allowed)
-    elif last in _LETS_RUN and value:
-        signed = _file_signed(trust.started_in, value) if last == "function_path" else None
+        yield from _target(key, _dotted(value), trust.allowed)
+    elif last in _LETS_RUN and value and (last, value) != _VERLS:
+        signed = value if last == "function_name" else _here(str(value), trust.where)
+        signed = _file_signed(trust.started_in, value) if last == "function_path" else signed
         yield _doubt(key, text, f"which lets code run {_LETS_RUN[last]}", signed)
     elif value is None or ours.settings.get(key, _UNKNOWN) == value:
         return
@@ -363,12 +393,11 @@ def _of_place(key: str, text: object, value: Any, trust: Trust) -> Iterator[Doub
     if not (written or (looks and "://" in value) or (trust.places == "all" and (key in _READ or looks))):
         return
     if path or (looks and "://" not in value):
-        if key == "model.shapes" and not looks and not (trust.started_in / value).is_file():
-            return  # the name of a model whose shapes are known
         place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
-        if _inside(place, trust.where):
-            return
-        value = os.path.abspath(place)  # noqa: PTH100 - links stay
+        named = not looks and is_name(key, place)
+        if (named and key == "model.shapes") or (not named and _inside(place, trust.where)):
+            return  # a model whose shapes are known, or a place of the run's own
+        value = value if named else os.path.abspath(place)  # noqa: PTH100 - links stay
     told = shown(str(value))
     signed = _here(told, trust.where) if written else told
     refers = "${" in str(text)
@@ -386,15 +415,18 @@ def _of_tracker(key: str, value: object) -> bool:
 def _links(trust: Trust) -> Iterator[Doubt]:
     """Links in a run's folder that lead out of it: what is written there would be written elsewhere."""
     run, why = trust.where, "a link that leads out of the run's folder"
-    parts = [part for part in (run, run / ".hydra", run / "logs") if part.is_dir()]
-    for found in (found for part in parts for found in sorted(part.iterdir()) if found.is_symlink()):
+    try:
+        parts = [part for part in (run, *(run / name for name in _LOOKED_AT)) if part.is_dir()]
+        links = [found for part in parts for found in sorted(part.iterdir()) if found.is_symlink()]
+    except OSError as error:
+        raise ConfigError(f"{error.filename or run} cannot be read: {error.strerror or error}") from error
+    for found in links:
         name, place = str(found.relative_to(run)), os.path.realpath(found)
         if _inside(found, run):
             continue
         if name != "checkpoints":
-            again = f"the file itself in place of the link {shlex.quote(name)}"
-            yield Doubt(name, place, _here(place, run), why, again)
-        elif not any(key == "checkpoint.dir" for key, _ in trust.given):
+            yield Doubt(name, place, _here(place, run), why, f"{_NO_LINK}{shlex.quote(name)}")
+        elif not trust.gives("checkpoint.dir"):
             yield _doubt("checkpoint.dir", place, why, _here(place, run))
 
 
@@ -424,7 +456,8 @@ def _file_signed(started_in: Path, value: object) -> str | None:
 def _doubt(key: str, text: object, why: str, signed: object) -> Doubt:
     words = _words(text)
     plain = not isinstance(text, str) or re.fullmatch(r"[\w./-]+", words)
-    return Doubt(key, text, signed, why, shlex.quote(masked_override(f"{key}={words if plain else quote(words)}")))
+    again = masked_override(f"{key}={words if plain else quote(words)}")
+    return Doubt(key, text, signed, why, shlex.quote(f"{key}=${{oc.env:NAME}}" if MASK in again else again))
 
 
 def _words(value: object) -> str:
@@ -446,15 +479,17 @@ def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path)
 
 def _target(key: str, name: str, allowed: Sequence[str]) -> Iterator[Doubt]:
     # elsewhere than in its own group a class may be given what it must not be: a model's code to be run
-    if name not in own_targets_of(key.partition(".")[0]):
-        yield from _imported(key, name, (*OWN, *allowed))
+    group = key.partition(".")[0]
+    if name not in (*own_targets_of(group), *OWN.get(group, ())):
+        yield from _imported(key, name, allowed)
 
 
 def _imported(key: str, name: str, allowed: Collection[str]) -> Iterator[Doubt]:
     # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
     real = _home(name) if _below(name, allowed) else None
-    if real is None or not _below(real, allowed):
-        package = name.partition(".")[0] if real is None else real
+    if real is None or not _below(real, (*allowed, _REWARDS)):  # one of ours may be given a name in a package of theirs
+        ours = name.startswith("trinity_sync.")  # of which other parts must not be allowed by the way
+        package = real or (name.rpartition(".")[0] if ours else _top(name))
         yield Doubt(key, name, name, "which would be imported and run", f"--allow-target {shlex.quote(package)}", name)
 
 
@@ -508,18 +543,11 @@ def _values(node: DictConfig) -> Any:
 
 def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
     """(key, dotted name) of all that is to be imported, at any depth."""
-    if isinstance(value, dict):
-        for part, inner in value.items():
-            place = f"{key}.{part}" if key else str(part)
-            if part in _RUN and isinstance(inner, str):
-                yield place, inner
-            else:
-                yield from _named(inner, place)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _named(inner, f"{key}.{index}")
-    elif isinstance(value, str) and value.startswith(_IMPORTED):
-        yield key, value.partition("://")[2].replace("/", ".")
+    return ((place, _dotted(name)) for place, name in _leaves(value, key) if _is_target(place, name))
+
+
+def _dotted(name: str) -> str:
+    return name.partition("://")[2].replace("/", ".") or name
 
 
 def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:

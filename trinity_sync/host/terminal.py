@@ -66,7 +66,8 @@ class _Plain(_Output):
         super().__init__(self.rich_proxied_file)  # type: ignore[arg-type]
 
     def write(self, text: str) -> int:
-        super().write(printable(without_hidden(text), keep="\n\t"))
+        bar = "\r" * text.startswith("\r")  # of a progress bar; within a text it would write over what stands before it
+        super().write(bar + printable(without_hidden(text.removeprefix(bar)), keep="\n\t"))
         return len(text)
 
 

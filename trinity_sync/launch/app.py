@@ -35,9 +35,9 @@ from trinity_sync.launch import elsewhere
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.new_folder import NewFolder
-from trinity_sync.launch.resume import PLACES, Resume, used_settings
+from trinity_sync.launch.resume import Resume, used_places
 from trinity_sync.launch.settings import settings_files
-from trinity_sync.launch.sweeps import composed_before, for_each_job, note_settings, sweep_problem
+from trinity_sync.launch.sweeps import Job, composed_before, for_each_job, note_settings, sweep_jobs, sweep_problem
 from trinity_sync.tracking.run_folder import hold, holds_run, let_go, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -196,13 +196,16 @@ def _log_of(run_dir: Path) -> Path:
 
 def _launch(cfg: DictConfig, run_dir: Path) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
+    places: Mapping[str, str | None] = {}
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
     if hydra_cfg.mode == RunMode.MULTIRUN and elsewhere.started_again(hydra_cfg, run_dir):
         elsewhere.wait_until_free(run_dir)
         if elsewhere.has_completed(run_dir):
             return DONE
-        resume = Resume(started_in=started_in)
-    used = config.anchored(cfg, started_in) if resume is None else used_settings(cfg, run_dir, resume)
+        resume, places = Resume(started_in=started_in), used_places(run_dir)
+    used = config.anchored(cfg, started_in)
+    for key, place in places.items():  # as a resume by command does, see `cli.invocation`
+        OmegaConf.update(used, key, place)
     config.check(used)
     hide(config.plain(used))
     config.check_inputs(used)
@@ -212,8 +215,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         launcher.look(used, run_dir)
         print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
         return DONE
-    places = {key: OmegaConf.select(used, key) for key in PLACES}
-    settings = settings_files(run_dir, cfg, started_in, places, resumed=resume is not None)
+    settings = settings_files(run_dir, cfg, used, started_in, resumed=resume is not None)
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 
@@ -250,8 +252,10 @@ class RunHooks(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse a sweep that would write over a run, or has a job that cannot run, before anything is written."""
+        jobs: Sequence[Job] = ()
         try:
-            problem = sweep_problem(config)
+            jobs = sweep_jobs(config)
+            problem = sweep_problem(config, jobs)
         except (HydraException, AssertionError) as error:
             problem = explain(error)
         except OmegaConfBaseException:
@@ -259,8 +263,8 @@ class RunHooks(Callback):
         if problem:
             _refuse(problem)
         if _session.dry_run:
-            _try_jobs(config)
-        note_settings(config)
+            _try_jobs(jobs)
+        note_settings(config, jobs)
         _session.around_jobs.enter_context(composed_before(config.hydra))
         _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra, float(config.checkpoint.stop_s)))
         if elsewhere.in_this_process(config.hydra):
@@ -272,10 +276,10 @@ class RunHooks(Callback):
         _session.sweep = Path(config.hydra.sweep.dir)
 
 
-def _try_jobs(sweep: DictConfig) -> NoReturn:
+def _try_jobs(jobs: Sequence[Job]) -> NoReturn:
     """The dry run of a sweep."""
     try:
-        for_each_job(sweep, _launch)
+        for_each_job(jobs, _launch)
     except TrinityError as error:
         _refuse(str(error))
     raise SystemExit(DONE)

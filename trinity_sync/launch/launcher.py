@@ -94,8 +94,7 @@ def run(
         committed: list[int] = []
         check_place = partial(check, checkpoints, Owner.new("", folder.path), recorded=None)
         if resume is not None:
-            named = resume.names("checkpoint.dir")
-            check_place = partial(check_owned, folder.path, checkpoints, named=named)
+            check_place = partial(check_owned, folder.path, checkpoints, named=resume.dir_given)
         check_place()  # before the lock says who writes there
         if resume is not None:
             committed = committed_steps(folder.events, checkpoints)

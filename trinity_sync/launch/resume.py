@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.checkpoint import owner
 from trinity_sync.checkpoint.deletion_notes import noted_deletions
-from trinity_sync.config import anchored, asked_again
+from trinity_sync.config import asked_again
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.urls import absolute, shown
 from trinity_sync.tracking import jsonl
@@ -29,17 +28,13 @@ class Resume:
         from_scratch: begin again at step 1, whatever was committed; what is there is set aside.
         skip_unreadable: go on from an older one though newer ones cannot be read now, or are gone.
         started_in: where the run was started first, from which its relative paths count.
-        named: config keys and groups that the user has just given.
+        dir_given: the user has just given `checkpoint.dir`.
     """
 
     from_scratch: bool = False
     skip_unreadable: bool = False
     started_in: Path = Path()
-    named: Collection[str] = ()
-
-    def names(self, key: str) -> bool:
-        """Return whether the user has just given a setting, by its key or by an option of its group."""
-        return key in self.named or key.partition(".")[0] in self.named
+    dir_given: bool = False
 
 
 def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
@@ -85,23 +80,6 @@ def resume_command(run: Path, called: str) -> str:
     except ConfigError:
         asked = []  # the resume itself says what is wrong
     return " ".join(["trinity-sync resume", shlex.quote(called), *asked])
-
-
-def used_settings(cfg: DictConfig, run: Path, resume: Resume) -> DictConfig:
-    """Return the settings of a run that goes on: its places are those in run.json, except those just given.
-
-    Args:
-        cfg: composed.
-        run: the run's folder, absolute.
-
-    Raises:
-        ConfigError: run.json cannot be read.
-    """
-    used = anchored(cfg, resume.started_in)
-    for key, place in used_places(run).items():
-        if not resume.names(key):
-            OmegaConf.update(used, key, place)
-    return used
 
 
 def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:

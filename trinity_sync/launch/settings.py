@@ -20,25 +20,23 @@ FOLDER = ".hydra"
 
 
 @contextmanager
-def settings_files(
-    run: Path, cfg: DictConfig, started_in: Path, places: Mapping[str, str | None], *, resumed: bool
-) -> Iterator[None]:
+def settings_files(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, resumed: bool) -> Iterator[None]:
     """Save what a resume of a run goes by: of a new run its record, of one that goes on its settings, too; those of
     before are put back where it turns out that it cannot begin.
 
     Args:
         run: its folder.
         cfg: as composed by the job that Hydra is in.
+        used: the same with the places that the run uses.
         started_in: where the run was started first, from which its relative paths count.
-        places: by key, those that the run uses whatever `cfg` says.
 
     Raises:
         RunError: the disk refuses.
     """
     folder = run / FOLDER
-    texts = _texts(run, cfg, started_in, places)
+    texts = _texts(run, cfg, used, started_in)
     if not resumed:  # Hydra has saved the others, but for hydra.output_subdir=null
-        texts = {FILE: texts[FILE]} if folder.is_dir() else {}
+        texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:
@@ -48,7 +46,7 @@ def settings_files(
         raise
 
 
-def _texts(run: Path, cfg: DictConfig, started_in: Path, places: Mapping[str, str | None]) -> dict[str, str | None]:
+def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> dict[str, str]:
     """The files by name. What a resume goes by stands before the configuration that it compares with: should only some
     be written, the next one shows what has changed.
     """
@@ -59,8 +57,9 @@ def _texts(run: Path, cfg: DictConfig, started_in: Path, places: Mapping[str, st
     hydra.hydra.runtime.cwd = str(started_in)
     OmegaConf.set_readonly(hydra.hydra, True)
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
-    trust = Trust(where=run, started_in=started_in, used=places)
-    return {name: OmegaConf.to_yaml(part) for name, part in parts.items()} | {FILE: record_of(cfg, hydra.hydra, trust)}
+    texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    record = record_of([cfg, used], hydra.hydra, Trust(where=run, started_in=started_in))
+    return texts if record is None else texts | {FILE: record}  # a key that cannot be read now leaves the one of before
 
 
 def _write(folder: Path, texts: Mapping[str, str | None]) -> None:

@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import anchored, check, check_inputs
-from trinity_sync.config.recorded import OF_SWEEP, record
+from trinity_sync.config.recorded import OF_SWEEP
+from trinity_sync.config.saved import Trust, record_of
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.urls import absolute, local_folder, shown
@@ -32,7 +33,7 @@ from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """A job of a sweep: its overrides, and what they come to, with Hydra's own settings."""
 
     number: int
@@ -65,7 +66,7 @@ class _Job:
         return settings
 
 
-def sweep_problem(config: DictConfig) -> str | None:
+def sweep_problem(config: DictConfig, jobs: Sequence[Job]) -> str | None:
     """Say why a sweep cannot begin; None: it can.
 
     Of a sweeper that chooses values as it goes only the first job is looked at, with none of those values, and only for
@@ -73,12 +74,11 @@ def sweep_problem(config: DictConfig) -> str | None:
 
     Args:
         config: of the sweep, as Hydra's callbacks are given it.
+        jobs: its `sweep_jobs`.
 
     Raises:
-        HydraException: a job cannot be composed.
-        OmegaConfBaseException: its folder cannot be named.
+        OmegaConfBaseException: the folder of a job cannot be named.
     """
-    jobs = _jobs(config)
     sweep, fixed = Path(config.hydra.sweep.dir).absolute(), _is(config.hydra.sweeper, BasicSweeper)
     # Of a search, two jobs with the values that are known: where those name a place they share it.
     alike = jobs if fixed else [*jobs, *(replace(job, number=1) for job in jobs)]
@@ -88,7 +88,7 @@ def sweep_problem(config: DictConfig) -> str | None:
     return problem or (_settings_problem(jobs) if elsewhere.on_this_machine(config.hydra) else None)
 
 
-def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
+def _folder_problem(sweep: Path, jobs: Sequence[Job]) -> str | None:
     folders: list[Path] = []
     for job in jobs:
         with job.begun() as folder:
@@ -110,7 +110,7 @@ def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
     return None
 
 
-def _place_problem(jobs: Sequence[_Job], *, fixed: bool) -> str | None:
+def _place_problem(jobs: Sequence[Job], *, fixed: bool) -> str | None:
     """Name a place that two jobs would both write, outside of their folders or in those of others."""
     seen: dict[str, int] = {}
     for job in jobs:
@@ -150,7 +150,7 @@ def _search_problem(sweep: Path) -> str | None:
     return None
 
 
-def _gpu_problem(hydra: DictConfig, jobs: Sequence[_Job]) -> str | None:
+def _gpu_problem(hydra: DictConfig, jobs: Sequence[Job]) -> str | None:
     shared = elsewhere.is_beside_others(hydra) and accelerator_count() > 0
     if shared and any(job.cfg.cluster.address is None for job in jobs):
         return (
@@ -161,7 +161,7 @@ def _gpu_problem(hydra: DictConfig, jobs: Sequence[_Job]) -> str | None:
     return None
 
 
-def _settings_problem(jobs: Sequence[_Job]) -> str | None:
+def _settings_problem(jobs: Sequence[Job]) -> str | None:
     tasks: dict[str, object] = {}  # so that a file of prompts is read once
     for job in jobs:
         settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
@@ -176,13 +176,9 @@ def _settings_problem(jobs: Sequence[_Job]) -> str | None:
     return None
 
 
-def for_each_job(config: DictConfig, do: Callable[[DictConfig, Path], object]) -> None:
-    """Do something with the settings and the folder of each job of a sweep, of which a search has one only.
-
-    Args:
-        config: of the sweep, as Hydra's callbacks are given it.
-    """
-    for job in _jobs(config):
+def for_each_job(jobs: Sequence[Job], do: Callable[[DictConfig, Path], object]) -> None:
+    """Do something with the settings and the folder of each job of a sweep."""
+    for job in jobs:
         with job.begun() as folder:
             do(job.settings(), folder)
 
@@ -204,24 +200,18 @@ def composed_before(hydra: DictConfig) -> Iterator[None]:
         Sweeper.validate_batch_is_legal = validate  # type: ignore[method-assign]
 
 
-def note_settings(config: DictConfig) -> None:
+def note_settings(config: DictConfig, jobs: Sequence[Job]) -> None:
     """Save the settings of a sweep in its folder, as Hydra's own sweeper does, for those that do not: by them a sweep
     is known for one. Its jobs are recorded as those of this user.
     """
     sweep = Path(config.hydra.sweep.dir)
     sweep.mkdir(parents=True, exist_ok=True)
-    jobs = split_jobs(config.hydra)
-    if jobs is None:
+    if not _is(config.hydra.sweeper, BasicSweeper):
         OmegaConf.save(config, sweep / "multirun.yaml")
-    elif (text := record([what_is_typed(config.hydra, jobs)], {})) is not None:
+        return
+    trust = Trust(where=sweep, started_in=Path(config.hydra.runtime.cwd))
+    if (text := record_of([job.cfg for job in jobs], config.hydra, trust, sweep=True)) is not None:
         replace_file(sweep / OF_SWEEP, text)
-
-
-def what_is_typed(hydra: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[str, list[object]]:
-    """Return what a record has of the command line of a sweep, as key and value: the overrides of each job, and where
-    and from which primary config it was started.
-    """
-    return "jobs", [jobs, hydra.runtime.cwd, hydra.job.config_name]
 
 
 def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
@@ -239,7 +229,15 @@ def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
     return [list(job) for job in jobs]
 
 
-def _jobs(config: DictConfig) -> list[_Job]:
+def sweep_jobs(config: DictConfig) -> list[Job]:
+    """Compose the jobs of a sweep; of a search one only, with none of the values that it chooses.
+
+    Args:
+        config: of the sweep, as Hydra's callbacks are given it.
+
+    Raises:
+        HydraException: a job cannot be composed.
+    """
     jobs = split_jobs(config.hydra)
     if jobs is None:
         texts = _texts(config.hydra)
@@ -247,7 +245,7 @@ def _jobs(config: DictConfig) -> list[_Job]:
         jobs = [fixed]
     loader = GlobalHydra.instance().config_loader()
     return [
-        _Job(number=number, overrides=job, cfg=loader.load_sweep_config(config, job)) for number, job in enumerate(jobs)
+        Job(number=number, overrides=job, cfg=loader.load_sweep_config(config, job)) for number, job in enumerate(jobs)
     ]
 
 

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import UnionType
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
@@ -31,13 +30,6 @@ FORMAT = 1
 """Of run.json. A newer one means other things by the same names, so it is refused."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
-_KINDS: dict[str, type | UnionType] = {
-    **dict.fromkeys(("git", "packages", "hardware", "places"), dict),
-    **dict.fromkeys(("id", "status", "host", "error"), str),
-    **dict.fromkeys(("started", "ended"), int | float),
-}
-"""Of what a record says, as far as commands count on it."""
-
 PACKAGES = (
     "trinity-sync",
     "torch",
@@ -57,21 +49,8 @@ PACKAGES = (
     "pyarrow",
 )
 
-_PARTS: Mapping[str, Mapping[str, type]] = {
-    "git": {"commit": str, "dirty": bool},
-    "packages": {},
-    "hardware": {},
-    "last_version": {"step": int, "digest": str},
-}
-"""What holds more than one value, and what must be in it."""
 MOST_THREADS = 1024
 _MOST = 2**53
-_NUMBERS = {
-    "attempt": int | None,
-    "resumed_from": int | None,
-    "started": int | float | None,
-    "ended": int | float | None,
-}
 
 
 class GitState(TypedDict):
@@ -316,33 +295,11 @@ def check_shape(record: Mapping[str, object], path: Path) -> None:
     Raises:
         ConfigError: it is not.
     """
-    for name, kind in _KINDS.items():
-        if not isinstance(record.get(name), kind | None):
-            raise ConfigError(f"{path} is not the record of a run: {name} is {record.get(name)!r:.60}")
-    for name, fields in _PARTS.items():
-        part = record.get(name)
-        if part is None:
-            continue
-        if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in fields.items()):
-            raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
-    for place in dict(record.get("places") or {}).values():  # type: ignore[call-overload]
-        if not isinstance(place, str | None):
-            raise ConfigError(f"{path} is not the record of a run: a place is {place!r:.60}")
-    for name, kinds in _NUMBERS.items():
+    for name, fits in _SHAPES.items():
         value = record.get(name)
-        if not isinstance(value, kinds) or not _in_range(value, 0, _MOST):
-            raise ConfigError(f"{path} is not the record of a run: {name} is {value!r:.60}")
-    last, threads = record.get("last_version"), record.get("threads")
-    step = last["step"] if isinstance(last, dict) else None
-    counts = threads.values() if isinstance(threads, dict) else [threads]
-    if not _in_range(step, 0, _MOST):
-        raise ConfigError(f"{path} is not the record of a run: last_version.step is {step!r:.60}")
-    if not all(isinstance(count, int | None) and _in_range(count, 1, MOST_THREADS) for count in counts):
-        raise ConfigError(
-            f"{path} is not the record of a run: threads is {threads!r:.60}, of which a process has 1 to {MOST_THREADS}"
-        )
-    if (id := record.get("id")) is not None and not is_run_id(id):
-        raise ConfigError(f"{path} is not the record of a run: id is {id!r:.60}")
+        if value is not None and not fits(value):
+            most = f", of which a process has 1 to {MOST_THREADS}" if name == "threads" else ""
+            raise ConfigError(f"{path} is not the record of a run: {name} is {value!r:.60}{most}")
 
 
 def recorded_checkpoints(record: RunJson, run: Path) -> Path | None:
@@ -359,6 +316,36 @@ def _in_range(value: object, least: float, most: float) -> bool:
 def is_run_id(text: object) -> bool:
     """Return whether a text is a run id, which may be the name of a file."""
     return isinstance(text, str) and _ID.fullmatch(text) is not None
+
+
+def _has(part: object, **kinds: type) -> bool:
+    """Whether something holds values by name, and these of the right type."""
+    return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _in_range(value, 0, _MOST)
+
+
+def _are_threads(value: object) -> bool:
+    counts = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(count, int | None) and _in_range(count, 1, MOST_THREADS) for count in counts)
+
+
+_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+    "attempt": _is_count,
+    "resumed_from": _is_count,
+    "started": lambda value: _in_range(value, 0, _MOST),
+    "ended": lambda value: _in_range(value, 0, _MOST),
+    "id": is_run_id,
+    **dict.fromkeys(("status", "host", "error"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("packages", "hardware"), _has),
+    "git": lambda value: _has(value, commit=str, dirty=bool),
+    "last_version": lambda value: _has(value, step=int, digest=str) and _is_count(value["step"]),
+    "places": lambda value: _has(value) and all(isinstance(place, str | None) for place in value.values()),
+    "threads": _are_threads,
+}
+"""What a record, or an attempt in it, may say, as far as commands count on it."""
 
 
 def run_id(path: Path) -> str:
