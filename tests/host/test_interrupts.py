@@ -192,6 +192,29 @@ def test_a_child_process_leaves_signals_to_the_driver_and_a_users_program_does_n
         child.kill()
 
 
+def test_under_nohup_a_childs_programs_ignore_sighup_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "under_nohup.py").write_text(_IGNORES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child, connection = start_child("under_nohup", None)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with contextlib.closing(connection), child:
+        assert int(connection.recv(), 16) & 1 << signal.SIGHUP - 1
+        child.kill()
+
+
+_IGNORES = """
+import subprocess
+from multiprocessing.connection import Connection
+
+def serve(descriptor):
+    said = subprocess.run(["grep", "^SigIgn:", "/proc/self/status"], capture_output=True, text=True).stdout
+    Connection(descriptor).send(said.split()[1])
+"""
+
+
 def test_programs_that_are_started_for_a_run_are_not_reached_by_its_signals() -> None:
     with interrupts.left_to_driver():
         program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import re
+import select
 import signal
 import stat
 import subprocess
@@ -24,11 +25,12 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.child_process import OWN_NAMES
 from trinity_sync.host.origin import Origin, origin
 from trinity_sync.host.process import driver_lifeline
+from trinity_sync.host.threads import in_background
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
 from trinity_sync.tasks.functions import FunctionReward
 from trinity_sync.tasks.judging import Judging
-from trinity_sync.tasks.reward_process import decoded, encoded
+from trinity_sync.tasks.reward_process import AGAIN, decoded, encoded
 from trinity_sync.tasks.reward_processes import RewardProcesses
 
 SOURCE = bad_rewards.__file__
@@ -353,6 +355,42 @@ def test_programs_that_it_starts_have_the_users_environment(monkeypatch: pytest.
             assert [verdict.reward for verdict in verdicts(judge, *told)] == [1.0] * len(told)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    program = f"echo >> {ran}; test $(wc -l < {ran}) = 2 || exec sleep 600"
+    with judging(reward=bad_rewards.environment) as judge:
+        judge.warm_up()
+        judging_process = in_background(partial(verdicts, judge, program, "true"), "judge")
+        until = time.monotonic() + LIMIT_S
+        while not ran.exists() or "sleep" not in [one.name() for one in started_by(judge)]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for one in started_by(judge):
+            one.terminate()
+        assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
+
+
+def started_by(judge: RewardProcesses) -> list[psutil.Process]:
+    """Its processes, and all below them."""
+    found = [psutil.Process(pid) for pid in judge.pids]
+    return [*found, *(below for one in found for below in one.children(recursive=True))]
+
+
+def test_one_that_is_asked_once_more_has_its_time_once_more() -> None:
+    again = f"from {__name__} import answer; answer(in_fork=False, message={AGAIN!r})"
+    with judging(reward=bad_rewards.runs) as judge:
+        verdicts(judge, "")
+        (worker,) = judge._workers
+        for times, answered in ((1, True), (2, False)):
+            worker.ask(0, Response(PROMPT, f"{again}\n" * times, True), LIMIT_S)
+            before = worker.deadline
+            result = None
+            while result is None and worker.ended() is None:
+                select.select(worker.descriptors, [], [], LIMIT_S)
+                result = worker.answer()
+            assert (worker.deadline > before, result is not None) == (True, answered)
 
 
 def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _seen = threading.Event()
 _stop: threading.Event | None = None
 _shields = 0
+_left = 0
 _deadline = math.inf
 """When the run has to have ended; by `time.monotonic`."""
 _last_words: list[Callable[[], object]] = []
@@ -202,12 +203,23 @@ def left_to_driver() -> Iterator[None]:
 
 
 def leave_to_driver() -> None:
-    """Have `ENDING` do nothing in this process. Programs that it starts are ended by them, as usual: neither is the
-    signal ignored nor blocked, which they would inherit.
+    """Have `ENDING` do nothing in this process but count. Programs that it starts are ended by them, as usual: a signal
+    is neither blocked nor ignored, which they would inherit, unless it was ignored before (nohup).
     """
     for signum in ENDING:
-        signal.signal(signum, lambda number, frame: None)
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _count)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _count(signum: int, frame: Any) -> None:
+    global _left
+    _left += 1
+
+
+def signals_left() -> int:
+    """Return how many signals this process has left to the driver. What ends meanwhile may have ended by one."""
+    return _left
 
 
 @contextlib.contextmanager
