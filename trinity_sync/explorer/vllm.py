@@ -22,6 +22,7 @@ from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.made import Made, joined
 from trinity_sync.explorer.policy import asked_for, log_probs_mode, open_texts, shapes_of
 from trinity_sync.explorer.texts import scored
+from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
@@ -121,7 +122,8 @@ class VLLMEngine(RolloutEngine):
         eager = not torch.cuda.is_available() if eager is None else eager
         _set_environment(kv_cache_gb, eager)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
+        with left_to_driver():  # by the processes, too, that vLLM starts from there
+            threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
         longest = response_length + prompt_length if prompt_length is not None else self._texts.positions
         arguments = {
             "model": model_path,

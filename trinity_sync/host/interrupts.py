@@ -209,6 +209,7 @@ def leave_to_driver() -> None:
     for signum in ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _count)
+            signal.siginterrupt(signum, False)  # native libraries may not expect it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
