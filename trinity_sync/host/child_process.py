@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.logs import keep_short
+from trinity_sync.host.terminal import open_missing
 
 OWN_NAMES = "TRINITY_SYNC_OWN_NAMES"
 """Variable with the names of variables, between blanks, that look like Ray's and are the user's."""
@@ -167,7 +168,7 @@ def start_child(
     Raises:
         OSError: it could not be started.
     """
-    _open_standard_descriptors()
+    open_missing()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     theirs.setblocking(True)  # whatever `socket.setdefaulttimeout` says
@@ -206,7 +207,8 @@ def python(code: str) -> list[str]:
     """Return the command that runs code where this process's modules are found. Programs that it starts do not inherit
     that, as they would a PYTHONPATH.
     """
-    path = [str(Path(place).absolute()) for place in sys.path]
+    # others are names of import hooks, such as that of packages that are installed as editable
+    path = [str(Path(place).absolute()) if Path(place).exists() else place for place in sys.path]
     return [sys.executable, "-u", "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
 
 
@@ -231,10 +233,3 @@ def _readable(descriptors: Sequence[int], within_s: float) -> bool:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if within_s == math.inf else within_s * 1000))
-
-
-def _open_standard_descriptors() -> None:
-    """Let those of 0, 1 and 2 that are closed be ``/dev/null``: an end of the connection there would be overwritten."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(spare)
