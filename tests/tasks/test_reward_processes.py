@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -22,11 +23,12 @@ import pytest
 
 from tests.tasks import bad_rewards
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.child_process import OWN_NAMES
+from trinity_sync.host.child_process import OWN_NAMES, start_child
 from trinity_sync.host.origin import Origin, origin
 from trinity_sync.host.process import driver_lifeline
 from trinity_sync.host.threads import in_background
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks import reward_worker
 from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
 from trinity_sync.tasks.functions import FunctionReward
 from trinity_sync.tasks.judging import Judging
@@ -376,6 +378,14 @@ def started_by(judge: RewardProcesses) -> list[psutil.Process]:
     """Its processes, and all below them."""
     found = [psutil.Process(pid) for pid in judge.pids]
     return [*found, *(below for one in found for below in one.children(recursive=True))]
+
+
+def test_a_large_function_has_the_time_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_worker, "start_child", partial(start_child, message_s=0.01))
+    reward = bad_rewards.Warm()
+    reward.data = bytes(5_000_000)  # type: ignore[attr-defined]
+    with contextlib.closing(RewardProcesses(reward, Judging(), "large")) as judge:
+        assert verdicts(judge, "fine") == [Verdict(1.0, None)]
 
 
 def test_one_that_is_asked_once_more_has_its_time_once_more() -> None:

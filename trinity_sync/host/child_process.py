@@ -62,8 +62,11 @@ class Channel:
         """Wait until the child has ended; tell whether it has."""
         return _readable((self._pidfd,), within_s)
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, limit_s: float | None = None) -> None:
         """Send a message.
+
+        Args:
+            limit_s: for the child to take it, seconds; None: the usual.
 
         Raises:
             TimeoutError: the child has not taken all of it within the limit; nothing can be sent any more.
@@ -71,7 +74,7 @@ class Channel:
         """
         data = pickle.dumps(message)
         head = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
-        self._end.settimeout(self._message_s)  # for all of it
+        self._end.settimeout(limit_s or self._message_s)  # for all of it
         try:
             self._end.sendall(head + data)
         except TimeoutError:
@@ -148,7 +151,7 @@ class Channel:
 
 
 def start_child(
-    module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = (), with_driver: bool = True
+    module: str, log: Path | None, message_s: float = 10, further: Sequence[int] = (), with_driver: bool = True
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver. It finds
     modules where this process does, and its environment is the user's.

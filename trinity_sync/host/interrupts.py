@@ -37,6 +37,8 @@ SAME_S = 2.0
 """A signal so soon after the first is the same one: systemd sends SIGHUP after SIGTERM, and a sweep tells its jobs what
 the queue has told them, too.
 """
+REST_S = 6.0
+"""Of the time after a signal, what is for the end of the actors, the record and Ray."""
 _WORDS_S = 2.0
 _FOR_STEP, _FOR_ALL = 0.5, 0.85
 """Shares of the limit: for the step under way; for everything, but the last words."""

@@ -93,7 +93,7 @@ class RewardWorker:
         self._number = secrets.token_hex(8)  # which no earlier response can have known
         self._limit, self._since, self._again = limit, time.monotonic(), False
         try:
-            self._channel.send((self._number, question))
+            self._channel.send((self._number, question), None if self.up else limit)  # Python may be slow to start
         except OSError:
             self._broken = True
 
