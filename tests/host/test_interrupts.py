@@ -92,7 +92,8 @@ def test_a_step_that_takes_half_of_the_time_is_given_up() -> None:
         assert time.monotonic() - began > 2.5
 
 
-def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock) -> None:
+def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_end_at_once", lambda limit_s: None)
     with interruptible(limit_s=30.0):
         assert interrupts.left(600.0, 5.0) == 600.0
         with finishing_steps(threading.Event()):
@@ -111,6 +112,28 @@ def test_the_time_goes_on_for_who_is_around_what_was_told_to_end(clock: Clock) -
             signal.raise_signal(signal.SIGTERM)
         assert interrupts.left(600.0) <= 30.0
     assert interrupts.left(600.0) == 600.0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_wakeup_descriptor_of_somebody_else_is_left_alone_and_the_next_run_has_its_time(closed: bool) -> None:
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    before = signal.set_wakeup_fd(wake)
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            if closed:
+                os.close(wake)
+            signal.raise_signal(signal.SIGINT)
+        assert interrupts.left(600.0) == 600.0
+    finally:
+        after = signal.set_wakeup_fd(before)
+    assert after == (-1 if closed else wake)
+    with contextlib.suppress(BlockingIOError):
+        assert os.read(woken, 1) == b""
+    os.close(woken)
+    if not closed:
+        os.close(wake)
 
 
 def test_what_fails_while_the_last_step_is_done_fails_of_the_signal() -> None:

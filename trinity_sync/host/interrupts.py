@@ -25,6 +25,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _seen = threading.Event()
 _stop: threading.Event | None = None
+_wake: int | None = None
+"""Pipe by which the innermost block is told of signals; somebody else's, such as an event loop's, may be around it."""
 _shields = 0
 _left = 0
 _deadline = math.inf
@@ -115,20 +117,25 @@ def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], 
     """Within the block, see to the limit on a thread of its own: the main one may stand in a call that never returns,
     and handles no signal then.
     """
-    global _deadline
+    global _deadline, _wake
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    outer = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    others = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    outer, _wake = _wake, wake
     thread = threading.Thread(target=_watch, args=(woken, ending, limit_s, give_step_up), name="signals", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(outer)
+        try:
+            signal.set_wakeup_fd(others)
+        except (OSError, ValueError):  # it has been closed meanwhile
+            signal.set_wakeup_fd(-1)
+        _wake = outer
         os.close(wake)
         thread.join()
         os.close(woken)
-        if outer < 0:
+        if outer is None:
             _deadline = math.inf
         elif _deadline < math.inf:
             os.write(outer, bytes([signal.SIGTERM]))  # who is around this ends, too
