@@ -121,9 +121,8 @@ def test_a_wakeup_descriptor_of_somebody_else_is_left_alone_and_the_next_run_has
     os.set_blocking(woken, False)
     before = signal.set_wakeup_fd(wake)
     try:
-        with pytest.raises(KeyboardInterrupt), interruptible():
-            if closed:
-                os.close(wake)
+        with pytest.raises(KeyboardInterrupt), interruptible(), contextlib.ExitStack() as stack:
+            stack.callback(os.close, wake) if closed else None
             signal.raise_signal(signal.SIGINT)
         assert interrupts.left(600.0) == 600.0
     finally:

@@ -150,7 +150,9 @@ class RunMirror:
             limit_s: limit of the wait, seconds.
         """
         try:
-            missing = monitor.wait_mirrored(limit_s).result(interrupts.left(limit_s + _ANSWER_S, interrupts.REST_S - 2.0))
+            missing = monitor.wait_mirrored(limit_s).result(
+                interrupts.left(limit_s + _ANSWER_S, interrupts.REST_S - 2.0)
+            )
             text = "; ".join(f"step {step} ({reason})" for step, reason in missing.items())
         except RunError as error:
             text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
