@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,12 @@ def test_the_time_goes_on_for_who_is_around_what_was_told_to_end(clock: Clock) -
     assert interrupts.left(600.0) == 600.0
 
 
+def interrupted_run(meanwhile: Callable[[int], object], descriptor: int) -> None:
+    with interruptible():
+        meanwhile(descriptor)
+        signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_wakeup_descriptor_of_somebody_else_is_left_alone_and_the_next_run_has_its_time(closed: bool) -> None:
     woken, wake = os.pipe()
@@ -121,9 +127,8 @@ def test_a_wakeup_descriptor_of_somebody_else_is_left_alone_and_the_next_run_has
     os.set_blocking(woken, False)
     before = signal.set_wakeup_fd(wake)
     try:
-        with pytest.raises(KeyboardInterrupt), interruptible(), contextlib.ExitStack() as stack:
-            stack.callback(os.close, wake) if closed else None
-            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_run(os.close if closed else int, wake)
         assert interrupts.left(600.0) == 600.0
     finally:
         after = signal.set_wakeup_fd(before)

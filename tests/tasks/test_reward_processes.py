@@ -207,6 +207,27 @@ def test_a_process_does_not_outlive_its_keeper() -> None:
         assert gone(judges)
 
 
+_ASKED_LATE = """
+import os, signal
+from trinity_sync.host.lifeline import go_on_kept
+wait = os.waitpid
+
+def ask(*arguments):
+    ended = wait(*arguments)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return ended
+
+os.waitpid = ask
+go_on_kept(os.pipe()[0], signal.SIGUSR1, not_kept=[])
+os._exit(3)
+"""
+
+
+def test_a_keeper_that_is_asked_when_the_process_is_no_more_ends_as_that_did() -> None:
+    done = subprocess.run([sys.executable, "-c", _ASKED_LATE], timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 def test_a_keeper_that_stands_still_ends_with_the_judge() -> None:
     with judging() as judge:
         judges = process(judge)

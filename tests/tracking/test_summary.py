@@ -235,10 +235,8 @@ def test_no_text_puts_control_characters_into_the_layout(text: str, width: int) 
 
 
 def test_a_command_keeps_blanks_of_other_kinds() -> None:
-    assert (
-        lay_out([("next", "trinity-sync resume '日本\u3000語\xa0'\n")], 20)[0][1]
-        == "trinity-sync resume '日本\u3000語\xa0' "
-    )
+    command = "trinity-sync resume '日本\u3000語\xa0'"
+    assert lay_out([("next", f"{command}\n")], 20) == [("next  ", f"{command} ")]
 
 
 def test_copies_are_of_the_speed_beside_the_version_and_of_the_median_load() -> None:
