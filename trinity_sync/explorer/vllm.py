@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +123,8 @@ class VLLMEngine(RolloutEngine):
         eager = not torch.cuda.is_available() if eager is None else eager
         _set_environment(kv_cache_gb, eager)
         self._loop = asyncio.new_event_loop()
+        with left_to_driver():
+            resource_tracker.ensure_running()  # where it starts, it has SIGINT and SIGTERM come again
         with left_to_driver():  # by the processes, too, that vLLM starts from there
             threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
         longest = response_length + prompt_length if prompt_length is not None else self._texts.positions
@@ -190,7 +193,7 @@ class VLLMEngine(RolloutEngine):
         """End vLLM's processes."""
         if self._target is not None:
             self._target.close()
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=0.0)  # no signal reaches its processes: they would only be waited for
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def after_load(self) -> None:

@@ -45,7 +45,7 @@ class Channel:
 
     def __init__(self, end: socket.socket, pid: int, message_s: float) -> None:
         self.sender: int | None = pid
-        self.most_bytes = 1 << 40
+        self.most_bytes = (1 << 31) - 1
         self._end, self._message_s = end, message_s
         self._end.setblocking(False)
         self._pidfd = os.pidfd_open(pid)
@@ -127,11 +127,9 @@ class Channel:
         """Where the first message is; None: there is no whole one."""
         if len(self._data) < 4:
             return None
-        start, length = 4, struct.unpack_from("!i", self._data)[0]
-        if length == -1 and len(self._data) >= 12:
-            start, length = 12, struct.unpack_from("!Q", self._data, 4)[0]
+        length = struct.unpack_from("!I", self._data)[0]
         self._over = self._over or length > self.most_bytes
-        return slice(start, start + length) if 0 <= length <= min(len(self._data) - start, self.most_bytes) else None
+        return slice(4, 4 + length) if length <= min(len(self._data) - 4, self.most_bytes) else None
 
     def _read(self) -> bool:
         """Take a piece; tell whether there was one."""
