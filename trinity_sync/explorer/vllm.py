@@ -194,6 +194,8 @@ class VLLMEngine(RolloutEngine):
         if self._target is not None:
             self._target.close()
         self._llm.shutdown(timeout=0.0)  # no signal reaches its processes: they would only be waited for
+        # removes the shared memory that they have left
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def after_load(self) -> None:
