@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from trinity_sync.host.interrupts import ENDING
+from trinity_sync.host.interrupts import ENDING, left_to_driver
 from trinity_sync.host.process import DRIVER
 
 WORKER = """
@@ -67,25 +67,29 @@ def test_a_worker_that_ends_with_its_driver_does_not_look_at_its_parent(monkeypa
         worker.kill()
 
 
-JOINED = """
+PREPARED = """
 import subprocess, sys
 from ray._private import utils
 from trinity_sync.actors import ray_host
 
-ray_host.leave_signals_to_driver()
+ray_host.prepare_worker()
 utils.set_sigterm_handler(lambda signum, frame: sys.exit(1))  # as Ray does afterwards
-program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=sys.stdout)
-print(program.pid, flush=True)
-program.communicate(sys.stdin.buffer.readline())
+print("up", flush=True)
+for line in sys.stdin:
+    with subprocess.Popen(["sleep", "20"]) as program:
+        program.send_signal(int(line))
+    print(program.returncode, flush=True)
 """
 
 
-def test_a_worker_of_a_joined_ray_and_its_programs_leave_signals_to_the_driver() -> None:
-    worker = subprocess.Popen([sys.executable, "-c", JOINED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def test_a_worker_leaves_signals_to_the_driver_and_its_programs_do_not() -> None:
+    with left_to_driver():  # as of Ray's own processes
+        worker = subprocess.Popen(
+            [sys.executable, "-c", PREPARED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
     assert worker.stdout is not None
-    program = psutil.Process(int(worker.stdout.readline()))
+    assert worker.stdout.readline() == "up\n"
     for signum in ENDING:
-        program.send_signal(signum)
         worker.send_signal(signum)
-    said, _ = worker.communicate("alive\n", timeout=60)
-    assert (said, worker.returncode) == ("alive\n", 0)
+    said, _ = worker.communicate("".join(f"{signum:d}\n" for signum in ENDING), timeout=100)
+    assert (said, worker.returncode) == ("".join(f"{-signum}\n" for signum in ENDING), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from trinity_sync.checkpoint import relay
 from trinity_sync.checkpoint.relay import EventRelay
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host import interrupts
 from trinity_sync.tracking.recorder import _check_event
 
 FAULT = {"event": "fault", "time": 1.0, "attempt": 0, "where": "retention", "error": "disk"}
@@ -20,8 +22,10 @@ class Answer:
 
     def __init__(self, *outcomes: Any) -> None:
         self._outcomes = list(outcomes)
+        self.limits: list[float] = []
 
     def result(self, timeout_s: float) -> Any:
+        self.limits.append(timeout_s)
         outcome = self._outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -76,6 +80,14 @@ def test_what_came_after_a_late_answer_is_fetched_at_the_end_too(monkeypatch: An
 def test_a_monitor_that_is_gone_for_a_while_is_asked_again(monkeypatch: Any) -> None:
     events = told(Monitor(Answer(RunError("it died")), Answer([FAULT, FAULT])), monkeypatch, 2)
     assert [event for event, _ in events] == ["fault", "fault"]
+
+
+def test_after_a_signal_a_monitor_that_does_not_answer_leaves_time_for_the_rest(monkeypatch: Any) -> None:
+    silent = Answer(*[WaitTimeout("the checkpoint monitor", "tell its events", 10.0)] * 3)
+    monkeypatch.setattr(interrupts, "_deadline", time.monotonic() + interrupts.REST_S + 1.0)
+    assert told(Monitor(silent), monkeypatch, 2) == []
+    assert len(silent.limits) == 3
+    assert max(silent.limits) <= 1.0
 
 
 @pytest.mark.parametrize("event", [{**FAULT, "event": "moved"}, {"event": "fault"}, {"step": 3}, {**FAULT, "event": 3}])

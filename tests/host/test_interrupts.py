@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,8 @@ def test_a_step_that_takes_half_of_the_time_is_given_up() -> None:
         assert time.monotonic() - began > 2.5
 
 
-def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock) -> None:
+def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_end_at_once", lambda limit_s: None)
     with interruptible(limit_s=30.0):
         assert interrupts.left(600.0, 5.0) == 600.0
         with finishing_steps(threading.Event()):
@@ -111,6 +112,32 @@ def test_the_time_goes_on_for_who_is_around_what_was_told_to_end(clock: Clock) -
             signal.raise_signal(signal.SIGTERM)
         assert interrupts.left(600.0) <= 30.0
     assert interrupts.left(600.0) == 600.0
+
+
+def interrupted_run(meanwhile: Callable[[int], object], descriptor: int) -> None:
+    with interruptible():
+        meanwhile(descriptor)
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_wakeup_descriptor_of_somebody_else_is_left_alone_and_the_next_run_has_its_time(closed: bool) -> None:
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    before = signal.set_wakeup_fd(wake)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_run(os.close if closed else int, wake)
+        assert interrupts.left(600.0) == 600.0
+    finally:
+        after = signal.set_wakeup_fd(before)
+    assert after == (-1 if closed else wake)
+    with contextlib.suppress(BlockingIOError):
+        assert os.read(woken, 1) == b""
+    os.close(woken)
+    if not closed:
+        os.close(wake)
 
 
 def test_what_fails_while_the_last_step_is_done_fails_of_the_signal() -> None:
@@ -190,6 +217,29 @@ def test_a_child_process_leaves_signals_to_the_driver_and_a_users_program_does_n
         child.send_signal(signum)
         assert child.poll() is None
         child.kill()
+
+
+def test_under_nohup_a_childs_programs_ignore_sighup_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "under_nohup.py").write_text(_IGNORES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child, connection = start_child("under_nohup", None)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with contextlib.closing(connection), child:
+        assert int(connection.recv(), 16) & 1 << signal.SIGHUP - 1
+        child.kill()
+
+
+_IGNORES = """
+import subprocess
+from multiprocessing.connection import Connection
+
+def serve(descriptor):
+    said = subprocess.run(["grep", "^SigIgn:", "/proc/self/status"], capture_output=True, text=True).stdout
+    Connection(descriptor).send(said.split()[1])
+"""
 
 
 def test_programs_that_are_started_for_a_run_are_not_reached_by_its_signals() -> None:

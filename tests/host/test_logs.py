@@ -242,6 +242,21 @@ def test_a_file_that_is_long_is_cut_to_its_end(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_what_one_process_has_kept_another_one_does_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, stat = tmp_path / "a.log", Path.stat
+    path.write_bytes(b"a" * 100)
+
+    def look(self: Path) -> os.stat_result:
+        found = stat(self)
+        monkeypatch.undo()
+        logs.make_room(path, 80)  # the other one, which comes first
+        return found
+
+    monkeypatch.setattr(Path, "stat", look)
+    logs.make_room(path, 80)
+    assert (path.read_bytes(), Path(f"{path}.1").read_bytes()) == (b"", b"a" * 80)
+
+
 def test_a_line_is_cut_where_it_is_long(tmp_path: Path) -> None:
     with logging_to(LogFile(tmp_path / "a.log")) as logger:
         logger.warning("x" * 3_000_000)

@@ -33,6 +33,7 @@ def test_a_progress_bar_begins_its_line_anew_and_foreign_text_does_not(capfd: py
 def test_printable_text_stays_as_it_is() -> None:
     assert printable("a é 漢") == "a é 漢"
     assert printable("a\nb\x1b", keep="\n") == "a\nb?"
+    assert printable("日本\u3000語 a\xa0b\u202fc\u2028") == "日本\u3000語 a\xa0b\u202fc?"
 
 
 def test_output_that_cannot_be_encoded_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ from ray import cluster_utils
 from ray.exceptions import AuthenticationError
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.module_path import for_workers, own_modules_found
+from trinity_sync.host.interrupts import ENDING
+from trinity_sync.host.module_path import RAYS_HOOK, for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 from trinity_sync.launch import node_watch, own_ray, ray_end
 from trinity_sync.launch.cluster import Cluster, cluster
@@ -111,6 +112,7 @@ class Seen:
     environment_after: dict[str, str]
     path_of_an_actor: list[str]
     variables_of_an_actor: list[str]
+    ends_of_its_programs: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +136,23 @@ def seen(root: Path) -> Iterator[Seen]:
 
             @ray.remote(num_cpus=0)
             class Actor:
-                def look(self) -> tuple[str | None, int, list[str], list[str]]:
+                def pid(self) -> int:
+                    return os.getpid()
+
+                def look(self) -> tuple[str | None, list[str], list[str], list[int]]:
                     subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                    return os.environ.get(MARK), os.getpid(), sys.path, list(os.environ)
+                    return os.environ.get(MARK), sys.path, list(os.environ), list(map(self.end_of_a_program, ENDING))
+
+                def end_of_a_program(self, signum: int) -> int:
+                    with subprocess.Popen(["sleep", "20"]) as program:
+                        program.send_signal(signum)
+                    return program.returncode
 
             actor = Actor.remote()
-            mark_of_an_actor, pid, path, variables = ray.get(actor.look.remote(), timeout=60)
+            pid = ray.get(actor.pid.remote(), timeout=60)
+            for signum in ENDING:
+                os.kill(pid, signum)
+            mark_of_an_actor, path, variables, ends = ray.get(actor.look.remote(), timeout=100)
             os.kill(pid, signal.SIGSTOP)
             facts: dict[str, Any] = {
                 "inside": inside,
@@ -150,6 +163,7 @@ def seen(root: Path) -> Iterator[Seen]:
                 "processes": marked(mark),
                 "path_of_an_actor": path,
                 "variables_of_an_actor": variables,
+                "ends_of_its_programs": ends,
             }
         surviving = [process for process in facts["processes"] if lives(process)]
         yield Seen(
@@ -189,7 +203,11 @@ def test_processes_of_the_run_look_for_modules_in_the_folder_of_its_start_last_o
 
 
 def test_what_says_so_is_not_inherited_by_their_programs(seen: Seen) -> None:
-    assert not set(for_workers()).intersection(seen.variables_of_an_actor)
+    assert not {RAYS_HOOK, *for_workers()}.intersection(seen.variables_of_an_actor)
+
+
+def test_an_actor_leaves_signals_to_the_driver_and_its_programs_do_not(seen: Seen) -> None:
+    assert seen.ends_of_its_programs == [-signum for signum in ENDING]
 
 
 def test_nothing_of_it_is_left_afterwards(seen: Seen, root: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
 import re
+import select
 import signal
 import stat
 import subprocess
@@ -21,14 +23,16 @@ import pytest
 
 from tests.tasks import bad_rewards
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.child_process import OWN_NAMES
+from trinity_sync.host.child_process import OWN_NAMES, start_child
 from trinity_sync.host.origin import Origin, origin
 from trinity_sync.host.process import driver_lifeline
+from trinity_sync.host.threads import in_background
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks import reward_worker
 from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
 from trinity_sync.tasks.functions import FunctionReward
 from trinity_sync.tasks.judging import Judging
-from trinity_sync.tasks.reward_process import decoded, encoded
+from trinity_sync.tasks.reward_process import AGAIN, decoded, encoded
 from trinity_sync.tasks.reward_processes import RewardProcesses
 
 SOURCE = bad_rewards.__file__
@@ -203,6 +207,27 @@ def test_a_process_does_not_outlive_its_keeper() -> None:
         assert gone(judges)
 
 
+_ASKED_LATE = """
+import os, signal
+from trinity_sync.host.lifeline import go_on_kept
+wait = os.waitpid
+
+def ask(*arguments):
+    ended = wait(*arguments)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return ended
+
+os.waitpid = ask
+go_on_kept(os.pipe()[0], signal.SIGUSR1, not_kept=[])
+os._exit(3)
+"""
+
+
+def test_a_keeper_that_is_asked_when_the_process_is_no_more_ends_as_that_did() -> None:
+    done = subprocess.run([sys.executable, "-c", _ASKED_LATE], timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 def test_a_keeper_that_stands_still_ends_with_the_judge() -> None:
     with judging() as judge:
         judges = process(judge)
@@ -353,6 +378,50 @@ def test_programs_that_it_starts_have_the_users_environment(monkeypatch: pytest.
             assert [verdict.reward for verdict in verdicts(judge, *told)] == [1.0] * len(told)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    program = f"echo >> {ran}; test $(wc -l < {ran}) = 2 || exec sleep 600"
+    with judging(reward=bad_rewards.environment) as judge:
+        judge.warm_up()
+        judging_process = in_background(partial(verdicts, judge, program, "true"), "judge")
+        until = time.monotonic() + LIMIT_S
+        while not ran.exists() or "sleep" not in [one.name() for one in started_by(judge)]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for one in started_by(judge):
+            one.terminate()
+        assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
+
+
+def started_by(judge: RewardProcesses) -> list[psutil.Process]:
+    """Its processes, and all below them."""
+    found = [psutil.Process(pid) for pid in judge.pids]
+    return [*found, *(below for one in found for below in one.children(recursive=True))]
+
+
+def test_a_large_function_has_the_time_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_worker, "start_child", partial(start_child, message_s=0.01))
+    reward = bad_rewards.Warm()
+    reward.data = bytes(5_000_000)  # type: ignore[attr-defined]
+    with contextlib.closing(RewardProcesses(reward, Judging(), "large")) as judge:
+        assert verdicts(judge, "fine") == [Verdict(1.0, None)]
+
+
+def test_one_that_is_asked_once_more_has_its_time_once_more() -> None:
+    again = f"from {__name__} import answer; answer(in_fork=False, message={AGAIN!r})"
+    with judging(reward=bad_rewards.runs) as judge:
+        verdicts(judge, "")
+        (worker,) = judge._workers
+        for times, answered in ((1, True), (2, False)):
+            worker.ask(0, Response(PROMPT, f"{again}\n" * times, True), LIMIT_S)
+            before = worker.deadline
+            result = None
+            while result is None and worker.ended() is None:
+                select.select(worker.descriptors, [], [], LIMIT_S)
+                result = worker.answer()
+            assert (worker.deadline > before, result is not None) == (True, answered)
 
 
 def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) -> None:

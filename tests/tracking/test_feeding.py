@@ -22,6 +22,7 @@ import pytest
 from tests.tracking.pretend import FileTracker, calls, process
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
+from trinity_sync.host import interrupts
 from trinity_sync.tracking import apart, feeding
 from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.trackers import TrackedRun
@@ -74,6 +75,19 @@ def test_only_finite_numbers_are_handed_on(run: TrackedRun) -> None:
     trackers.log(3, {"a": 1, "b": float("nan"), "c": "text", "d": True, "e": None, "f": 0.5})
     trackers.close("completed")
     assert fake.calls[1] == ("log", 3, {"a": 1.0, "f": 0.5})
+
+
+def test_after_a_signal_a_slow_tracker_leaves_time_for_the_rest(
+    run: TrackedRun, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Standing("close", stopped)
+    monkeypatch.setattr(slow, "timeout_s", LIMIT_S)
+    trackers = Trackers([slow], run)
+    began = time.monotonic()
+    monkeypatch.setattr(interrupts, "_deadline", began + feeding._REST_S + 0.2)
+    trackers.close("interrupted")
+    assert 0.15 < time.monotonic() - began < LIMIT_S / 2
+    assert slow.abandoned
 
 
 def test_a_tracker_that_cannot_start_stops_the_run_and_closes_the_others(run: TrackedRun) -> None:

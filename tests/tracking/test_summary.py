@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,12 @@ def test_a_folder_below_the_working_directory_is_shown_relative_to_it(
 @given(st.text(max_size=200), st.integers(10, 100))
 def test_no_text_puts_control_characters_into_the_layout(text: str, width: int) -> None:
     lines = lay_out([("name", text), ("folder", text)], width)
-    assert all(piece.isprintable() for line in lines for piece in line)
+    assert not any(unicodedata.category(char)[0] == "C" for line in lines for piece in line for char in piece)
+
+
+def test_a_command_keeps_blanks_of_other_kinds() -> None:
+    command = "trinity-sync resume '日本\u3000語\xa0'"
+    assert lay_out([("next", f"{command}\n")], 20) == [("next  ", f"{command} ")]
 
 
 def test_copies_are_of_the_speed_beside_the_version_and_of_the_median_load() -> None:

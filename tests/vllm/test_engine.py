@@ -30,6 +30,7 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
@@ -138,6 +139,17 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(engine: VLLMEngine, 
         len(text) == length - done
         for text, length, done in zip(batch.texts, batch.responses.lengths, batch.finished, strict=True)
     )
+
+
+def test_signals_that_end_a_run_do_not_reach_its_processes(
+    engine: VLLMEngine, loader: WeightLoader, trainer: PretendTrainer, weights: list[Weights]
+) -> None:
+    trainer.publish(weights[0])
+    assert loader.load(None).version == loader.held
+    (core,) = engine.workers
+    for signum in ENDING:
+        os.kill(core, signum)
+    assert len(generated(engine)) == 3 * len(PROMPTS)
 
 
 def test_a_validation_has_a_temperature_and_random_numbers_of_its_own(engine: VLLMEngine, loader: WeightLoader) -> None:

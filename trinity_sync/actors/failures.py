@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trinity_sync.host.logs import log_failure
-from trinity_sync.host.process import end_with_driver
 
 
 def failures_logged(cls: type) -> type:
     """Make a class for `ray.remote` of an actor's body: what its constructor or one of its public methods raises is
-    logged, and carries where in the user's code it comes from. Its process ends with the driver of its run.
+    logged, and carries where in the user's code it comes from.
     """
     names = [name for name in dir(cls) if not name.startswith("_") or name == "__init__"]
     methods = {name: inspect.getattr_static(cls, name) for name in names}
@@ -40,8 +39,6 @@ def _logged(method: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(method)
     def called(*args: object, **kwargs: object) -> object:
         with _failure_logged(what):
-            if method.__name__ == "__init__":
-                end_with_driver()
             return method(*args, **kwargs)
 
     return called

@@ -11,9 +11,9 @@ import ray
 from ray._private import utils
 from ray.exceptions import RayError
 
-from trinity_sync.host.interrupts import ENDING, leave_to_driver
+from trinity_sync.host.interrupts import leave_to_driver
 from trinity_sync.host.module_path import look_there
-from trinity_sync.host.process import DRIVER
+from trinity_sync.host.process import DRIVER, end_with_driver
 from trinity_sync.host.threads import in_background
 
 _ORPHAN_S = 20.0
@@ -62,12 +62,13 @@ class RayHost:
         return False
 
 
-def leave_signals_to_driver() -> None:
-    """Prepare a worker of a Ray that this run has joined: signals that end a run are for its driver (Ray's own handler
-    would end the worker), and it ends with its raylet. To be called in its main thread before it takes work.
+def prepare_worker() -> None:
+    """Prepare one of Ray's workers for this run: it ends with the driver or with its raylet, finds the user's modules,
+    and leaves signals that end a run to the driver (Ray's own handler would end the worker). Ray calls it in the main
+    thread, before all else.
     """
+    end_with_driver()
     look_there()
     end_with_raylet()
     leave_to_driver()
     utils.set_sigterm_handler = lambda handler: None
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # for what is started here, such as vLLM's processes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from trinity_sync.actors.monitor import Event, MonitorClient
 from trinity_sync.actors.pending import Pending
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.host.interrupts import interrupted
+from trinity_sync.host.interrupts import REST_S, interrupted, left
 
 _INTERVAL_S = 1.0
 _CALL_S = 10.0
@@ -39,7 +39,7 @@ class EventRelay:
         self._closed.set()
         if interrupted() and not self._answered:
             return  # it is still starting: there is nothing to tell yet
-        self._thread.join(_CALL_S + _INTERVAL_S)
+        self._thread.join(left(_CALL_S + _INTERVAL_S, REST_S))
         if self._asked is not None:
             self._fetch()  # what was asked for earlier, and then what came since
         self._fetch()
@@ -53,7 +53,7 @@ class EventRelay:
     def _fetch(self) -> None:
         try:
             self._asked = self._asked or self._monitor.drain_events()
-            self._fetched += self._asked.result(_CALL_S)
+            self._fetched += self._asked.result(left(_CALL_S, REST_S))
             self._asked = None
             self._answered = True
         except WaitTimeout:

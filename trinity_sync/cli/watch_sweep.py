@@ -135,7 +135,7 @@ class SweepWatch:
                 told += [f"job {folder.name}: {problem}" for problem in job.line.problems]
             elif job.now.over and job.now.error:
                 told.append(f"job {folder.name}: {job.now.error}")
-        return [printable(text, keep="\n") for text in told]
+        return told
 
     def overview(self, *, whole: bool = False) -> RenderableType:
         """Render the jobs: what they are counted by, then a line each, as many as there is room for.

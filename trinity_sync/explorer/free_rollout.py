@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer import LOAD_TRIES, Beside, ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host import interrupts
 from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
@@ -225,7 +226,7 @@ class FreeRollout:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + interrupts.left(GRACE_S, interrupts.REST_S)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))

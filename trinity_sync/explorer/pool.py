@@ -22,6 +22,7 @@ from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
@@ -264,7 +265,7 @@ class ExplorerPool:
     def close(self) -> None:
         """Have engines end what they have outside of explorers. One that does not in time is left to Ray's end."""
         if self._closes:
-            ended([client.close() for client in self.clients.values()], _CLOSE_S)
+            ended([client.close() for client in self.clients.values()], left(_CLOSE_S, REST_S))
 
     def _forget(self, name: str) -> None:
         """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.made import Made, joined
 from trinity_sync.explorer.policy import asked_for, log_probs_mode, open_texts, shapes_of
 from trinity_sync.explorer.texts import scored
+from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
@@ -121,7 +123,10 @@ class VLLMEngine(RolloutEngine):
         eager = not torch.cuda.is_available() if eager is None else eager
         _set_environment(kv_cache_gb, eager)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
+        with left_to_driver():
+            resource_tracker.ensure_running()  # where it starts, it has SIGINT and SIGTERM come again
+        with left_to_driver():  # by the processes, too, that vLLM starts from there
+            threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
         longest = response_length + prompt_length if prompt_length is not None else self._texts.positions
         arguments = {
             "model": model_path,
@@ -188,7 +193,9 @@ class VLLMEngine(RolloutEngine):
         """End vLLM's processes."""
         if self._target is not None:
             self._target.close()
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=0.0)  # no signal reaches its processes: they would only be waited for
+        # removes the shared memory that they have left
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def after_load(self) -> None:

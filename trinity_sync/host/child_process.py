@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.logs import keep_short
+from trinity_sync.host.terminal import open_missing
 
 OWN_NAMES = "TRINITY_SYNC_OWN_NAMES"
 """Variable with the names of variables, between blanks, that look like Ray's and are the user's."""
@@ -44,7 +45,7 @@ class Channel:
 
     def __init__(self, end: socket.socket, pid: int, message_s: float) -> None:
         self.sender: int | None = pid
-        self.most_bytes = 1 << 40
+        self.most_bytes = (1 << 31) - 1
         self._end, self._message_s = end, message_s
         self._end.setblocking(False)
         self._pidfd = os.pidfd_open(pid)
@@ -61,8 +62,11 @@ class Channel:
         """Wait until the child has ended; tell whether it has."""
         return _readable((self._pidfd,), within_s)
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, limit_s: float | None = None) -> None:
         """Send a message.
+
+        Args:
+            limit_s: for the child to take it, seconds; None: the usual.
 
         Raises:
             TimeoutError: the child has not taken all of it within the limit; nothing can be sent any more.
@@ -70,7 +74,7 @@ class Channel:
         """
         data = pickle.dumps(message)
         head = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
-        self._end.settimeout(self._message_s)  # for all of it
+        self._end.settimeout(limit_s or self._message_s)  # for all of it
         try:
             self._end.sendall(head + data)
         except TimeoutError:
@@ -123,11 +127,9 @@ class Channel:
         """Where the first message is; None: there is no whole one."""
         if len(self._data) < 4:
             return None
-        start, length = 4, struct.unpack_from("!i", self._data)[0]
-        if length == -1 and len(self._data) >= 12:
-            start, length = 12, struct.unpack_from("!Q", self._data, 4)[0]
+        length = struct.unpack_from("!I", self._data)[0]
         self._over = self._over or length > self.most_bytes
-        return slice(start, start + length) if 0 <= length <= min(len(self._data) - start, self.most_bytes) else None
+        return slice(4, 4 + length) if length <= min(len(self._data) - 4, self.most_bytes) else None
 
     def _read(self) -> bool:
         """Take a piece; tell whether there was one."""
@@ -147,7 +149,7 @@ class Channel:
 
 
 def start_child(
-    module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = (), with_driver: bool = True
+    module: str, log: Path | None, message_s: float = 10, further: Sequence[int] = (), with_driver: bool = True
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver. It finds
     modules where this process does, and its environment is the user's.
@@ -167,7 +169,7 @@ def start_child(
     Raises:
         OSError: it could not be started.
     """
-    _open_standard_descriptors()
+    open_missing()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     theirs.setblocking(True)  # whatever `socket.setdefaulttimeout` says
@@ -206,7 +208,8 @@ def python(code: str) -> list[str]:
     """Return the command that runs code where this process's modules are found. Programs that it starts do not inherit
     that, as they would a PYTHONPATH.
     """
-    path = [str(Path(place).absolute()) for place in sys.path]
+    # others are names of import hooks, such as that of packages that are installed as editable
+    path = [str(Path(place).absolute()) if Path(place).exists() else place for place in sys.path]
     return [sys.executable, "-u", "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
 
 
@@ -231,10 +234,3 @@ def _readable(descriptors: Sequence[int], within_s: float) -> bool:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if within_s == math.inf else within_s * 1000))
-
-
-def _open_standard_descriptors() -> None:
-    """Let those of 0, 1 and 2 that are closed be ``/dev/null``: an end of the connection there would be overwritten."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(spare)

@@ -74,7 +74,6 @@ class _Request:
             with contextlib.suppress(OSError):  # a smaller one is not for everybody
                 Path("/proc/self/oom_score_adj").write_text(self.oom)
         _draw_own_numbers()
-        _end_with_driver()
 
 
 class ForkServer:
@@ -190,12 +189,6 @@ def _receive(connection: socket.socket) -> _Request | None:
         return None
 
 
-def _end_with_driver() -> None:
-    from trinity_sync.host.process import end_with_driver
-
-    end_with_driver()
-
-
 def _is_wanted(connection: socket.socket) -> bool:
     """Whether whoever asked takes this fork, in it: they may have gone elsewhere meanwhile."""
     connection.settimeout(_REQUEST_S)
@@ -232,7 +225,7 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _load(modules: Sequence[str]) -> None:
-    from trinity_sync.host.process import without_collections
+    from trinity_sync.host.process import without_collections  # found once `main` has set the path
 
     with without_collections():
         for module in modules:
@@ -245,7 +238,9 @@ def main() -> None:
     path, first, later, starters = sys.argv[1:]
     _own_path = [place for place in sys.path if place != str(Path(__file__).parent)]
     sys.path[:] = json.loads(starters)
-    _end_with_driver()
+    from trinity_sync.host.process import end_with_driver
+
+    end_with_driver()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(128)

@@ -25,7 +25,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _seen = threading.Event()
 _stop: threading.Event | None = None
+_wake: int | None = None
+"""Pipe by which the innermost block is told of signals; somebody else's, such as an event loop's, may be around it."""
 _shields = 0
+_left = 0
 _deadline = math.inf
 """When the run has to have ended; by `time.monotonic`."""
 _last_words: list[Callable[[], object]] = []
@@ -36,6 +39,8 @@ SAME_S = 2.0
 """A signal so soon after the first is the same one: systemd sends SIGHUP after SIGTERM, and a sweep tells its jobs what
 the queue has told them, too.
 """
+REST_S = 6.0
+"""Of the time after a signal, what is for the end of the actors, the record and Ray."""
 _WORDS_S = 2.0
 _FOR_STEP, _FOR_ALL = 0.5, 0.85
 """Shares of the limit: for the step under way; for everything, but the last words."""
@@ -112,20 +117,25 @@ def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], 
     """Within the block, see to the limit on a thread of its own: the main one may stand in a call that never returns,
     and handles no signal then.
     """
-    global _deadline
+    global _deadline, _wake
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    outer = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    others = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    outer, _wake = _wake, wake
     thread = threading.Thread(target=_watch, args=(woken, ending, limit_s, give_step_up), name="signals", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(outer)
+        try:
+            signal.set_wakeup_fd(others)
+        except (OSError, ValueError):  # it has been closed meanwhile
+            signal.set_wakeup_fd(-1)
+        _wake = outer
         os.close(wake)
         thread.join()
         os.close(woken)
-        if outer < 0:
+        if outer is None:
             _deadline = math.inf
         elif _deadline < math.inf:
             os.write(outer, bytes([signal.SIGTERM]))  # who is around this ends, too
@@ -202,12 +212,24 @@ def left_to_driver() -> Iterator[None]:
 
 
 def leave_to_driver() -> None:
-    """Have `ENDING` do nothing in this process. Programs that it starts are ended by them, as usual: neither is the
-    signal ignored nor blocked, which they would inherit.
+    """Have `ENDING` do nothing in this process but count. Programs that it starts are ended by them, as usual: a signal
+    is neither blocked nor ignored, which they would inherit, unless it was ignored before (nohup).
     """
     for signum in ENDING:
-        signal.signal(signum, lambda number, frame: None)
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _count)
+            signal.siginterrupt(signum, False)  # native libraries may not expect it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _count(signum: int, frame: Any) -> None:
+    global _left
+    _left += 1
+
+
+def signals_left() -> int:
+    """Return how many signals this process has left to the driver. What ends meanwhile may have ended by one."""
+    return _left
 
 
 @contextlib.contextmanager

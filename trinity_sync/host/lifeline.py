@@ -51,6 +51,7 @@ def _keep(child: int, lifeline: int, forwarded: signal.Signals) -> NoReturn:
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(lifeline, 0)
     poll.poll()
+    signal.signal(forwarded, signal.SIG_IGN)  # from now on the child may be no more
     signal.alarm(_END_S)
     status = 0
     with contextlib.suppress(ChildProcessError):  # none is left

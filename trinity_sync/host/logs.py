@@ -168,11 +168,12 @@ def make_room(path: Path, most_bytes: int = MOST_BYTES) -> None:
     with contextlib.suppress(OSError):
         if path.stat().st_size < most_bytes:
             return
-        with path.open("r+b") as file, open(f"{path}.1", "wb") as before:
-            file.seek(-most_bytes, os.SEEK_END)
-            left = most_bytes
-            while left > 0 and (piece := file.read(min(left, _PIECE))):
-                left -= before.write(piece)
+        with path.open("r+b") as file:
+            file.seek(-most_bytes, os.SEEK_END)  # fails where another process has done it meanwhile
+            with open(f"{path}.1", "wb") as before:
+                left = most_bytes
+                while left > 0 and (piece := file.read(min(left, _PIECE))):
+                    left -= before.write(piece)
             file.truncate(0)
 
 

@@ -68,11 +68,13 @@ class ScriptFolder(list[str]):
 
 
 def for_workers() -> dict[str, str]:
-    """Return variables that have Ray's workers look for modules where `own_modules_found` does, last of all."""
-    return {_FOLDERS: json.dumps(own_module_folders()), RAYS_HOOK: f"{__name__}.{look_there.__name__}"}
+    """Return variables for `look_there`."""
+    return {_FOLDERS: json.dumps(own_module_folders())}
 
 
 def look_there() -> None:
-    """Called in a worker before all else. Programs that the worker starts do not inherit the variables."""
+    """In a worker of Ray's, look for modules where `own_modules_found` does, last of all. Programs that the worker
+    starts do not inherit the variables.
+    """
     os.environ.pop(RAYS_HOOK, None)
     sys.path.extend(json.loads(os.environ.pop(_FOLDERS, "[]")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -15,14 +16,19 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 """A closed pipe and a closed terminal."""
 
 
-def printable(text: str, keep: str = "") -> str:
-    """Return a foreign text for a terminal: a question mark for each character that cannot be printed, such as those
-    that begin a control sequence.
+def printable(text: str, keep: str = "", instead: str = "?") -> str:
+    """Return a foreign text for a terminal, without characters that cannot be printed, such as those that begin a
+    control sequence. All kinds of blanks can.
 
     Args:
         keep: characters that stay, such as line breaks.
+        instead: what stands in the place of each of the others.
     """
-    return text if text.isprintable() else "".join(char if char.isprintable() or char in keep else "?" for char in text)
+
+    def shown(char: str) -> str:
+        return char if char.isprintable() or char in keep or unicodedata.category(char) == "Zs" else instead
+
+    return text if text.isprintable() else "".join(map(shown, text))
 
 
 class _Output:

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 # How long the actors may take to say how much memory they used, when the run is over.
 _PEAK_MEMORY_S = 5.0
-# Of the time after an interrupt, what is for the end of the agents and of Ray.
-_REST_S = 6.0
 
 
 class _Measured(Protocol):
@@ -253,7 +251,7 @@ class Actors:
         from trinity_sync.actors.calls import ended
 
         asked = [(role, client.memory()) for role, clients in self._roles.items() for client in clients()]
-        ended([call for _, call in asked], interrupts.left(_PEAK_MEMORY_S, _REST_S))
+        ended([call for _, call in asked], interrupts.left(_PEAK_MEMORY_S, interrupts.REST_S))
         peaks: dict[str, int] = {}
         for role, call in asked:
             with contextlib.suppress(Exception):

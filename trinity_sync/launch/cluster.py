@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 _LAST_WORDS_S = 10.0
-_HOOK = "trinity_sync.actors.ray_host.leave_signals_to_driver"
+_HOOK = "trinity_sync.actors.ray_host.prepare_worker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def cluster(
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
     common["job_config"] = ray.job_config.JobConfig()
     common["job_config"]._py_driver_sys_path = ScriptFolder()
-    env = {**env, **for_workers()}
+    env = {**env, **for_workers(), RAYS_HOOK: _HOOK}
     own: Path | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restored_environment())
@@ -85,7 +85,7 @@ def cluster(
         stack.enter_context(_ray_logged())
         if settings.address is not None:
             check_unconnected()
-            _join(settings.address, runtime_env={"env_vars": {**env, RAYS_HOOK: _HOOK}}, **common)
+            _join(settings.address, runtime_env={"env_vars": env}, **common)
             stack.callback(shut_down, None)
         else:
             own = stack.enter_context(own_ray(settings, cpus, env, forked, common))

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 # How long a run that ends early waits for a save that is on its way to the disk.
 _SETTLE_S = 20.0
-# Of the time after an interrupt, what is for the end of the actors and of Ray.
-_REST_S = 6.0
 
 
 class Job:
@@ -89,7 +87,7 @@ class Job:
             completed = loop.run()
         except BaseException as error:
             with contextlib.suppress(Exception):
-                saves.settle(interrupts.left(_SETTLE_S, _REST_S))
+                saves.settle(interrupts.left(_SETTLE_S, interrupts.REST_S))
             with contextlib.suppress(Exception):
                 self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
@@ -243,5 +241,5 @@ class Job:
         if self._mirror is not None:
             self._recorder.phase(f"copying checkpoints to {self._mirror.name}")
             limit = self._cfg.checkpoint.mirror_wait_s
-            limit = interrupts.left(min(limit, _SETTLE_S) if at_once else limit, _REST_S)
+            limit = interrupts.left(min(limit, _SETTLE_S) if at_once else limit, interrupts.REST_S)
             self._mirror.finish(self.actors.monitor, limit, self._recorder.fault)

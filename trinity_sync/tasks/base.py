@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.interrupts import signals_left
 from trinity_sync.host.origin import Origin, ended, give_origin, keep_origin, told
 from trinity_sync.samples.position import Numbering
 from trinity_sync.samples.record import Prompt
@@ -167,8 +168,24 @@ class RewardFunction(Protocol):
     def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult: ...
 
 
-def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure:
-    """Call what judges, and make two plain floats of its result, or one and None."""
+def judged(
+    reward: RewardFunction, response: Response, again: Callable[[], object] = lambda: None
+) -> RewardResult | Failure:
+    """Call what judges, and make two plain floats of its result, or one and None.
+
+    Args:
+        again: called where it is called once more: a signal to all processes of the run may have ended a program of its
+            own, on which its result was founded.
+    """
+    before = signals_left()
+    result = _judged(reward, response)
+    if signals_left() == before:
+        return result
+    again()
+    return _judged(reward, response)
+
+
+def _judged(reward: RewardFunction, response: Response) -> RewardResult | Failure:
     try:
         return _checked(reward(*response))
     except (Exception, SystemExit) as error:

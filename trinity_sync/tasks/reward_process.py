@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 from dataclasses import astuple
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,6 +23,8 @@ from trinity_sync.tasks.base import Failure, RewardResult, judged
 
 Answer = RewardResult | Failure | None
 """To a response; None: the function is there."""
+AGAIN = b"again"
+"""In place of an answer: the function is called once more, see `judged`, and has its time once more."""
 
 
 def serve(descriptor: int, stack: int, lifeline: int) -> None:
@@ -51,7 +54,7 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
             connection.send_bytes(encoded(number, answer))
             _flush()
             number, response = connection.recv()
-            answer = judged(reward, response)
+            answer = judged(reward, response, partial(connection.send_bytes, AGAIN))
     _flush()
     os._exit(0)  # whatever the function has left running
 

@@ -91,9 +91,9 @@ class RewardWorker:
 
     def _send(self, question: object, limit: float) -> None:
         self._number = secrets.token_hex(8)  # which no earlier response can have known
-        self._limit, self._since = limit, time.monotonic()
+        self._limit, self._since, self._again = limit, time.monotonic(), False
         try:
-            self._channel.send((self._number, question))
+            self._channel.send((self._number, question), None if self.up else limit)  # Python may be slow to start
         except OSError:
             self._broken = True
 
@@ -103,6 +103,9 @@ class RewardWorker:
             while not self._broken and self._channel.poll(0.0):
                 data = self._channel.recv_bytes()
                 if not data and not self.up:
+                    continue
+                if data == reward_process.AGAIN and not self._again:
+                    self._again, self._since = True, time.monotonic()
                     continue
                 number, answer = reward_process.decoded(data)
                 if number != self._number:  # the answer to no question, or once more to an earlier one

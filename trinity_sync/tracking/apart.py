@@ -23,7 +23,7 @@ from trinity_sync.tracking.trackers import Status, TrackedRun, Tracker, tell_end
 _LAST_S = 10.0
 """For a process to end after its last answer, and for a tracker to be closed when the run's process has died."""
 
-_Requests = SimpleQueue[tuple[int, str, tuple[object, ...]] | None]
+_Requests = SimpleQueue[tuple[str, tuple[object, ...]] | None]
 
 
 class Apart:
@@ -38,7 +38,6 @@ class Apart:
         self._tracker, self._name = tracker, name
         self._child: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        self._number = 0
         self._log: Path | None = None
 
     def start(self, run: TrackedRun) -> None:
@@ -84,12 +83,9 @@ class Apart:
     def _ask(self, method: str, *arguments: object) -> None:
         assert self._channel is not None, "`start` comes first"
         assert self._child is not None
-        self._number += 1
-        answered = 0
         try:
-            self._channel.send((self._number, method, arguments))
-            while answered != self._number:
-                answered, kind, text = self._channel.recv()
+            self._channel.send((method, arguments))
+            kind, text = self._channel.recv()
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(_LAST_S)
@@ -118,7 +114,7 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_listen, args=[connection, requests], daemon=True).start()
     tracker: Tracker | None = None
     while (request := requests.get()) is not None:
-        number, method, arguments = request
+        method, arguments = request
         try:
             if method == "start":
                 tracker, *arguments = arguments  # type: ignore[assignment]
@@ -126,10 +122,10 @@ def serve(descriptor: int) -> None:
                 tell_end(tracker, *arguments)  # type: ignore[arg-type]
             else:
                 getattr(tracker, method)(*arguments)
-            answer = (number, "done", "")
+            answer = ("done", "")
         except Exception as error:
             kind = "refused" if isinstance(error, ConfigError) else "failed"
-            answer = (number, kind, shortened(str(error)) or type(error).__name__)
+            answer = (kind, shortened(str(error)) or type(error).__name__)
         if os.getpid() != process:  # the tracker has forked, and this process was not asked
             os._exit(0)
         with contextlib.suppress(OSError):  # where the parent is gone `_listen` finds out

@@ -82,7 +82,7 @@ def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]
     indent = max(len(label) for label, _ in rows) + 2
     lines = []
     for label, text in rows:
-        text = "".join(char if char.isprintable() else " " for char in text)
+        text = printable(text, instead=" ")
         pieces = [text] if label in _WHOLE else textwrap.wrap(text, max(width - indent, 20)) or [""]
         lines += [(label.ljust(indent) if index == 0 else " " * indent, piece) for index, piece in enumerate(pieces)]
     return lines

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.host.interrupts import left
 from trinity_sync.host.threads import in_background
 from trinity_sync.tracking.apart import Apart
 from trinity_sync.tracking.names import Names, named
@@ -29,6 +30,8 @@ LIMIT_S = 60.0
 """For the start of a tracker that does not say, and for its end."""
 _PENDING = 10_000
 """Calls that may wait for a tracker; further ones are dropped."""
+_REST_S = 8.0
+"""Of the time after a signal, what is for the end of the record and of Ray."""
 _LATE_S = 1.0
 """For the end of a tracker that has been late before."""
 
@@ -151,12 +154,13 @@ class _Feed:
         """Wait until it is closed, for so long from `began`, and give it up then."""
         started = self._started.done()
         limit = 0.0 if not started else min(_LATE_S, self._limit_s) if self._is_late() else self._limit_s
+        limit = left(limit, _REST_S)
         if wait([self._ended], max(began + limit - time.monotonic(), 0.0)).done:
             return
         if started:
-            left = max(self._calls.qsize() - 3, 0)
-            behind = f", {left} calls behind" if left else ""
-            self._tell("end", f"was not done {limit:g} s after the end of the run{behind}; metrics.jsonl has all")
+            count = max(self._calls.qsize() - 3, 0)
+            behind = f", {count} calls behind" if count else ""
+            self._tell("end", f"was not done {limit:.3g} s after the end of the run{behind}; metrics.jsonl has all")
             self._told.add("fails")  # which it will, given up
         abandon = getattr(self.tracker, "abandon", None)
         if abandon is not None:

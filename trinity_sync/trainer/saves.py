@@ -25,6 +25,7 @@ from trinity_sync.actors.pending import Pending
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint.layout import TRAINER_STATE, file_entry
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import Kind
 from trinity_sync.protocol.versions import Version
@@ -275,7 +276,7 @@ class FullSaves:
         finally:
             if self._pending:
                 self._trainer.begin(RankClient.finish_saves)  # by those that live; hurried
-                ended(self._pending, seconds)
+                ended(self._pending, left(seconds, REST_S))
             self.poll()
 
     def _collect(self, call: Pending[Committed], timeout_s: float = 1.0) -> None:

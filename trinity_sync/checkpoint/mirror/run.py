@@ -19,6 +19,7 @@ from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
 from trinity_sync.checkpoint.owner import Owner, Recorded, manifests
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host import interrupts
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.urls import local_folder
 from trinity_sync.host.yielding import run_when_idle
@@ -161,8 +162,10 @@ class RunMirror:
             limit_s: limit of the wait, seconds.
         """
         try:
-            left = monitor.wait_mirrored(limit_s).result(limit_s + _ANSWER_S)
-            text = "; ".join(f"step {step} ({reason})" for step, reason in left.items())
+            missing = monitor.wait_mirrored(limit_s).result(
+                interrupts.left(limit_s + _ANSWER_S, interrupts.REST_S - 2.0)
+            )
+            text = "; ".join(f"step {step} ({reason})" for step, reason in missing.items())
         except RunError as error:
             text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
         if text:
