@@ -348,7 +348,7 @@ def settings(entered: list[bool]) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("resume", [None, Resume(), Resume(dir_given=True)])
+@pytest.mark.parametrize("resume", [None, Resume(), Resume(given=frozenset({"checkpoint.dir"}))])
 def test_a_run_that_is_given_the_folder_of_another_one_leaves_it_as_it_is(
     tmp_path: Path, resume: Resume | None
 ) -> None:

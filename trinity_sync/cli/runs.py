@@ -188,14 +188,14 @@ def _go_on(
     read_record(folder / "run.json")
     before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)
-    resume = replace(resume, started_in=invocation.started_in, dir_given=settings.trust.gives("checkpoint.dir"))
+    resume = replace(resume, started_in=invocation.started_in, given=frozenset(filter(settings.trust.gives, PLACES)))
     cfg = config.anchored(settings.cfg, invocation.started_in)
     config.check(cfg)
     config.check_inputs(cfg)
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
     checkpoints = checkpoint_folder(cfg, folder)
-    check_owned(folder, checkpoints, named=resume.dir_given)
+    check_owned(folder, checkpoints, named="checkpoint.dir" in resume.given)
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     given = {key for key, _ in settings.trust.given}
     changes = config.shown_diff(before, settings.cfg)

@@ -94,7 +94,7 @@ def run(
         committed: list[int] = []
         check_place = partial(check, checkpoints, Owner.new("", folder.path), recorded=None)
         if resume is not None:
-            check_place = partial(check_owned, folder.path, checkpoints, named=resume.dir_given)
+            check_place = partial(check_owned, folder.path, checkpoints, named="checkpoint.dir" in resume.given)
         check_place()  # before the lock says who writes there
         if resume is not None:
             committed = committed_steps(folder.events, checkpoints)

@@ -28,13 +28,13 @@ class Resume:
         from_scratch: begin again at step 1, whatever was committed; what is there is set aside.
         skip_unreadable: go on from an older one though newer ones cannot be read now, or are gone.
         started_in: where the run was started first, from which its relative paths count.
-        dir_given: the user has just given `checkpoint.dir`.
+        given: those of `PLACES` that the user has just named for this run.
     """
 
     from_scratch: bool = False
     skip_unreadable: bool = False
     started_in: Path = Path()
-    dir_given: bool = False
+    given: frozenset[str] = frozenset()
 
 
 def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:

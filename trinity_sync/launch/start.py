@@ -166,7 +166,7 @@ def run_mirror(
         tries=node.mirror_tries,
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
-        named=resume is not None and resume.names("checkpoint.mirror"),
+        named=resume is not None and "checkpoint.mirror" in resume.given,
     )
     place = absolute(node.mirror)
     return RunMirror(place, settings, owner, shown(place) in copied, logs / "mirror.log" if logs is not None else None)
