@@ -390,6 +390,27 @@ def test_a_fork_ends_at_once_and_its_parent_does_not(start: Callable[[str], Sign
     assert program.ends() == 0
 
 
+@pytest.mark.parametrize("foreign", [True, False])
+def test_a_fork_keeps_the_wakeup_descriptor_of_somebody_else_and_no_other(
+    start: Callable[[str], Signalled], foreign: bool
+) -> None:
+    program = start(f"""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        heed()
+        if {foreign}:
+            signal.set_wakeup_fd(writing)
+        child = os.fork()
+        if not child:
+            print("has", {{writing: "theirs", -1: "none"}}.get(signal.set_wakeup_fd(-1), "ours"), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        os._exit(0)
+    """)
+    program.says("has theirs" if foreign else "has none")
+    assert program.ends() == 0
+
+
 def test_a_process_outside_the_main_thread_keeps_its_signals(start: Callable[[str], Signalled]) -> None:
     program = start("thread = threading.Thread(target=heed); thread.start(); thread.join(); ready(); time.sleep(60)")
     program.says("ready")

@@ -29,6 +29,7 @@ def test_what_follows_a_commit_waits_for_the_trainer_as_long_as_that_takes_and_f
     commits.follow(1, FULL, lambda _: followed.set())
     commits.follow(2, FULL, lambda _: None)
     late = next(thread for thread in threading.enumerate() if thread.name == "commit-full-2")
+    assert all(thread.daemon for thread in commits.following()), "the end of the program decides how long it waits"
     late.join(LIMIT)
     with pytest.raises(WaitTimeout, match="part 'model'"):
         commits.raise_failures()
