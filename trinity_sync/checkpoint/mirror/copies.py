@@ -431,7 +431,7 @@ class Mirror:
 
         def fetch(storage: Storage, entry: FileEntry) -> None:
             target = staging / entry.path
-            if target.is_file() and _problem(target, entry, durable=True) is None:
+            if _problem(target, entry, durable=True) is None:
                 return
             try:
                 storage.get(f"{folder}/{entry.path}", target)
