@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -105,6 +106,40 @@ def test_one_that_is_kept_holds_nothing_of_the_run_before(root: Path) -> None:
     assert not [process for process in (*marked(f"first-{root.name}"), *marked(f"other-{root.name}")) if lives(process)]
     assert not ray.is_initialized()
     assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["nothing", "environment", "folder", "env", "cpus", "forked", "error", "death"])
+def test_one_is_kept_for_a_run_that_wants_the_same(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    ended: list[Path] = []
+    alive = [True]
+
+    def start(settings: object, cpus: int, wanted: Any, options: object) -> own_ray.OwnRay:
+        folder = tmp_path / str(len(started))
+        started.append(folder)
+        return own_ray.OwnRay(folder, wanted, cpus, frozenset(), lambda: ended.append(folder))
+
+    monkeypatch.setattr(own_ray, "_start_own", start)
+    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self: True)
+    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: alive[0])
+    with ray_kept():
+        with contextlib.suppress(ZeroDivisionError), own_ray.own_ray("settings", 2, {}, False, {}):
+            if change == "error":
+                1 / 0  # noqa: B018
+        assert ended == ([started[0]] if change == "error" else [])
+        if change == "environment":
+            monkeypatch.setenv("OF_A_REWARD", "1")  # as hydra.job.env_set does
+        if change == "folder":
+            monkeypatch.chdir(tmp_path)  # as hydra.job.chdir does
+        alive[0] = change != "death"
+        env = {"NAME": "1"} if change == "env" else {}
+        with own_ray.own_ray("settings", 3 if change == "cpus" else 1, env, change == "forked", {}):
+            pass
+        assert len(started) == (1 if change == "nothing" else 2)
+        assert ended == started[:-1]
+    assert ended == started
 
 
 @pytest.mark.all
