@@ -142,6 +142,22 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
     assert ended == started
 
 
+def test_one_lives_while_the_program_is_connected_and_none_of_its_processes_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen(["sleep", "60"])
+    base = frozenset({psutil.Process(), psutil.Process(gone.pid)})
+    one = own_ray.OwnRay(tmp_path, {}, 1, base, lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert one.lives()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert not one.lives()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    gone.kill()
+    gone.wait()
+    assert not one.lives()
+
+
 @pytest.mark.all
 @pytest.mark.timeout(300)
 def test_one_that_a_run_has_failed_in_is_not_kept_nor_one_that_is_too_small(root: Path) -> None:
