@@ -215,3 +215,7 @@ def test_the_last_question_is_waited_for_as_ray_is_not_to_end_meanwhile(monkeypa
         assert 0.3 < time.monotonic() - began < 4
         assert not any(thread.name == "node-watch" for thread in threading.enumerate())
     assert ended == []
+
+
+def test_the_gcs_has_the_minute_that_the_page_of_faults_promises() -> None:
+    assert node_watch._SILENT * node_watch._ASK_S == 60
