@@ -319,7 +319,7 @@ def test_a_resume_marks_no_place_that_has_lost_what_the_run_has_copied_there(tmp
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert copied_to(events) == {str(there)}
     cfg = config(f"checkpoint.mirror={there}", "checkpoint.mirror_tries=1")
-    for resume, marks in ((Resume(), []), (Resume(named={"checkpoint.mirror"}), [MARK])):
+    for resume, marks in ((Resume(), []), (Resume(given=frozenset({"checkpoint.mirror"})), [MARK])):
         mirror = run_mirror(cfg, OWNER, resume=resume, copied=copied_to(events))
         assert Start.find(cfg, here, mirror=mirror, resume=resume).step == 10
         assert [path.name for path in there.iterdir()] == marks
