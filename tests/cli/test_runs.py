@@ -116,9 +116,12 @@ def test_the_exit_code_of_the_launcher_is_passed_on(launcher: StandIn, code: int
     assert start() == code
 
 
-def test_an_interrupted_run_ends_with_130(launcher: StandIn) -> None:
+def test_a_run_that_is_interrupted_before_it_has_a_record_says_so(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
     launcher.behave = raising(KeyboardInterrupt())
     assert start() == 130
+    assert capsys.readouterr().err.endswith("error: interrupted\n")
 
 
 def test_an_unexpected_error_leaves_its_traceback_in_the_log(launcher: StandIn, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_conversations_are_learnt_without_those_that_are_too_long(learnt: Run) -
     assert "1 of 31 rows of" in learnt.output
 
 
+@pytest.mark.all
 def test_the_loss_of_what_is_not_learnt_is_measured(learnt: Run) -> None:
     lines = [line for line in learnt.lines("metrics.jsonl") if "val/loss" in line]
     assert [(line["step"], line["val/rows"], line["val/tokens"]) for line in lines] == [

@@ -25,7 +25,8 @@ HERE = [
 ]
 
 
-@pytest.mark.parametrize("explorer", [["explorer=hf"], pytest.param([], marks=pytest.mark.all)])
+@pytest.mark.all
+@pytest.mark.parametrize("explorer", [["explorer=hf"], []])
 def test_the_recipe_runs_on_a_tiny_model_with_data_in_verls_form(tmp_path: Path, explorer: list[str]) -> None:
     data = [
         f"task.path={write_problems(tmp_path / 'train.parquet', 9, 'train')}",

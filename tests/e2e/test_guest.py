@@ -36,6 +36,7 @@ def best_of_each(run: Run) -> set[int]:
     return {max(rated[first : first + 2])[1] for first in range(0, len(rated), 2)}
 
 
+@pytest.mark.all
 def test_all_three_are_at_work(run: Run) -> None:
     assert set(run.manifests) == best_of_each(run) | {4}
     assert {event["reason"] for event in run.events("prune")} == {"not kept by KeepBestOfEach"}

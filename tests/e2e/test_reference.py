@@ -25,6 +25,7 @@ def assert_held(run: Run) -> None:
 near = completed(*NEAR, "backend=fsdp2", "sync=checkpoint", "backend.ranks=1", "explorer.replicas=2")
 
 
+@pytest.mark.all
 def test_a_run_is_held_near_to_the_model_that_it_began_with(near: Run) -> None:
     assert_held(near)
     near.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=2)  # for test_matrix.py

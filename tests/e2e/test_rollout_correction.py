@@ -39,6 +39,7 @@ def assert_truncated(run: Run) -> None:
         assert line["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1.0)
 
 
+@pytest.mark.all
 def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_before(tmp_path: Path) -> None:
     measured = ("algorithm.calculate_entropy=true", "trainer.warmup_steps=2", "trainer.lr=1e-3")
     groups = ("backend=fsdp", "sync=nccl", "backend.ranks=1", "explorer.replicas=2")

@@ -23,6 +23,7 @@ BEST = ["retention=[keep_best]", "retention.policies.keep_best.metric=val/reward
 MEASURED = ("loss", "grad_norm", "reward/mean", "reward/std", "response_length/mean", "batch/tokens")
 
 
+@pytest.mark.all
 def test_the_best_by_a_validation_are_kept_and_training_is_bitwise_that_without(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", *VALIDATED, *BEST, "retention.policies.keep_best.n=2", "explorer.replicas=2")
     run.assert_the_same_weights_everywhere([0, 1, 2, 3, 4], [2, 4], 2)

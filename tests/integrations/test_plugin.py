@@ -64,6 +64,7 @@ def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> N
     assert "left as it is" not in ended.stderr
 
 
+@pytest.mark.all
 def test_the_entry_point_of_an_installed_package_and_the_vendor_are_enough(tmp_path: Path) -> None:
     about = tmp_path / "of_ours-1.dist-info"
     about.mkdir()
@@ -79,6 +80,7 @@ def test_the_entry_point_of_an_installed_package_and_the_vendor_are_enough(tmp_p
     ], ended.stderr
 
 
+@pytest.mark.all
 def test_without_the_vendor_verl_keeps_its_engines_and_the_backend_of_weight_sync_is_there() -> None:
     code = "from verl.checkpoint_engine.base import CheckpointEngineRegistry as of; print(of.get('trinity').__name__)"
     ended = said(ENGINES + code, {"VERL_USE_EXTERNAL_MODULES": ON["VERL_USE_EXTERNAL_MODULES"]})

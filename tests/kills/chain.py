@@ -381,7 +381,8 @@ class Chain:
 
     def _after_kill(self, launch: Launch, instant: Instant, member: Member, trial: Trial) -> bool:
         starting = instant.after in ("start", "restoring")
-        replaced = member.role == "explorer" and (self._setup.restarts or self._setup.free)
+        others = [one for one in launch.members() if one.role == "explorer" and one.pid != member.pid]
+        replaced = member.role == "explorer" and (self._setup.restarts or (self._setup.free and others))
         if member.role != "driver" and (starting or replaced or member.role == "monitor"):
             # Ray's processes are started again while it starts.
             return self._goes_on(launch, trial, may_end=starting)
@@ -545,7 +546,8 @@ class Chain:
 
     def _finish(self) -> None:
         """The last resume runs to its end, and everything is compared."""
-        until = max(self._ledger.full, default=0) + _LAST_STEPS
+        # What a resume was struck before it fetched is in the mirror alone.
+        until = max([*self._ledger.full, *checks.whole_in(self._places.mirror)], default=0) + _LAST_STEPS
         trial = self._trials[-1]
         with self._start(f"trainer.steps={until}") as launch:
             if not self._comes_up(launch):

@@ -59,6 +59,7 @@ class Explorer:
         return report.digest, report.bytes_moved, node_id()
 
 
+@pytest.mark.all
 def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetches_it_once(
     there: str, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def assert_goes_on(program: Program, uninterrupted: Program, went_on_from: list[
     assert max(losses) == max(expected)
 
 
+@pytest.mark.all
 def test_what_a_killed_program_saved_whole_is_gone_on_from(
     prepared: Path, uninterrupted: Program, tmp_path: Path
 ) -> None:

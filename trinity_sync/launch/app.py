@@ -173,8 +173,10 @@ def job(cfg: DictConfig) -> float:
         code = error.exit_code
         log = "" if code == REFUSED or origin(error) is None else f" (traceback in {_log_of(run_dir)})"
         print_error(f"{where}{error}{log}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the run has a record; of a sweep, its end says so
         code = INTERRUPTED
+        if not where:
+            print_error("interrupted")
     except (Exception, SystemExit) as error:
         if elsewhere.is_of_queue(error):
             raise
