@@ -204,7 +204,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("paused", [True, pytest.param(False, marks=pytest.mark.all)])
 @pytest.mark.parametrize("info", WRONG.values(), ids=WRONG)
 def test_an_update_that_is_wrong_is_refused_and_weights_and_label_stay(
     server: RealServer, models: list[Path], trainer: PretendTrainer, weights: list[Weights], info: object, paused: bool
