@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shlex
 import signal
@@ -140,6 +141,32 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
         assert len(started) == (1 if change == "nothing" else 2)
         assert ended == started[:-1]
     assert ended == started
+
+
+@pytest.mark.parametrize(("looks", "left", "cleared"), [(3, 0, True), (10**6, 0, False), (0, 1, False)])
+def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
+    looks: int, left: int, cleared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private.state import state
+    from ray._private.worker import global_worker
+
+    groups = importlib.import_module("ray.util.placement_group")  # which a function of that name hides
+
+    workers = iter(range(looks))
+    stubborn = [subprocess.Popen(["sleep", "60"]) for _ in range(left)]
+    monkeypatch.setattr(type(global_worker), "current_job_id", property(lambda self: None))
+    monkeypatch.setattr(state, "actor_table", lambda *asked: {})
+    monkeypatch.setattr(state, "workers", lambda: next(workers, None) is not None)
+    monkeypatch.setattr(groups, "placement_group_table", dict)
+    monkeypatch.setattr(own_ray, "kill_all", lambda processes: None)
+    monkeypatch.setattr(own_ray, "processes_of", lambda folder: [psutil.Process(one.pid) for one in stubborn])
+    monkeypatch.setattr(own_ray, "_KILLED_S", 0.1)
+    monkeypatch.setattr(own_ray, "_END_S", 0.3)
+    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
+    assert own_ray.OwnRay(tmp_path, {}, 1, frozenset(), lambda: None).clear() is cleared
+    for one in stubborn:
+        one.kill()
+        one.wait()
 
 
 def test_one_lives_while_the_program_is_connected_and_none_of_its_processes_has_gone(
