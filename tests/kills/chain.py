@@ -491,7 +491,7 @@ class Chain:
 
     def _receive(self, visit: Visit) -> None:
         """Let a program use the places while the run does not live."""
-        trial = self._trial("intrusion", self._visits.possible(visit.name), "between two lives")
+        trial = self._trial("intrusion", self._visits.possible(visit.name, alone=True), "between two lives")
         began = time.monotonic()
         trial.outcome = SURVIVED
         trial.problems += self._visits.visit(trial.victim, visit.draw, alone=True)

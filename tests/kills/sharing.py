@@ -146,8 +146,13 @@ class Visits:
             self.elsewhere = {DISK: str(run / "checkpoints"), SECOND_PLACE: str(folder / "mirror")}
             self._known = contents(folder)
 
-    def possible(self, name: str) -> str:
-        """Return the visit, or another one where this run lacks the place or this user is not root."""
+    def possible(self, name: str, *, alone: bool = False) -> str:
+        """Return the visit, or another one where this run lacks the place, or has died (`alone`) before it saved
+        anything there, so that the place is free; or this user is not root.
+        """
+        places = [self._places.checkpoints, *([self._places.mirror] if self._setup.mirrored else [])]
+        if alone and name in plan.WHILE_IT_RUNS and name != plan.FOLDER and not all(map(checks.whole_in, places)):
+            return plan.EDITED
         if name in (plan.MIRROR, plan.FOREIGN_MIRROR, plan.VERL_MIRROR) and not self._setup.mirrored:
             return plan.CHECKPOINTS
         if name == plan.SECOND_USER and os.geteuid() != 0:
