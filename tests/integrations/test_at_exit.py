@@ -252,7 +252,8 @@ def test_a_save_while_the_program_unwinds_after_a_signal_is_finished_in_time(
         heed()
         ready()
         try:
-            time.sleep(60)
+            while True:
+                time.sleep(0.1)
         finally:
             print("saves", flush=True)
     """)
@@ -313,7 +314,7 @@ def test_a_handler_that_goes_on_gets_the_next_signal_after_the_next_save(start: 
         heed()
         ready()
         while True:
-            time.sleep(60)
+            time.sleep(0.1)  # a signal right before a sleep is heard of after it
     """)
     program.says("ready")
     for count in (1, 2):
@@ -321,6 +322,32 @@ def test_a_handler_that_goes_on_gets_the_next_signal_after_the_next_save(start: 
         program.says(f"finishes {count}")
         program.commits()
         program.says("before")
+
+
+def test_a_handler_that_runs_late_is_not_called_for_a_signal_of_its_own(start: Callable[[str], Signalled]) -> None:
+    """The main thread leaves its call when the saves are finished, and hears then only of the signal."""
+    program = start("""
+        libc, mutex, select = ctypes.CDLL(None), ctypes.create_string_buffer(64), at_exit.select.select
+
+        def leaves_its_call(*descriptors):
+            libc.pthread_mutex_unlock(mutex)
+            time.sleep(0.3)
+            return select(*descriptors)
+
+        at_exit.select.select = leaves_its_call
+        signal.signal(signal.SIGTERM, lambda number, frame: print("before", flush=True))
+        heed()
+        libc.pthread_mutex_lock(mutex)
+        ready()
+        libc.pthread_mutex_lock(mutex)
+        time.sleep(1.5)
+        os._exit(0)
+    """)
+    program.says("ready")
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.commits()
+    assert (program.ends(), program.rest[0]) == (0, "before\n")
 
 
 @pytest.mark.parametrize("chain", [True, False])
