@@ -397,6 +397,7 @@ def test_a_main_thread_that_fails_after_the_signal_ends_by_the_signal(start: Cal
     program.says("ready")
     program.sends(signal.SIGTERM)
     program.says("finishes 1")
+    time.sleep(0.5)  # the main thread ends meanwhile
     program.commits()
     assert program.ends() == -signal.SIGTERM
 

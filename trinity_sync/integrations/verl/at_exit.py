@@ -49,7 +49,7 @@ class Saves:
 # Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.
 _managers: list[Saves] = []
 _failed = False
-_process = 0
+_process: int
 
 _libc = ctypes.CDLL(None)
 _SIGACTION_BYTES = 256  # more than any libc's
