@@ -123,6 +123,7 @@ class Manager(CommittedSaves):
 
     def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
         assert self._root is not None
+        assert not del_local_after_load
         self.loaded.append((local_path, leased_steps(self._root)))
 
     def save(self, path: Path, step: int, *names: str, kind: Any = FULL, limit: int | None = None) -> None:
@@ -261,6 +262,19 @@ def test_weights_that_are_saved_count_as_the_other_kind_too(ranks: Ranks, first:
     assert read_manifest(step_dir(ranks.root, 4)).kind == FULL
 
 
+def test_weights_count_as_full_also_when_the_full_checkpoint_of_another_engine_is_committed(
+    make: Callable[..., Ranks],
+) -> None:
+    actor, critic = make(), make()
+    actor.group = critic.group
+    actor.save(4, "model", kind=STATE_DICT)
+    critic.save(4, "model", place="critic")
+    critic.ok(lambda manager: manager.wait_on_save_thread())
+    actor.save(4, "model")
+    actor.ok(lambda manager: manager.wait_on_save_thread())
+    assert actor.paths(4) == {f"{place}/model-{rank}" for place in ("actor", "critic") for rank in range(WORLD)}
+
+
 def test_weights_alone_do_not_wait_for_the_files_of_the_trainer(ranks: Ranks) -> None:
     ranks.save(4, "model", kind=STATE_DICT)
     monitor = ranks.managers[0]._monitor
@@ -293,6 +307,7 @@ def test_what_one_rank_cannot_write_is_raised_on_both_and_the_next_save_goes_wel
     assert all("could not save step 6, because an earlier save failed" in str(error) for error in raised)
     assert all("the checkpoint of step 4 failed" in str(error) and "No space left" in str(error) for error in raised)
     assert "optim" in ranks.managers[1].copies.given_up
+    assert not ranks.managers[0].follow(str(step_dir(ranks.root, 4)), lambda: None)
     ranks.managers[1].copies.fails = None
     ranks.save(8)
     ranks.ok(lambda manager: manager.wait_on_save_thread())

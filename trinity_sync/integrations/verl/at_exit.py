@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
@@ -30,12 +31,13 @@ _BY_HANDLER = 128
 """Added to the number of a signal in the pipe: our handler has written it, and not the interpreter."""
 
 
-class Saves:
+class Saves(ABC):
     """What has saves of a program: a checkpoint manager, or what follows their commits."""
 
-    def settle_at_exit(self) -> None:
+    def settle_at_exit(self) -> None:  # noqa: B027 (not all have something to tell)
         """Tell what others wait for, when the main thread has ended. Does not wait for them."""
 
+    @abstractmethod
     def finish(self, limit_s: float | None) -> None:
         """Return when all saves are complete, or have failed.
 
@@ -43,7 +45,6 @@ class Saves:
             limit_s: after a signal, seconds: those under way, on a thread of its own, while the trainer goes on. None:
                 at the end, after `settle_at_exit` of all.
         """
-        raise NotImplementedError
 
 
 # Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.

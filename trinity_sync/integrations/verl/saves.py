@@ -13,7 +13,7 @@ One save, on every rank:
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -35,7 +35,7 @@ from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
-class CommittedSaves(Saves, ABC):
+class CommittedSaves(Saves):
     """The base of our checkpoint managers; stands before verl's class among the bases of each, which makes `rank`,
     `world_size` and the rest. The constructor calls `_start_saves`.
     """
