@@ -331,9 +331,10 @@ def test_a_handler_that_runs_late_is_not_called_for_a_signal_of_its_own(start: C
         libc, mutex, select = ctypes.CDLL(None), ctypes.create_string_buffer(64), at_exit.select.select
 
         def leaves_its_call(*descriptors):
+            found = select(*descriptors)
             libc.pthread_mutex_unlock(mutex)
             time.sleep(0.3)
-            return select(*descriptors)
+            return found
 
         at_exit.select.select = leaves_its_call
         signal.signal(signal.SIGTERM, lambda number, frame: print("before", flush=True))
@@ -345,6 +346,7 @@ def test_a_handler_that_runs_late_is_not_called_for_a_signal_of_its_own(start: C
         os._exit(0)
     """)
     program.says("ready")
+    time.sleep(0.3)  # it is in the call
     program.sends(signal.SIGTERM)
     program.says("finishes 1")
     program.commits()
