@@ -307,7 +307,6 @@ def test_what_one_rank_cannot_write_is_raised_on_both_and_the_next_save_goes_wel
     assert all("could not save step 6, because an earlier save failed" in str(error) for error in raised)
     assert all("the checkpoint of step 4 failed" in str(error) and "No space left" in str(error) for error in raised)
     assert "optim" in ranks.managers[1].copies.given_up
-    assert not ranks.managers[0].follow(str(step_dir(ranks.root, 4)), lambda: None)
     ranks.managers[1].copies.fails = None
     ranks.save(8)
     ranks.ok(lambda manager: manager.wait_on_save_thread())
@@ -333,6 +332,8 @@ def test_a_failed_step_is_told_once_by_who_waits_for_it(ranks: Ranks) -> None:
     assert all("the checkpoint of step 4 failed" in str(error) for error in raised)
     ranks.managers[0].copies.fails = None
     ranks.ok(lambda manager: manager.wait_on_save_thread())
+    step_dir(ranks.root, 4).mkdir(exist_ok=True)  # the trainer's own files
+    assert not ranks.managers[0].follow(str(step_dir(ranks.root, 4)), lambda: None)
     ranks.save(6)
     ranks.ok(lambda manager: manager.wait_on_save_thread())
     assert ranks.paths(6) == OF_ALL
