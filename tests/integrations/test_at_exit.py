@@ -192,15 +192,16 @@ def test_a_save_that_is_not_committed_in_time_is_told_and_the_program_ends(start
     assert "SIGTERM: a checkpoint was lost: it was not committed within 0.2 s" in program.rest[1]
 
 
+@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "lambda number, frame: sys.exit(3)"])
 @pytest.mark.parametrize("output", ["closed", "full"])
 def test_an_output_that_takes_nothing_keeps_no_program_from_its_end(
-    start: Callable[[str], Signalled], output: str
+    start: Callable[[str], Signalled], output: str, handler: str
 ) -> None:
     """As of a terminal that is closed, which is what SIGHUP tells."""
     full = "os.set_blocking(2, False)\ntry:\n    while True: os.write(2, bytes(65536))\nexcept BlockingIOError: pass"
     program = start(
         f"at_exit._SILENT_S = 0.2\n{full if output == 'full' else ''}\nos.set_blocking(2, True)\n"
-        "heed(); ready(); time.sleep(60)"
+        f"signal.signal(signal.SIGHUP, {handler}); heed(); ready()\nwhile True: time.sleep(0.1)"
     )
     program.says("ready")
     if output == "closed":
@@ -210,7 +211,7 @@ def test_an_output_that_takes_nothing_keeps_no_program_from_its_end(
     program.says("finishes 1")
     time.sleep(0.5)  # something is said meanwhile
     program.commits()
-    assert program.process.wait(60.0) == -signal.SIGHUP
+    assert program.process.wait(60.0) == (-signal.SIGHUP if handler == "signal.SIG_DFL" else 3)
 
 
 def test_a_save_that_fails_after_a_signal_is_told_and_changes_no_exit_code(start: Callable[[str], Signalled]) -> None:
@@ -252,7 +253,8 @@ def test_a_save_while_the_program_unwinds_after_a_signal_is_finished_in_time(
         heed()
         ready()
         try:
-            time.sleep(60)
+            while True:
+                time.sleep(0.1)
         finally:
             print("saves", flush=True)
     """)
@@ -313,7 +315,7 @@ def test_a_handler_that_goes_on_gets_the_next_signal_after_the_next_save(start: 
         heed()
         ready()
         while True:
-            time.sleep(60)
+            time.sleep(0.1)  # a signal right before a sleep is heard of after it
     """)
     program.says("ready")
     for count in (1, 2):
@@ -321,6 +323,34 @@ def test_a_handler_that_goes_on_gets_the_next_signal_after_the_next_save(start: 
         program.says(f"finishes {count}")
         program.commits()
         program.says("before")
+
+
+def test_a_handler_that_runs_late_is_not_called_for_a_signal_of_its_own(start: Callable[[str], Signalled]) -> None:
+    """The main thread leaves its call when the saves are finished, and hears then only of the signal."""
+    program = start("""
+        libc, mutex, select = ctypes.CDLL(None), ctypes.create_string_buffer(64), at_exit.select.select
+
+        def leaves_its_call(*descriptors):
+            found = select(*descriptors)
+            libc.pthread_mutex_unlock(mutex)
+            time.sleep(0.3)
+            return found
+
+        at_exit.select.select = leaves_its_call
+        signal.signal(signal.SIGTERM, lambda number, frame: print("before", flush=True))
+        heed()
+        libc.pthread_mutex_lock(mutex)
+        ready()
+        libc.pthread_mutex_lock(mutex)
+        time.sleep(1.0)
+        os._exit(0)
+    """)
+    program.says("ready")
+    time.sleep(0.3)  # it is in the call
+    program.sends(signal.SIGTERM)
+    program.says("finishes 1")
+    program.commits()
+    assert (program.ends(), program.rest[0]) == (0, "before\n")
 
 
 @pytest.mark.parametrize("chain", [True, False])
@@ -370,6 +400,7 @@ def test_a_main_thread_that_fails_after_the_signal_ends_by_the_signal(start: Cal
     program.says("ready")
     program.sends(signal.SIGTERM)
     program.says("finishes 1")
+    time.sleep(0.5)  # the main thread ends meanwhile
     program.commits()
     assert program.ends() == -signal.SIGTERM
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.integrations.ranks import LIMIT
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint.daemon.connecting import connect
 from trinity_sync.checkpoint.daemon.process import Lifetime
-from trinity_sync.errors import WaitTimeout
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.commits import Commits
 from trinity_sync.protocol.parts import FULL
 
@@ -38,3 +40,69 @@ def test_what_follows_a_commit_waits_for_the_trainer_as_long_as_that_takes_and_f
     assert followed.wait(LIMIT)
     commits.raise_failures()
     handle.close()
+
+
+@pytest.fixture
+def commits() -> Commits:
+    """Of a monitor to which all steps are committed."""
+    return Commits(MagicMock(), 0, LIMIT)
+
+
+@pytest.fixture
+def may_end() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_what_follows_a_commit_and_does_not_end_is_told(may_end: threading.Event) -> None:
+    commits = Commits(MagicMock(), 0, 0.1)
+    commits.follow(1, FULL, lambda _: may_end.wait(LIMIT) and None)
+    with pytest.raises(WaitTimeout, match=r"the work after a commit .*0\.1 s"):
+        commits.wait()
+
+
+def test_of_commits_that_fail_the_first_is_raised() -> None:
+    monitor = MagicMock()
+    monitor.wait_committed.side_effect = lambda step, *_, **__: (_ for _ in ()).throw(RunError(f"step {step}"))
+    commits = Commits(monitor, 0, LIMIT)
+    for step in (1, 2):
+        commits.expect(step, FULL)
+    with pytest.raises(RunError, match="step 1"):
+        commits.wait()
+
+
+def test_a_failure_is_raised_once(commits: Commits) -> None:
+    commits.follow(1, FULL, lambda _: 1 / 0 and None)
+    with pytest.raises(ZeroDivisionError):
+        commits.wait()
+    commits.raise_failures()
+    assert commits.following() == []
+
+
+def test_of_what_is_dropped_nothing_is_raised_also_when_it_fails_later(
+    commits: Commits, may_end: threading.Event
+) -> None:
+    def fail(_: object) -> None:
+        may_end.wait(LIMIT)
+        raise RunError("its folder is gone")
+
+    commits.expect(1, FULL)
+    commits.follow(1, FULL, fail)
+    (thread,) = commits.following()
+    threading.Timer(0.2, may_end.set).start()
+    commits.drop()
+    thread.join(LIMIT)
+    commits._monitor.wait_committed.side_effect = RunError("was asked for")  # type: ignore[attr-defined]
+    commits.wait()
+    assert commits.following() == []
+
+
+def test_a_commit_that_takes_long_though_all_is_written_is_told() -> None:
+    monitor = MagicMock()
+    monitor.wait_committed.side_effect = [WaitTimeout("step 1", "be committed", LIMIT), RunError("asked again")]
+    monitor.status.return_value.result.return_value = {"awaited": []}
+    commits = Commits(monitor, 0, LIMIT)
+    commits.follow(1, FULL, lambda _: None)
+    with pytest.raises(WaitTimeout, match="step 1"):
+        commits.wait()

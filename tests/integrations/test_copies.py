@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 
 from tests.checkpoint.written import small_model
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import FSDPCheckpointManager
+from trinity_sync.integrations.verl import copies as module
 from trinity_sync.integrations.verl.copies import Copies
 
 
@@ -25,6 +30,12 @@ def test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trai
     monkeypatch.setattr(VerlCheckpointManager, "__init__", made)
     with pytest.raises(ConfigError, match=r"hf_model in save_contents .* with a LoRA adapter"):
         FSDPCheckpointManager()
+
+
+def test_an_export_that_a_save_asks_for_is_refused_of_a_model_with_an_adapter() -> None:
+    manager: Any = SimpleNamespace(model=Mock(), optimizer=Mock(), _has_lora=lambda: True)
+    with pytest.raises(ConfigError, match=r"save_as_hf.* with a LoRA adapter"):
+        FSDPCheckpointManager._check(manager, ["model", "hf_model"])
 
 
 class Adapted:
@@ -45,3 +56,69 @@ def test_of_a_model_whose_adapters_alone_are_saved_these_are_all_that_is() -> No
 def test_adapters_alone_of_a_model_that_has_none_are_refused() -> None:
     with pytest.raises(ConfigError, match="none of its tensors is one"):
         Copies(Adapted(), 1.0, lazily=False)._chosen({"base.weight": 1})
+
+
+@pytest.mark.parametrize(("alone", "has_some"), [(True, False), (False, True)])
+def test_of_all_other_models_everything_is_saved(alone: bool, has_some: bool) -> None:
+    manager: Any = SimpleNamespace(should_save_lora_only=alone, _has_lora=lambda: has_some)
+    state = {"base.weight": 1, "base.lora_A.weight": 2}
+    assert Copies(manager, 1.0, lazily=False)._chosen(state) == state
+
+
+@pytest.fixture
+def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Take copies of these contents on a rank that is given; `made` are the ranks that have made metadata."""
+    monkeypatch.setattr(module, "together", lambda what, work: [work()])
+    made: list[int] = []
+    monkeypatch.setattr(module.files, "metadata", lambda manager: made.append(manager.rank) or {"config.json": b"{}"})
+    random = {"numpy": 3}
+    managers: list[Any] = [
+        SimpleNamespace(rank=rank, world_size=2, model=None, lr_scheduler=None, get_rng_state=lambda: random)
+        for rank in range(2)
+    ]
+    copies = [Copies(manager, 1.0, lazily=False) for manager in managers]
+
+    def take(rank: int, *todo: str) -> dict[str, Any]:
+        return copies[rank].take(3, list(todo), tmp_path / "actor", tmp_path, durable=False)
+
+    take.made, take.copies = made, copies  # type: ignore[attr-defined]
+    return take
+
+
+def test_metadata_are_made_once_and_written_by_rank_0_in_each_save(take: Any, tmp_path: Path) -> None:
+    assert take(0) == take(1, "metadata") == {}
+    assert take.made == []
+    for _ in range(2):
+        take(0, "metadata")["metadata"]()
+        assert (tmp_path / "actor/config.json").read_bytes() == b"{}"
+        (tmp_path / "actor/config.json").unlink()
+    assert take.made == [0]
+    assert take(0) == {}
+
+
+def test_the_state_that_is_no_models_is_written_by_each_rank(take: Any, tmp_path: Path) -> None:
+    ((name, write),) = take(1, "extra_state").items()
+    write()
+    assert name == "extra_state"
+    saved = torch.load(tmp_path / "actor/extra_state_world_size_2_rank_1.pt", weights_only=False)
+    assert saved == {"lr_scheduler": None, "rng": {"numpy": 3}}
+
+
+def test_what_is_given_up_or_waited_for_is_the_copy(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = take.copies[1]
+    copies._copy = Mock()
+    copies.give_up("extra_state", RunError("no room"))
+    copies.wait_until_copied()
+    copies._copy.let_go.assert_called_once_with("extra_state_world_size_2_rank_1.pt")
+    copies._copy.wait_until_copied.assert_called_once_with(1.0)
+
+
+def test_an_export_changes_no_more_when_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.files, "empty_model", lambda model, dtype, trust: dtype)
+    manager: Any = SimpleNamespace(model=None, trust_remote_code=False)
+    live = {"position_ids": torch.arange(3), "weight": torch.ones(3, dtype=torch.bfloat16)}
+    dtype, state = Copies(manager, 1.0, lazily=False)._export(iter(live.items()))
+    live["weight"] += 1
+    assert dtype == torch.bfloat16
+    assert state["weight"].equal(torch.ones(3, dtype=torch.bfloat16))
+    assert set(state) == set(live)

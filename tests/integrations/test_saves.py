@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,7 +78,7 @@ class Copies:
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, Any]:
         if self.fails == "copy":
             raise RunError("no memory for a copy")
-        assert folder.is_relative_to(staging)
+        assert folder.parent == staging
         assert not durable
         self.taken.append((step, todo))
         mine = [name for name in todo if name != "metadata" or self.rank == 0]
@@ -122,6 +123,7 @@ class Manager(CommittedSaves):
 
     def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
         assert self._root is not None
+        assert not del_local_after_load
         self.loaded.append((local_path, leased_steps(self._root)))
 
     def save(self, path: Path, step: int, *names: str, kind: Any = FULL, limit: int | None = None) -> None:
@@ -228,7 +230,9 @@ def test_a_save_is_committed_when_both_ranks_have_written_and_the_trainer_has_go
 def test_the_monitor_is_opened_by_the_first_save_and_by_no_later_one(ranks: Ranks) -> None:
     ranks.ok(lambda manager: manager.wait_on_save_thread())  # nothing to wait for
     ranks.ok(lambda manager: manager.finish_writing())
-    ranks.ok(lambda manager: manager.finish(SIGNAL_S))
+    for limit_s in (None, SIGNAL_S):
+        ranks.ok(lambda manager, limit_s=limit_s: manager.finish(limit_s))  # type: ignore[misc]
+    ranks.ok(lambda manager: manager.settle_at_exit())
     assert ranks.opened == []
     ranks.save(2)
     ranks.save(4)
@@ -250,10 +254,31 @@ def test_what_is_saved_of_a_step_is_not_written_again(ranks: Ranks) -> None:
 def test_weights_that_are_saved_count_as_the_other_kind_too(ranks: Ranks, first: Any) -> None:
     other = FULL if first == STATE_DICT else STATE_DICT
     ranks.save(4, "model", kind=first)
+    ranks.managers[1]._monitor.monitor_step = None  # type: ignore[assignment, method-assign] # rank 0 tells it
+    ranks.save(4, "model", kind=other)
     ranks.save(4, "model", kind=other)
     ranks.ok(lambda manager: manager.wait_on_save_thread())
     assert ranks.managers[0].copies.taken == [(4, ["model"])]
     assert read_manifest(step_dir(ranks.root, 4)).kind == FULL
+
+
+def test_weights_count_as_full_also_when_the_full_checkpoint_of_another_engine_is_committed(
+    make: Callable[..., Ranks],
+) -> None:
+    actor, critic = make(), make()
+    actor.group = critic.group
+    actor.save(4, "model", kind=STATE_DICT)
+    critic.save(4, "model", place="critic")
+    critic.ok(lambda manager: manager.wait_on_save_thread())
+    actor.save(4, "model")
+    actor.ok(lambda manager: manager.wait_on_save_thread())
+    assert actor.paths(4) == {f"{place}/model-{rank}" for place in ("actor", "critic") for rank in range(WORLD)}
+
+
+def test_weights_alone_do_not_wait_for_the_files_of_the_trainer(ranks: Ranks) -> None:
+    ranks.save(4, "model", kind=STATE_DICT)
+    monitor = ranks.managers[0]._monitor
+    assert monitor.wait_committed(4, None, LIMIT, kind=STATE_DICT).result(LIMIT)["kind"] == STATE_DICT
 
 
 def test_another_step_is_written_anew(ranks: Ranks) -> None:
@@ -307,9 +332,31 @@ def test_a_failed_step_is_told_once_by_who_waits_for_it(ranks: Ranks) -> None:
     assert all("the checkpoint of step 4 failed" in str(error) for error in raised)
     ranks.managers[0].copies.fails = None
     ranks.ok(lambda manager: manager.wait_on_save_thread())
+    step_dir(ranks.root, 4).mkdir(exist_ok=True)  # the trainer's own files
+    assert not ranks.managers[0].follow(str(step_dir(ranks.root, 4)), lambda: None)
     ranks.save(6)
     ranks.ok(lambda manager: manager.wait_on_save_thread())
     assert ranks.paths(6) == OF_ALL
+
+
+def test_what_this_rank_fails_of_is_raised_where_the_monitor_knows_of_no_failure(ranks: Ranks) -> None:
+    ranks.save(4)
+    first = ranks.managers[0]
+    first._coordinator.wait_all = Mock(side_effect=WaitTimeout("its writer", "end", 1.0))  # type: ignore[method-assign]
+    with pytest.raises(WaitTimeout, match="its writer"):
+        first.finish_writing()
+
+
+def test_what_followed_a_commit_and_failed_is_raised_by_the_next_save(ranks: Ranks) -> None:
+    ranks.save(4)
+    ranks.trainer_writes(4)
+    commits = ranks.managers[0]._commits
+    assert ranks.managers[0].follow(str(step_dir(ranks.root, 4)), Mock(side_effect=RunError("no room for a copy")))
+    ranks.ok(lambda manager: manager.trainer_went_on())
+    (thread,) = commits.following()
+    thread.join(LIMIT)
+    raised = ranks.all(lambda manager: manager.save(step_dir(ranks.root, 6) / "actor", 6))
+    assert all("no room for a copy" in str(error) for error in raised)
 
 
 @pytest.mark.parametrize("where", ["check", "copy"])
@@ -349,6 +396,17 @@ def test_a_role_without_anything_left_to_write_is_announced_all_the_same(make: C
     ranks.save(4, "model", kind=FULL)
     ranks.ok(lambda manager: manager.wait_on_save_thread())
     assert read_manifest(step_dir(ranks.root, 4)).kind == FULL
+    ranks.save(4, "model", kind=FULL)
+
+
+def test_what_the_monitor_does_not_take_of_an_announcement_is_raised(make: Callable[..., Ranks]) -> None:
+    ranks = make("actor")
+    ranks.save(2)
+    ranks.ok(lambda manager: manager.wait_on_save_thread())
+    refused = SimpleNamespace(result=Mock(side_effect=RunError("the monitor is gone")))
+    ranks.managers[0]._monitor.notify_finished = lambda *_, **__: refused  # type: ignore[assignment, method-assign]
+    raised = ranks.all(lambda manager: manager._save(str(step_dir(ranks.root, 4) / "actor"), 4, FULL, NAMES))
+    assert all("the monitor is gone" in str(error) for error in raised)
 
 
 def test_the_limit_of_a_save_is_kept_at_its_commit(ranks: Ranks) -> None:
@@ -588,12 +646,14 @@ def test_what_is_not_there_to_be_loaded_is_told_to_all(ranks: Ranks) -> None:
     assert [manager.loaded for manager in ranks.managers] == [[], []]
 
 
-def test_the_copy_is_waited_for(ranks: Ranks) -> None:
+@pytest.mark.parametrize("call", ["wait_until_copied", "finish_writing"])
+def test_the_copy_is_waited_for(ranks: Ranks, call: str) -> None:
+    ranks.save(4)
     manager, waited = ranks.managers[0], threading.Event()
     manager.copies.is_copied.clear()
 
     def wait() -> None:
-        manager.wait_until_copied()
+        getattr(manager, call)()
         waited.set()
 
     threading.Thread(target=wait).start()

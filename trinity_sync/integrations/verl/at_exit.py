@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
@@ -30,12 +31,13 @@ _BY_HANDLER = 128
 """Added to the number of a signal in the pipe: our handler has written it, and not the interpreter."""
 
 
-class Saves:
+class Saves(ABC):
     """What has saves of a program: a checkpoint manager, or what follows their commits."""
 
-    def settle_at_exit(self) -> None:
+    def settle_at_exit(self) -> None:  # noqa: B027 (not all have something to tell)
         """Tell what others wait for, when the main thread has ended. Does not wait for them."""
 
+    @abstractmethod
     def finish(self, limit_s: float | None) -> None:
         """Return when all saves are complete, or have failed.
 
@@ -43,13 +45,12 @@ class Saves:
             limit_s: after a signal, seconds: those under way, on a thread of its own, while the trainer goes on. None:
                 at the end, after `settle_at_exit` of all.
         """
-        raise NotImplementedError
 
 
 # Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.
 _managers: list[Saves] = []
 _failed = False
-_process = 0
+_process: int
 
 _libc = ctypes.CDLL(None)
 _SIGACTION_BYTES = 256  # more than any libc's
@@ -58,8 +59,8 @@ _before: dict[int, tuple[Any, bytes]] = {}
 has a handler of its own.
 """
 _pipe: tuple[int, int] | None = None
-_due: set[int] = set()
-"""Signals after which the saves are finished, so that the handler of before is called."""
+_due: dict[int, bool] = {}
+"""Signals that came: whether the saves are finished, so that the handler of before is called."""
 _no_signal, _ended = threading.Event(), threading.Event()
 _no_signal.set()
 
@@ -148,14 +149,14 @@ def _heed_signals() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    if number in _due:
-        _due.discard(number)
+    if _due.get(number):
+        del _due[number]
         try:
             _before[number][0](number, frame)
         except BaseException:  # such as SystemExit: it ends the program
             _ended.set()
             raise
-    elif _pipe is not None:
+    elif number not in _due and _pipe is not None:
         with contextlib.suppress(BlockingIOError):  # full of signals, of which the first is enough
             os.write(_pipe[1], bytes([number + _BY_HANDLER]))
 
@@ -167,17 +168,19 @@ def _watch(reading: int) -> None:
         # A handler that replaced ours decides. Where it calls ours, that writes to the pipe, too. After the first
         # signal, the interpreter also writes when we send one.
         if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
-            first = False
+            first, process = False, os.getpid()
             _no_signal.clear()
+            _due[number] = False
             with contextlib.suppress(Exception):  # such as that no thread can be started: the signal matters more
                 finish = [partial(_aloud, partial(one.finish, SIGNAL_S)) for one in _managers]
                 _within_limit(signal.Signals(number).name, finish)
             # `signal.signal` is for the main thread only. What the kernel calls now may still be Python's, and so ours.
             _libc.sigaction(number, _before[number][1], None)
-            _due.add(number)
             while select.select([reading], [], [], 0)[0]:  # what came meanwhile is the same signal
                 os.read(reading, 1)
-            os.kill(os.getpid(), number)
+            # The main thread may hear of the first signal only now. It gets no turn between these two.
+            _due[number] = True
+            os.kill(process, number)
             _no_signal.set()
 
 

@@ -62,29 +62,23 @@ class Commits:
             raise errors[0]
 
     def wait(self) -> None:
-        """Wait until all commits are done, and what follows them.
+        """Wait until all commits are done, and what follows them. Raises what failed first.
 
         Raises:
             RunError: a step failed, on whichever rank; says why.
             WaitTimeout: it names what is missing.
         """
         waiting, self._open = list(self._open), {}
-        failed: Exception | None = None
         for step, kind in waiting:
             try:
                 self._wait_for(step, kind)
             except Exception as error:
-                failed = failed or error
+                self._errors.append(error)
         for thread in self._threads:
             thread.join(self._timeout_s)
             if thread.is_alive():
                 raise WaitTimeout("the work after a commit", "end", self._timeout_s)
-        try:
-            self.raise_failures()
-        except Exception as error:
-            raise failed or error from None
-        if failed is not None:
-            raise failed
+        self.raise_failures()
 
     def drop(self) -> None:
         """The saves failed, which was told already: wait for no commit of theirs, and do not tell it again."""

@@ -49,13 +49,11 @@ class Copies:
         self._timeout_s = timeout_s
         self._lazily = lazily
         self._copy = StateCopy()
-        self._metadata: dict[str, bytes] | None = None
+        self._metadata: dict[str, bytes] = {}
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         """See `interfaces.Copies`."""
         rank = self._manager.rank
-        if contents.EXPORT in todo:
-            check_export(self._manager)
         together(f"copy the state of step {step}", lambda: self._take(step, todo))
         found: dict[str, SaveFn] = {
             name: self._copy.writer(self._file(name), folder, staging, durable=durable, timeout_s=self._timeout_s)
@@ -63,7 +61,7 @@ class Copies:
             if name not in contents.OF_FIRST_RANK
         }
         if rank == 0 and contents.METADATA in todo:
-            found[contents.METADATA] = lambda: files.write_files(self._metadata or {}, folder)
+            found[contents.METADATA] = lambda: files.write_files(self._metadata, folder)
         if contents.EXPORT in todo:
             tensors = files.full_tensors(self._manager.model)
             export = use_on_first_rank(f"gather the model of step {step}", tensors, self._export)
@@ -82,7 +80,7 @@ class Copies:
 
     def _take(self, step: int, todo: list[str]) -> None:
         live = {self._file(name): value for name, value in self._live(todo).items()}
-        if contents.METADATA in todo and self._manager.rank == 0 and self._metadata is None:
+        if contents.METADATA in todo and self._manager.rank == 0 and not self._metadata:
             # Made once, and on the thread that uses config and tokenizer: neither changes in a run.
             self._metadata = files.metadata(self._manager)
         # Last: what comes after it shares the processor with it.

@@ -171,6 +171,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         if contents.OPTIMIZER in todo and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         if contents.EXPORT in todo:
+            check_export(self)
             files.auto_class(files.unwrapped(self.model).config)
 
     def _check_files(self, local_path: str) -> None:

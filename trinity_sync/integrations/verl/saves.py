@@ -13,7 +13,7 @@ One save, on every rank:
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -35,7 +35,7 @@ from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
-class CommittedSaves(Saves, ABC):
+class CommittedSaves(Saves):
     """The base of our checkpoint managers; stands before verl's class among the bases of each, which makes `rank`,
     `world_size` and the rest. The constructor calls `_start_saves`.
     """
@@ -157,12 +157,12 @@ class CommittedSaves(Saves, ABC):
         self.previous_global_step = step
         if todo:
             self._write(local_path, step, kind, todo)
-        elif kind == FULL and kind not in self._kinds and self._roles:
-            together(f"begin to save step {step}", lambda: self._tell_parts(local_path, step, kind, {}))
-        elif kind not in self._kinds and self.rank == 0:
-            # All of it is written as weights; it is to count as a full checkpoint now.
-            commit = self._monitor.monitor_step(step, weights=kind == STATE_DICT, attempt=self._attempt)
-            commit.result(self._timeout_s)
+        elif kind not in self._kinds:  # all of it is written as the other kind
+            if kind == FULL and self._roles:
+                together(f"begin to save step {step}", lambda: self._tell_parts(local_path, step, kind, {}))
+            elif self.rank == 0:
+                commit = self._monitor.monitor_step(step, weights=kind == STATE_DICT, attempt=self._attempt)
+                commit.result(self._timeout_s)
         self._saved[place] = saved | set(todo)
         self._kinds.add(kind)
         self._commits.expect(step, kind)
@@ -277,10 +277,11 @@ class CommittedSaves(Saves, ABC):
         Returns:
             Whether its commit is awaited here. Where it is not, nothing is done.
         """
-        step = step_at(self._root, path)
-        if self._root is None or step is None or step != self._step or FULL not in self._kinds:
+        if FULL not in self._kinds or step_at(self._root, path) != self._step:
             return False
-        follow_with_copy(self._commits, self._root, step, then)
+        assert self._root is not None
+        assert self._step is not None
+        follow_with_copy(self._commits, self._root, self._step, then)
         return True
 
     def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
@@ -294,7 +295,7 @@ class CommittedSaves(Saves, ABC):
         if roles and place not in roles:
             raise ConfigError(f"{local_path} is saved, but the roles of this run are {', '.join(roles)} (open_run)")
         meta = CommitMeta(backend=self._backend, world_size=self.world_size)
-        if self._limit and self._limit > 0:
+        if self._limit is not None and self._limit > 0:
             meta["keep_last"] = self._limit  # for retention right after the commit, before `register_checkpoint`
         begun = self._monitor.begin(
             step,
@@ -363,7 +364,7 @@ class CommittedSaves(Saves, ABC):
         """
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)
-        if max_ckpt_to_keep and max_ckpt_to_keep > 0:
+        if max_ckpt_to_keep is not None and max_ckpt_to_keep > 0:
             self._monitor.prune(max_ckpt_to_keep).result(self._timeout_s)
         self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
 
