@@ -143,6 +143,30 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
     assert ended == started
 
 
+def test_the_end_of_an_interrupted_start_is_no_death_of_its_raylet(monkeypatch: pytest.MonkeyPatch) -> None:
+    over: list[str] = []
+
+    def until(name: str) -> Any:
+        @contextmanager
+        def block(*_: object) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                over.append(name)
+
+        return block
+
+    def interrupted(**options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_ray, "starting_raylets_watched", until("the raylet is watched"))
+    monkeypatch.setattr(own_ray, "_processes_looked_after", until("the raylet may live"))
+    monkeypatch.setattr(ray, "init", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own_ray.start_ray(10.0, _temp_dir="/nowhere")
+    assert over == ["the raylet is watched", "the raylet may live"]
+
+
 @pytest.mark.parametrize(("looks", "left", "cleared"), [(3, 0, True), (10**6, 0, False), (0, 1, False)])
 def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
     looks: int, left: int, cleared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
