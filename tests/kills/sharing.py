@@ -225,8 +225,9 @@ class Visits:
         run = self._stranger.copy(home)
         into_mirror = draw < 0.7 and self._setup.mirrored
         place = self._places.mirror if into_mirror else self._places.checkpoints
-        override = f"checkpoint.{'mirror' if into_mirror else 'dir'}={place}"
-        problems = self.refused(home, [*_RESUME, str(run), override, _MORE], str(place))
+        # A copy has the first run's mirror in its settings, which it would be refused.
+        given = [f"checkpoint.mirror={place}"] if into_mirror else [f"checkpoint.dir={place}", "checkpoint.mirror=null"]
+        problems = self.refused(home, [*_RESUME, str(run), *given, _MORE], str(place))
         return problems + list(checks.Owner().look(run, [run / "checkpoints"], {}))
 
     def _other_mirror(self, home: Path, _: float) -> list[str]:
