@@ -594,14 +594,15 @@ def test_a_lost_mark_is_put_back_where_the_manifests_name_the_run(here: Path, th
     assert Storage(there).read(MARK) == OWNER.to_text()
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", ["verl's", "another run's"])
-def test_one_folder_that_no_record_lists_keeps_the_mark_away(here: Path, there: str, kind: str) -> None:
+def test_one_folder_that_no_record_lists_keeps_the_mark_away(here: Path, there: str, kind: str, again: bool) -> None:
     commit(here, 10)
     mirror_at(there).upload(here, 10)
     foreign(there, 20, kind)
     Storage(there).delete(MARK)
     with pytest.raises(ForeignError, match="it holds global_step_20, which /runs/ours has no record of"):
-        at(there).claim(commits_in(here))
+        at(there).claim(commits_in(here), again=again)
 
 
 # ---- two at the same instant

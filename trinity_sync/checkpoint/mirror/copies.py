@@ -137,8 +137,6 @@ class Mirror:
         """
         mark, steps, own = self._mark(), self.steps(), self._owner
         if mark is None:
-            if again:
-                raise RunError(_UNMARKED)
             if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
                 raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
             for step in steps:
@@ -147,6 +145,8 @@ class Mirror:
                     raise ForeignError(
                         f"it holds {_folder(step)}, which {own.folder} has no record of; name another place"
                     )
+            if again:
+                raise RunError(_UNMARKED)
         elif mark.run != own.run:
             if steps or mark.may_run(own):
                 raise ForeignError(f"it {refusal(mark)}")
