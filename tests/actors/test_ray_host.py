@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 
 import psutil
 import pytest
+import ray
 
+from trinity_sync.actors.ray_host import RayHost
 from trinity_sync.host.interrupts import ENDING, left_to_driver
 from trinity_sync.host.process import DRIVER
 
@@ -93,3 +96,15 @@ def test_a_worker_leaves_signals_to_the_driver_and_its_programs_do_not() -> None
         worker.send_signal(signum)
     said, _ = worker.communicate("".join(f"{signum:d}\n" for signum in ENDING), timeout=100)
     assert (said, worker.returncode) == ("".join(f"{-signum}\n" for signum in ENDING), 0)
+
+
+def test_a_reference_that_fails_with_its_process_is_outlived_and_one_that_ends_is_not() -> None:
+    async def gone() -> None:
+        raise ray.exceptions.RayError
+
+    async def ended() -> None:
+        pass
+
+    host = RayHost.__new__(RayHost)
+    assert asyncio.run(host.outlived([gone()])) is True
+    assert asyncio.run(host.outlived([ended()])) is False

@@ -143,6 +143,24 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
     assert ended == started
 
 
+def test_what_a_process_of_rays_prints_without_end_is_cut(tmp_path: Path) -> None:
+    printed = tmp_path / "raylet.err"
+    printed.write_text("before\n" + "x" * 10_000)
+    assert own_ray._end_of(3, printed) == "ended with exit code 3: " + "x" * 300
+
+
+def test_what_is_left_of_a_start_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**options: object) -> None:
+        raise ValueError("no")
+
+    ended: list[None] = []
+    monkeypatch.setattr(ray, "init", fails)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
+    with pytest.raises(RunError, match="Ray did not start: no"):
+        own_ray.start_ray(10.0)
+    assert ended == [None]
+
+
 def test_the_end_of_an_interrupted_start_is_no_death_of_its_raylet(monkeypatch: pytest.MonkeyPatch) -> None:
     over: list[str] = []
 
