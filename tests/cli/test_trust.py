@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from tests.cli.stand_in import Computing, standing_in
 from trinity_sync import config
 from trinity_sync.cli import main as cli
+from trinity_sync.config import recorded
 from trinity_sync.config.saved import record_of
 from trinity_sync.host.module_path import own_module_folders
 from trinity_sync.reproduction import bundle
@@ -352,6 +353,17 @@ def test_a_key_needs_no_hard_links(launcher: Computing, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "link", refused)
     assert record(first()).exists()
+
+
+def test_an_interrupt_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recorded.record([], {})
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"signatures": 3}', '{"signatures": [], "modules": []}', "[" * 9999])

@@ -113,9 +113,9 @@ def _make_key(path: Path) -> None:
     with suppress(FileExistsError):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(handle, secrets.token_bytes(_KEY_BYTES))  # who reads before it is there records nothing that once
+            os.write(handle, secrets.token_bytes(_KEY_BYTES))  # a run that reads the file before this records nothing
             os.fsync(handle)
-        except OSError:
+        except BaseException:  # also Ctrl-C: an empty file would be no key for ever
             path.unlink()
             raise
         finally:

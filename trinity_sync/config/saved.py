@@ -488,7 +488,7 @@ def _imported(key: str, name: str, allowed: Collection[str]) -> Iterator[Doubt]:
     # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
     real = _home(name) if _below(name, allowed) else None
     if real is None or not _below(real, (*allowed, _REWARDS)):  # one of ours may be given a name in a package of theirs
-        ours = name.startswith("trinity_sync.")  # of which other parts must not be allowed by the way
+        ours = name.startswith("trinity_sync.")  # the advice must not allow all of this program
         package = real or (name.rpartition(".")[0] if ours else _top(name))
         yield Doubt(key, name, name, "which would be imported and run", f"--allow-target {shlex.quote(package)}", name)
 

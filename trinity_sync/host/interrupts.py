@@ -26,7 +26,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _seen = threading.Event()
 _stop: threading.Event | None = None
 _wake: int | None = None
-"""Pipe by which the innermost block is told of signals; somebody else's, such as an event loop's, may be around it."""
+"""The pipe of the innermost block, which gets the numbers of signals. An event loop may have a pipe of its own."""
 _shields = 0
 _left = 0
 _deadline = math.inf

@@ -258,7 +258,7 @@ def start_ray(limit_s: float, **options: Any) -> None:
     while True:
         try:
             watched = starting_raylets_watched(folder) if folder else contextlib.nullcontext()
-            with _lean(), _processes_looked_after(), watched:  # whose end, of an interrupted start, is no death
+            with _lean(), _processes_looked_after(), watched:  # the watch ends before cleanup kills the raylet
                 ray.init(address="local", **options)
             return
         except Exception as error:

@@ -192,7 +192,7 @@ def _action(number: int) -> bytes:
 
 
 def _within_limit(why: str, finish: Sequence[Callable[[], object]]) -> None:
-    """Let the saves be finished side by side, `SIGNAL_S` at most. Nobody may read what the program prints meanwhile."""
+    """Finish the saves side by side, within `SIGNAL_S`. A full pipe of the output delays nothing."""
     until = time.monotonic() + SIGNAL_S
     ends = [threading.Thread(target=one, daemon=True) for one in finish]
     text = f"{why}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now"
