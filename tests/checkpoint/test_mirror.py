@@ -472,7 +472,9 @@ def test_a_copy_of_a_run_does_not_get_its_place(there: str, tmp_path: Path) -> N
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({"id": OURS}))
     marked(there, replace(OWNER, folder=str(first)))
-    with pytest.raises(ForeignError, match=f"belongs to run {OURS} in {first} .* of which {copy} may be a copy; give "):
+    with pytest.raises(
+        ForeignError, match=f"belongs to run {OURS} in {first} .* and {copy} may be a copy of it; give "
+    ):
         at(there, replace(OWNER, folder=str(copy))).claim()
     (first / "run.json").unlink()
     at(there, replace(OWNER, folder=str(copy))).claim()

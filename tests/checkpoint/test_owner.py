@@ -161,7 +161,7 @@ def test_a_start_that_ended_early_is_not_in_the_way_of_the_next(root: Path, run:
 
 def test_a_run_on_another_host_may_be_a_copy(root: Path, run: Path, tmp_path: Path) -> None:
     owner.write_mark(root, replace(Owner.new(OURS, tmp_path / "moved"), host="there"))
-    with pytest.raises(ConfigError, match=rf"of which {run} may be a copy; give checkpoint.dir={root}"):
+    with pytest.raises(ConfigError, match=rf"and {run} may be a copy of it; give checkpoint.dir={root}"):
         owner.check(root, Owner.new(OURS, run), recorded=())
     owner.check(root, Owner.new(OURS, run), recorded=(), named=True)
 
@@ -177,7 +177,7 @@ def test_a_copied_run_does_not_get_the_folder_of_the_first_one(root: Path, run: 
     owner.write_mark(root, Owner.new(OURS, run))
     commit(root, 10)
     copy = shutil.copytree(run, tmp_path / "copy")
-    with pytest.raises(ConfigError, match=rf"belongs to run {OURS} in {run} on .*, of which {copy} may be a copy"):
+    with pytest.raises(ConfigError, match=rf"belongs to run {OURS} in {run} on .*, and {copy} may be a copy of it"):
         owner.check(root, Owner.new(OURS, copy), recorded=())
     owner.check(root, Owner.new(OURS, copy), recorded=(), named=True)
     owner.check(root, Owner.new(OURS, run), recorded=())

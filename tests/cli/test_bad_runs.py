@@ -226,7 +226,7 @@ def test_a_copy_of_a_run_goes_on_beside_it(launcher: Computing, run: Path, tmp_p
     assert cli.main(["resume", str(copy)]) == 0
     write_mark(run / "checkpoints", Owner.new(run_id(run / "run.json"), copy))
     assert cli.main(["resume", str(run)]) == 2, "the copy has taken it over"
-    assert f" in {copy} on {socket.gethostname()}, of which {run} may be a copy; give" in capsys.readouterr().err
+    assert f" in {copy} on {socket.gethostname()}, and {run} may be a copy of it; give" in capsys.readouterr().err
     assert cli.main(["resume", str(run), f"checkpoint.dir={run}/checkpoints"]) == 0
 
 

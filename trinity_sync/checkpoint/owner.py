@@ -216,7 +216,7 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         ours = mark.is_of(str(root)) or (inside and mark.is_of(owner.folder))
         return refusal(mark) if (mark.may_run(owner) and not ours) or _managed(root) else None
     if not named and mark.may_be_of_another_copy(owner):
-        return f"belongs to {mark}, of which {owner.folder} may be a copy; {take}"
+        return f"belongs to {mark}, and {owner.folder} may be a copy of it; {take}"
     return None
 
 

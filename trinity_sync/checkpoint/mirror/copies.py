@@ -152,7 +152,7 @@ class Mirror:
                 raise ForeignError(f"it {refusal(mark)}")
         elif not named and mark.may_be_of_another_copy(own):
             raise ForeignError(
-                f"it belongs to {mark}, of which {own.folder} may be a copy; give checkpoint.mirror=... once more to "
+                f"it belongs to {mark}, and {own.folder} may be a copy of it; give checkpoint.mirror=... once more to "
                 "take it over"
             )
 
