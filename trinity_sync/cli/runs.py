@@ -198,7 +198,6 @@ def _go_on(
     check_owned(folder, checkpoints, named="checkpoint.dir" in resume.given)
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     given = {key for key, _ in settings.trust.given}
-    given = {key for key, _ in settings.trust.given}
     changes = config.shown_diff(before, settings.cfg)
     _tell_changes([one for one in changes if one.key not in PLACES or one.key in given])
     with settings.only_trusted():  # Hydra composes it once more
