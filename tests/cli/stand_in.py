@@ -37,9 +37,9 @@ class StandIn:
         self, cfg: Any, run_dir: Path, *, resume: Any = None, until: int | None = None, settings: Any = None
     ) -> int:
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, until=until, command=list(sys.argv)))
-        if resume is None:
-            (run_dir / "run.json").write_text(json.dumps({"attempt": 0, "status": "running"}))
         with nullcontext() if self.refuses or settings is None else settings:
+            if resume is None:
+                (run_dir / "run.json").write_text(json.dumps({"attempt": 0, "status": "running"}))
             code = self.behave(cfg)
         self.leave(cfg, run_dir, until)
         return code

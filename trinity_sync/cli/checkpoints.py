@@ -339,9 +339,8 @@ def _saved_setting(run: Path, key: str) -> tuple[Any, str]:
         return None, ""
     from omegaconf import OmegaConf
 
-    from trinity_sync import config
+    import trinity_sync.config  # noqa: F401 - resolvers that the settings may name
 
-    config.register()
     try:
         found = OmegaConf.select(OmegaConf.load(run / ".hydra" / "config.yaml"), key)
         value = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found

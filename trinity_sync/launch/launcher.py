@@ -74,7 +74,8 @@ def run(
         resume: go on in place, instead of starting in a new folder.
         until: end after this step, as if it were the last, but do one step at least; None: `trainer.steps`.
         job: builds and drives the run.
-        settings: entered once the run's record has begun, left when the run is over.
+        settings: left when the run is over. Entered before the record of a new run begins, so that each run with a record
+            can be resumed, and after that of a resume, which may be refused.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -107,10 +108,12 @@ def run(
         mirror = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied)
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, mirror=mirror, recorded=recorded)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
+        if resume is None and settings:
+            stack.enter_context(settings)
         recorder = _recorder(cfg, folder, start, owner, threads, last_step)
         try:
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
-            with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
+            with recorder, deaths_told(recorder.fault), (resume and settings) or contextlib.nullcontext():
                 if scanned.counts is not None:
                     recorder.event("rows", **scanned.counts._asdict())
                 with failing_of_it():
