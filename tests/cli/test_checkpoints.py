@@ -38,12 +38,17 @@ def commit(root: Path, step: int, **more: Any) -> Path:
     return step_dir(root, step)
 
 
+@pytest.fixture(scope="module")
+def settings() -> str:
+    return OmegaConf.to_yaml(config.compose())
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, settings: str) -> Path:
     """A run that keeps its last two checkpoints and has three."""
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
-    OmegaConf.save(config.compose(), folder / ".hydra" / "config.yaml")
+    (folder / ".hydra" / "config.yaml").write_text(settings)
     OmegaConf.save({"hydra": {"runtime": {"cwd": str(tmp_path)}}}, folder / ".hydra" / "hydra.yaml")
     for step in (10, 20, 30):
         commit(folder / "checkpoints", step, metrics={"reward/mean": -step})
