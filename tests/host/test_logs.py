@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -255,6 +257,44 @@ def test_what_one_process_has_kept_another_one_does_not_empty(tmp_path: Path, mo
     monkeypatch.setattr(Path, "stat", look)
     logs.make_room(path, 80)
     assert (path.read_bytes(), Path(f"{path}.1").read_bytes()) == (b"", b"a" * 80)
+
+
+def test_two_processes_that_move_an_end_at_the_same_time_lose_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"a" * 100)
+
+    class Late(io.FileIO):
+        def seek(self, offset: int, whence: int = 0, /) -> int:
+            found = super().seek(offset, whence)
+            logs.make_room(path, 80)  # the other one, which is done before this one reads
+            path.write_bytes(b"b" * 50)
+            return found
+
+    def opened(self: Path, mode: str) -> io.FileIO:
+        monkeypatch.undo()
+        return Late(self, mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    logs.make_room(path, 80)
+    kept = Path(f"{path}.1").read_bytes()
+    assert (path.read_bytes(), len(kept), kept[-10:]) == (b"b" * 50, 80, b"a" * 10)
+
+
+def test_without_room_for_the_end_of_a_file_nothing_is_lost(tmp_path: Path) -> None:
+    path, before = tmp_path / "a.log", tmp_path / "a.log.1"
+    path.write_bytes(b"a" * 100)
+    before.write_bytes(b"b" * 20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60, hard))
+    try:
+        logs.make_room(path, 80)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (path.read_bytes(), before.read_bytes()) == (b"a" * 100, b"b" * 20)
+    logs.make_room(path, 80)
+    assert (path.read_bytes(), before.read_bytes()) == (b"", b"a" * 80)
 
 
 def test_a_line_is_cut_where_it_is_long(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -127,6 +128,18 @@ def has_our_key(prompt: Prompt, response: str, timeout_s: float = 1.0) -> float:
 class Waits:
     async def __call__(self, prompt: Prompt, response: str) -> float:
         return 1.0
+
+
+class Helped:
+    """Is worth 1 while the program runs that it has started when it was warmed up."""
+
+    def warm_up(self) -> None:
+        self.helper = subprocess.Popen(["sleep", "600"])
+
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.helper.wait(0.5)
+        return RewardResult(float(self.helper.poll() is None))
 
 
 class Warm:

@@ -8,7 +8,8 @@ import pytest
 from trinity_sync.errors import RunError
 from trinity_sync.host.origin import origin
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks import base
+from trinity_sync.tasks.base import Response, RewardResult
 from trinity_sync.tasks.judging import score
 
 PROMPT = Prompt(index=5, text="61=", answer="61")
@@ -86,3 +87,10 @@ def test_a_task_may_name_the_function_that_it_calls() -> None:
     task.reward_name = "my.reward"  # type: ignore[attr-defined]
     with pytest.raises(RunError, match=r"the reward function my\.reward,"):
         score(task, PROMPT, "", False, step=1)
+
+
+def test_a_call_during_which_signals_came_is_repeated_until_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = iter([0, 1, 1, 2, 2, 2])
+    monkeypatch.setattr(base, "signals_left", lambda: next(signals))
+    results = iter([RewardResult(0.0), RewardResult(0.25), RewardResult(1.0)])
+    assert base.judged_here(lambda *response: next(results), Response(PROMPT, "61", True)) == (1.0, None)

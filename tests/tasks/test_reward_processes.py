@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import re
-import select
 import signal
 import stat
 import subprocess
@@ -32,7 +31,7 @@ from trinity_sync.tasks import reward_worker
 from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
 from trinity_sync.tasks.functions import FunctionReward
 from trinity_sync.tasks.judging import Judging
-from trinity_sync.tasks.reward_process import AGAIN, decoded, encoded
+from trinity_sync.tasks.reward_process import decoded, encoded
 from trinity_sync.tasks.reward_processes import RewardProcesses
 
 SOURCE = bad_rewards.__file__
@@ -380,19 +379,54 @@ def test_programs_that_it_starts_have_the_users_environment(monkeypatch: pytest.
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP]], ids=len)
+def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(
+    tmp_path: Path, signals: list[signal.Signals]
+) -> None:
     ran = tmp_path / "ran"
-    program = f"echo >> {ran}; test $(wc -l < {ran}) = 2 || exec sleep 600"
+    program = f"echo >> {ran}; test $(wc -l < {ran}) = {len(signals) + 1} || exec sleep 600"
     with judging(reward=bad_rewards.environment) as judge:
         judge.warm_up()
         judging_process = in_background(partial(verdicts, judge, program, "true"), "judge")
-        until = time.monotonic() + LIMIT_S
-        while not ran.exists() or "sleep" not in [one.name() for one in started_by(judge)]:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        for one in started_by(judge):
-            one.terminate()
+        for number, signum in enumerate(signals, 1):
+            wait_for(lambda number=number: ran.exists() and len(ran.read_bytes()) == number)
+            signal_all(judge, signum)
         assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdict(idle: bool) -> None:
+    with contextlib.closing(RewardProcesses(bad_rewards.Helped(), Judging(), "helped")) as judge:
+        judge.warm_up()
+        if idle:
+            assert verdicts(judge, "") == [Verdict(1.0, None)]
+            signal_all(judge, signal.SIGTERM)
+        judging_process = in_background(partial(verdicts, judge, "", ""), "judge")
+        if not idle:
+            wait_for(lambda: judge._workers[0].under_way is not None)
+            signal_all(judge, signal.SIGTERM)
+        assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def signal_all(judge: RewardProcesses, signum: signal.Signals) -> None:
+    """Signal its processes and all below them, once a program of the function runs."""
+    wait_for(lambda: any(map(sleeps, started_by(judge))))
+    for one in started_by(judge):
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(signum)
+
+
+def sleeps(one: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(one.name() == "sleep")
+    return False
 
 
 def started_by(judge: RewardProcesses) -> list[psutil.Process]:
@@ -409,19 +443,22 @@ def test_a_large_function_has_the_time_of_the_start(monkeypatch: pytest.MonkeyPa
         assert verdicts(judge, "fine") == [Verdict(1.0, None)]
 
 
-def test_one_that_is_asked_once_more_has_its_time_once_more() -> None:
-    again = f"from {__name__} import answer; answer(in_fork=False, message={AGAIN!r})"
-    with judging(reward=bad_rewards.runs) as judge:
-        verdicts(judge, "")
-        (worker,) = judge._workers
-        for times, answered in ((1, True), (2, False)):
-            worker.ask(0, Response(PROMPT, f"{again}\n" * times, True), LIMIT_S)
-            before = worker.deadline
-            result = None
-            while result is None and worker.ended() is None:
-                select.select(worker.descriptors, [], [], LIMIT_S)
-                result = worker.answer()
-            assert (worker.deadline > before, result is not None) == (True, answered)
+class SignalledOnce(bad_rewards.Warm):
+    """Gets a signal while it is warmed up for the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def warm_up(self) -> None:
+        if not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().warm_up()
+
+
+def test_a_signal_while_the_function_is_imported_has_it_imported_once_more(tmp_path: Path) -> None:
+    with contextlib.closing(RewardProcesses(SignalledOnce(tmp_path / "mark"), Judging(), "signalled")) as judge:
+        assert verdicts(judge, "fine") == [Verdict(1.0, None)]
 
 
 def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) -> None:

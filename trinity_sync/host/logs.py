@@ -165,16 +165,20 @@ def make_room(path: Path, most_bytes: int = MOST_BYTES) -> None:
     """Move the end of a file that has become long to ``PATH.1``, and have it go on empty. Nothing is raised. What other
     processes append meanwhile may be lost.
     """
+    kept = Path(f"{path}.1")
     with contextlib.suppress(OSError):
         if path.stat().st_size < most_bytes:
             return
-        with path.open("r+b") as file:
+        kept.touch()
+        with path.open("r+b") as file, kept.open("r+b") as before:
+            os.posix_fallocate(before.fileno(), 0, most_bytes)  # a full disk fails here, before anything is overwritten
             file.seek(-most_bytes, os.SEEK_END)  # fails where another process has done it meanwhile
-            with open(f"{path}.1", "wb") as before:
-                left = most_bytes
-                while left > 0 and (piece := file.read(min(left, _PIECE))):
-                    left -= before.write(piece)
-            file.truncate(0)
+            left = most_bytes
+            while left > 0 and (piece := file.read(min(left, _PIECE))):
+                left -= before.write(piece)
+            if left == 0:  # else another process has done it meanwhile
+                before.truncate()
+                file.truncate(0)
 
 
 def _keep_short() -> None:

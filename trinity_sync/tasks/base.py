@@ -16,6 +16,8 @@ from trinity_sync.samples.record import Prompt
 
 _SHOWN = 200
 """Characters of a wrong result that are quoted."""
+_MOST_CALLS = 5
+"""For one response; each follows a signal."""
 
 
 class RewardResult(NamedTuple):
@@ -168,24 +170,20 @@ class RewardFunction(Protocol):
     def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult: ...
 
 
-def judged(
-    reward: RewardFunction, response: Response, again: Callable[[], object] = lambda: None
-) -> RewardResult | Failure:
-    """Call what judges, and make two plain floats of its result, or one and None.
-
-    Args:
-        again: called where it is called once more: a signal to all processes of the run may have ended a program of its
-            own, on which its result was founded.
+def judged_here(reward: RewardFunction, response: Response) -> RewardResult | Failure:
+    """As `judged`, in a process that goes on after signals. A signal to all processes may have ended a program that the
+    call had started, so the call is repeated.
     """
-    before = signals_left()
-    result = _judged(reward, response)
-    if signals_left() == before:
-        return result
-    again()
-    return _judged(reward, response)
+    for _ in range(_MOST_CALLS):
+        before = signals_left()
+        result = judged(reward, response)
+        if signals_left() == before:
+            break
+    return result
 
 
-def _judged(reward: RewardFunction, response: Response) -> RewardResult | Failure:
+def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure:
+    """Call what judges, and make two plain floats of its result, or one and None."""
     try:
         return _checked(reward(*response))
     except (Exception, SystemExit) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import Failure, Judge, Response, RewardResult, Task, Verdict, error_of, judged
+from trinity_sync.tasks.base import Failure, Judge, Response, RewardResult, Task, Verdict, error_of, judged_here
 
 ON_ERROR = ("stop", "zero", "skip")
 """What becomes of a response that cannot be judged: the run ends; its reward is 0; it has none, and nothing is learnt
@@ -81,7 +81,7 @@ def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -
     Raises:
         RunError: the task raised, or gave something other than a `RewardResult` of finite numbers.
     """
-    result = judged(task.reward, Response(prompt, text, finished))
+    result = judged_here(task.reward, Response(prompt, text, finished))
     if isinstance(result, Failure):
         name = getattr(task, "reward_name", None) or f"{type(task).__module__}.{type(task).__qualname__}.reward"
         raise error_of(result, name, prompt, step)

@@ -10,12 +10,13 @@ import json
 import math
 import os
 import pickle
+import signal
 import sys
 from dataclasses import astuple
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.lifeline import go_on_kept
 from trinity_sync.host.origin import Origin, ended, keep_origin
 from trinity_sync.host.stacks import ASK, tell_stack
@@ -23,8 +24,6 @@ from trinity_sync.tasks.base import Failure, RewardResult, judged
 
 Answer = RewardResult | Failure | None
 """To a response; None: the function is there."""
-AGAIN = b"again"
-"""In place of an answer: the function is called once more, see `judged`, and has its time once more."""
 
 
 def serve(descriptor: int, stack: int, lifeline: int) -> None:
@@ -40,6 +39,9 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
         os.set_inheritable(inherited, False)
     connection = Connection(descriptor)
     go_on_kept(lifeline, ASK, not_kept=[descriptor])
+    for signum in ENDING:  # they may end the programs of the function, too, and a verdict without those is wrong
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
     tell_stack(stack)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # whole lines: others write into the same file
@@ -54,7 +56,7 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
             connection.send_bytes(encoded(number, answer))
             _flush()
             number, response = connection.recv()
-            answer = judged(reward, response, partial(connection.send_bytes, AGAIN))
+            answer = judged(reward, response)
     _flush()
     os._exit(0)  # whatever the function has left running
 

@@ -20,6 +20,8 @@ from trinity_sync.tasks.reward_worker import RewardWorker
 
 _START_S = 300.0
 """For a process to import the function."""
+_SIGNALS = 3
+"""Ends by a signal, per process and batch, that are no failure: the signal went to all processes of the run."""
 
 
 class RewardProcesses:
@@ -72,6 +74,7 @@ class RewardProcesses:
         """
         verdicts: dict[int, Verdict] = {}
         left = deque(range(len(responses)))
+        signals = _SIGNALS * self._judging.processes
         try:
             while len(verdicts) < len(responses):
                 self.warm_up()
@@ -84,6 +87,10 @@ class RewardProcesses:
                     result = worker.answer()
                     if result is None and (result := worker.ended()) is not None:
                         self._workers.remove(worker)
+                        if worker.signalled and signals:
+                            signals -= 1
+                            left.extendleft([] if asked is None else [asked])
+                            continue
                         if not worker.up:
                             raise self._useless(result)
                     if result is not None and asked is not None:

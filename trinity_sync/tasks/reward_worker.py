@@ -11,6 +11,7 @@ from signal import strsignal
 from subprocess import Popen, TimeoutExpired
 
 from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.origin import Origin
 from trinity_sync.host.stacks import ASK, place_of, stack_told
 from trinity_sync.tasks import base, reward_process
@@ -74,6 +75,11 @@ class RewardWorker:
         return self.idle and (self._broken or self._channel.poll(0.0))
 
     @property
+    def signalled(self) -> bool:
+        """Whether a signal that ends runs has ended it; known after `ended`."""
+        return -(self._child.returncode or 0) in ENDING
+
+    @property
     def descriptors(self) -> tuple[int, int]:
         """See `Channel`."""
         return self._channel.descriptors
@@ -91,7 +97,7 @@ class RewardWorker:
 
     def _send(self, question: object, limit: float) -> None:
         self._number = secrets.token_hex(8)  # which no earlier response can have known
-        self._limit, self._since, self._again = limit, time.monotonic(), False
+        self._limit, self._since = limit, time.monotonic()
         try:
             self._channel.send((self._number, question), None if self.up else limit)  # Python may be slow to start
         except OSError:
@@ -103,9 +109,6 @@ class RewardWorker:
             while not self._broken and self._channel.poll(0.0):
                 data = self._channel.recv_bytes()
                 if not data and not self.up:
-                    continue
-                if data == reward_process.AGAIN and not self._again:
-                    self._again, self._since = True, time.monotonic()
                     continue
                 number, answer = reward_process.decoded(data)
                 if number != self._number:  # the answer to no question, or once more to an earlier one
