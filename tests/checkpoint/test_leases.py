@@ -17,8 +17,8 @@ import pytest
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
 from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, trash, verification
-from trinity_sync.checkpoint.layout import LEASES, Manifest, read_manifest, staging_dir, step_dir
-from trinity_sync.checkpoint.leases import lease_checkpoint, pin
+from trinity_sync.checkpoint.layout import LEASES, PINS, Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -319,3 +319,35 @@ def test_the_folder_of_leases_is_open_to_a_group_that_it_cannot_have_as_it_is_to
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / LEASES).stat().st_mode) == folder
+
+
+@pytest.mark.parametrize("place", [LEASES, PINS])
+def test_behind_a_link_nothing_is_deleted_or_written(tmp_path: Path, place: str) -> None:
+    root, theirs = tmp_path / "root", tmp_path / "theirs"
+    manifest = commit(root, 10)
+    shutil.rmtree(root / LEASES)
+    theirs.mkdir()
+    for name in ("package.json", "10-0-x.json", "10-0.json", "x.claim", "10-0-1-x.claim", ".draft.tmp"):
+        (theirs / name).write_text("{}")
+        os.utime(theirs / name, (1.0, 1.0))
+    before = {path.name: path.read_text() for path in theirs.iterdir()}
+    (root / place).symlink_to(theirs)
+    leases.clean_claims(root, now=1e9)
+    leases.leased(root, now=1e9)
+    leases.blockers(root, manifest, now=1e9)
+    with pytest.raises((RunError, OSError), match="is a link"):
+        pin(root, 10)
+    if place == PINS:
+        with pytest.raises(RunError, match="is a link"):
+            unpin(root, 10)
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == before
+
+
+def test_only_leases_and_claims_are_deleted_when_they_have_ended(tmp_path: Path) -> None:
+    (tmp_path / LEASES).mkdir()
+    for name in ("package.json", "x.claim", "10-0-x.json", "10-0-1-x.claim"):
+        (tmp_path / LEASES / name).write_text("{}")
+        os.utime(tmp_path / LEASES / name, (1.0, 1.0))
+    leases.clean_claims(tmp_path, now=1e9)
+    leases.leased(tmp_path, now=1e9)
+    assert {path.name for path in (tmp_path / LEASES).iterdir()} == {"package.json", "x.claim"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -149,6 +150,19 @@ def test_a_folder_with_the_mark_of_a_run_that_may_live_is_refused(
         for recorded in (None, ()):
             with pytest.raises(ConfigError, match=f"belongs to another run: run {THEIRS} in {theirs.path}"):
                 owner.check(root, Owner.new(OURS, run), recorded=recorded)
+
+
+def test_a_run_whose_lock_cannot_be_tried_may_live(
+    root: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with RunFolder.open(tmp_path / "theirs", resume=False) as theirs:
+        owner.write_mark(root, Owner.new(THEIRS, theirs.path))
+        monkeypatch.setattr("fcntl.flock", flock)
+        with pytest.raises(ConfigError, match=f"belongs to another run: run {THEIRS}"):
+            owner.check(root, Owner.new(OURS, run), recorded=())
 
 
 @pytest.mark.parametrize("folder", ["the run's", "the place"])

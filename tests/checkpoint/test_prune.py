@@ -360,6 +360,21 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
     commit(tmp_path, 10)
 
 
+@pytest.mark.parametrize("link", [".pruned", ".pruned/10-0"])
+def test_a_note_is_written_over_nothing_behind_a_link(tmp_path: Path, link: str) -> None:
+    root, theirs = tmp_path / "root", tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("10-0", "20-0"):
+        (theirs / name).write_text("theirs")
+    for step in (10, 20):
+        commit(root, step)
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(theirs / "10-0" if "/" in link else theirs)
+    assert run(root, KeepLast(1)) == [10]
+    deletion_notes.unlink_notes(root, 0)
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {"10-0": "theirs", "20-0": "theirs"}
+
+
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:
     for step in (10, 20):
         commit(tmp_path, step)

@@ -368,6 +368,22 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
         assert verification.verify(beside(tmp_path, 20, 1)).ok
 
 
+@pytest.mark.parametrize("linked", ["global_step_20", ".replaced-global_step_20"])
+def test_a_replacement_is_finished_without_files_from_or_to_behind_a_link(tmp_path: Path, linked: str) -> None:
+    root, theirs = tmp_path / "root", tmp_path / "theirs"
+    root.mkdir()
+    for name in ("global_step_20", ".replaced-global_step_20"):
+        place = theirs if name == linked else root
+        commit(place, 20)
+        step_dir(place, 20).rename(place / name)
+        (place / name / f"of {place.name}").touch()
+    (root / linked).symlink_to(theirs / linked)
+    recovery.recover(root)
+    assert list(theirs.rglob("of *")) == [theirs / linked / "of theirs"]
+    assert not (root / ".replaced-global_step_20").exists()
+    assert linked == "global_step_20" or [path.name for path in root.rglob("of *")] == ["of root"]
+
+
 def dying_after(name: str) -> Any:
     """A `Path.rename` that is the last thing that a program does, where it gives something this name."""
     real = Path.rename

@@ -590,6 +590,14 @@ def test_checkpoints_behind_a_link_are_asked_for_by_name(launcher: Computing, tm
     assert resume(folder) == 0
 
 
+def test_a_step_that_was_archived_and_linked_back_is_in_no_resumes_way(launcher: Computing, tmp_path: Path) -> None:
+    folder = foreign()
+    (tmp_path / "archive" / "global_step_1").mkdir(parents=True)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "global_step_1").symlink_to(tmp_path / "archive" / "global_step_1")
+    assert resume(folder) == 0
+
+
 @pytest.mark.parametrize("override", ["name=${oc.env:A_SECRET}", "trainer.lr=${oc.env:A_SECRET}"])
 def test_the_environment_is_not_read_for_somebody_else(
     launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: Capture, override: str

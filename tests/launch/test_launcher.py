@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from trinity_sync.checkpoint.owner import MARK
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
@@ -209,3 +210,18 @@ def test_settings_hear_of_a_refusal(
     with pytest.raises(ConfigError):
         launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run", settings=settings())
     assert seen == [refusal]
+
+
+def test_a_refused_start_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on another host could not see that it is over."""
+
+    def refuse(cfg: object) -> list[object]:
+        assert (tmp_path / "saved" / MARK).exists()
+        assert (tmp_path / "copies" / MARK).exists()
+        raise ConfigError("no such tracker")
+
+    monkeypatch.setattr(launcher, "run_trackers", refuse)
+    places = [f"checkpoint.dir={tmp_path}/saved", f"checkpoint.mirror={tmp_path}/copies"]
+    with pytest.raises(ConfigError, match="no such tracker"):
+        launcher.run(compose(["trainer.steps=1", "live=off", *places]), tmp_path / "run")
+    assert not list(tmp_path.rglob(MARK))

@@ -208,3 +208,11 @@ def test_cutting_leaves_the_kept_lines_as_they_are_and_removes_a_torn_one(tmp_pa
 def test_cutting_a_missing_log_leaves_it_missing(tmp_path: Path) -> None:
     assert jsonl.cut_after(tmp_path / "a.jsonl", 3, key=jsonl.metrics_step) == 0
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("a last line without an end")
+    (tmp_path / "log").symlink_to(tmp_path / "theirs")
+    with pytest.raises(RunError, match="log cannot be written"):
+        jsonl.JsonlWriter(tmp_path / "log")
+    assert (tmp_path / "theirs").read_text() == "a last line without an end"

@@ -95,3 +95,11 @@ def test_a_disk_that_takes_no_write_is_a_configuration_error_and_the_folder_is_l
     monkeypatch.undo()
     assert lock_owner(tmp_path) is None
     assert not list(tmp_path.glob(".probe*"))
+
+
+def test_a_link_in_the_place_of_what_is_written_to_try_the_disk_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / f".probe-{os.getpid()}").symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="does not take writes"):
+        RunFolder.open(tmp_path, resume=False)
+    assert (tmp_path / "theirs").read_text() == "theirs"

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from trinity_sync.checkpoint.layout import PRUNED, Manifest, key_of
 from trinity_sync.checkpoint.manifest_fields import Base
+from trinity_sync.host.durable import replace_file
+from trinity_sync.host.locks import check_no_link
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 
 #: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
@@ -34,12 +36,12 @@ class Deletion(NamedTuple):
 def note_deletion(root: Path, manifest: Manifest) -> None:
     """Note a deletion. It goes on where that cannot be done: a disk may be full, which the deletion mends."""
     with suppress(OSError):
-        (root / PRUNED).mkdir(exist_ok=True)
+        check_no_link(root / PRUNED).mkdir(exist_ok=True)
         path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
         noted: dict[str, object] = {"digest": manifest.digest, "bytes": manifest.bytes}
         if manifest.base is not None:
             noted["base"] = manifest.base.to_json()
-        path.write_text(json.dumps(noted), encoding="utf-8")
+        replace_file(path, json.dumps(noted), durable=False)
     for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
         _unlink(root, step, attempt, manifest.kind)
 
@@ -80,6 +82,7 @@ def _note_path(root: Path, step: int, attempt: int, kind: Kind) -> Path:
 
 def _unlink(root: Path, step: int, attempt: int, kind: Kind) -> None:
     with suppress(OSError):
+        check_no_link(root / PRUNED)
         _note_path(root, step, attempt, kind).unlink()
 
 

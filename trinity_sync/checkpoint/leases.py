@@ -40,6 +40,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import make_folder, replace_file
+from trinity_sync.host.locks import check_no_link
 
 #: A checkpoint is moved in milliseconds. Who claimed one so many seconds ago is taken for dead.
 _CLAIM_S = 30.0
@@ -61,7 +62,7 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
 
     Raises:
         ManifestError: there is no such checkpoint.
-        RunError: it was deleted just now.
+        RunError: it was deleted just now, or a link is in the place of the pins.
     """
     with lease_checkpoint(root, step, reader="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
@@ -82,6 +83,7 @@ def unpin(root: Path, step: int) -> bool:
 
     Raises:
         ManifestError: there is no such checkpoint.
+        RunError: a link is in the place of the pins.
     """
     manifest = read_manifest(step_dir(root, step))
     path = _pin_path(root, step, manifest.attempt)
@@ -155,11 +157,11 @@ def make_leases_folder(root: Path) -> None:
     """Make the folder of leases and claims, for all who may write in the checkpoint folder, whatever our umask.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or is a link.
     """
-    folder = root / LEASES
+    folder = check_no_link(root / LEASES)
     folder.mkdir(exist_ok=True)
-    with suppress(OSError):  # somebody else's, which may not be looked into, or a link
+    with suppress(OSError):  # somebody else's, which may not be looked into
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _share(descriptor, root.stat())
@@ -184,21 +186,28 @@ def _share(descriptor: int, above: os.stat_result) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """Unlink what has ended. Where that is refused, as for what belongs to another user, it stays and means nothing."""
+    """Unlink what has ended. Where that is refused, as for what belongs to another user, it stays and means nothing.
+    Behind a link in the place of our folder are files of somebody else.
+    """
     with suppress(OSError):
-        path.unlink(missing_ok=True)
+        if not path.parent.is_symlink():
+            path.unlink(missing_ok=True)
 
 
-def clean_claims(root: Path, *, now: float) -> None:
-    """Unlink the claims that have ended by now (Unix seconds): those of programs that died."""
+def clean_claims(root: Path, *, now: float) -> set[tuple[int, int]]:
+    """Unlink the claims that have ended by now (Unix seconds), those of programs that died; return (step, attempt) of
+    the others.
+    """
+    found = set()
     for path in _files(root / LEASES, _CLAIM):
-        if _ends(path) < now:
+        name, _, ends = path.stem.rpartition("-")[0].rpartition("-")
+        if (key := key_of(name)) is None:
+            continue
+        if ends.isdecimal() and int(ends) >= now:
+            found.add(key)
+        else:
             _unlink(path)
-
-
-def _ends(claim: Path) -> float:
-    expires = claim.stem.rpartition("-")[0].rpartition("-")[2]
-    return int(expires) if expires.isdecimal() else 0.0
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +229,14 @@ def _clean_torn(root: Path, now: float) -> None:
     for path in (*(root / PINS).glob(".*.tmp"), *(root / LEASES).glob(".*.tmp")):
         with suppress(OSError):
             if path.stat().st_mtime < now - _TORN_S:
-                path.unlink()
+                _unlink(path)
 
 
 def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
     _clean_torn(root, now)
     for path in _files(root / LEASES, _LEASE):
-        key = key_of(path.stem.rpartition("-")[0])
+        if (key := key_of(path.stem.rpartition("-")[0])) is None:
+            continue
         body: dict[str, object] = {}
         try:
             body, expires = _read_lease(path)
@@ -236,7 +246,7 @@ def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
             expires = now  # it cannot be read now, which is no reason to take it for less than it is
         if expires < now:
             _unlink(path)
-        elif key is not None:
+        else:
             manifest = body.get("manifest")
             yield _LeaseFile(key, str(body.get("holder", "a reader")), None if manifest is None else str(manifest))
 
@@ -311,22 +321,13 @@ class CheckpointLease:
     def _wait_for_claims(self) -> None:
         limit_s = _CLAIM_S + _CLAIM_ENDS_S
         deadline = time.monotonic() + limit_s
-        while self._is_claimed():
+        while (self.step, self.attempt) in clean_claims(self.path.parent, now=self._clock()):
             if time.monotonic() > deadline:
                 raise RunError(
                     f"somebody has been about to delete the checkpoint of step {self.step} for {limit_s:.0f} s, so "
                     f"{self._reader} cannot have it"
                 )
             time.sleep(_POLL_S)
-
-    def _is_claimed(self) -> bool:
-        now = self._clock()
-        for path in _files(self.path.parent / LEASES, _CLAIM):
-            if _ends(path) < now:
-                _unlink(path)
-            elif key_of(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
-                return True
-        return False
 
     def _look(self) -> None:
         try:
@@ -369,7 +370,10 @@ def lease_checkpoint(
 
 
 def _pin_path(root: Path, step: int, attempt: int) -> Path:
-    return root / PINS / f"{step}-{attempt}{_LEASE}"
+    folder = root / PINS
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a link, and what it leads to would be changed; delete the link")
+    return folder / f"{step}-{attempt}{_LEASE}"
 
 
 def _read_lease(path: Path) -> tuple[dict[str, object], float]:

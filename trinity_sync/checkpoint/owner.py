@@ -30,7 +30,7 @@ from trinity_sync.checkpoint.layout import (
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import make_folder, replace_file
-from trinity_sync.tracking.run_folder import lock_owner
+from trinity_sync.host.locks import open_lock, try_lock
 
 MARK = ".run.json"
 #: What a run moves, overwrites or deletes in its checkpoint folder.
@@ -223,12 +223,12 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
 def _may_be_locked(lock: Path) -> bool:
     """Return whether a process may have this lock, also where that cannot be seen now."""
     try:
-        os.close(os.open(lock, os.O_RDONLY | os.O_CLOEXEC))
+        with os.fdopen(open_lock(lock, create=False, writable=False), "rb") as file:
+            return not try_lock(file.fileno(), shared=True)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True
-    return lock_owner(lock.parent) is not None
 
 
 def _managed(root: Path) -> str | None:

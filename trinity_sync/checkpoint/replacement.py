@@ -235,8 +235,10 @@ def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | N
 
 def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
     """Let what others wrote into `source`, which its manifest does not list, be in `target`. Where it cannot be linked
-    it moves: a copy would take its time, and miss what they write after it.
+    it moves: a copy would take its time, and miss what they write after it. Files behind a link are not ours to move.
     """
+    if source.is_symlink() or target.is_symlink():
+        return
     for path in set(files_of(source)).difference(listed):
         if not (source / path).is_file() or (target / path).exists():
             continue

@@ -51,7 +51,10 @@ def empty_trash(root: Path) -> list[str]:
         sync_folder(root)  # else a power cut could bring back the name of a checkpoint without its files
     for path in trash:
         try:
-            shutil.rmtree(path)
+            if path.is_symlink():  # an archived checkpoint, which stays where it is
+                path.unlink()
+            else:
+                shutil.rmtree(path)
         except FileNotFoundError:
             continue
         except OSError as error:

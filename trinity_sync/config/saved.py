@@ -116,6 +116,7 @@ interpolations, NUL for each; names may not.
 _UNKNOWN = object()
 _NO_LINK = "the file itself in place of the link "
 _LOOKED_AT = (".hydra", "logs", "checkpoints", "checkpoints/.staging", "checkpoints/.versions")
+_STEPS = ("checkpoints/global_step_", "checkpoints/abandoned-global_step_")
 _DEEPEST = 32
 _MOST_SHOWN = 8
 _OF_SWEEPS = {
@@ -413,7 +414,9 @@ def _of_tracker(key: str, value: object) -> bool:
 
 
 def _links(trust: Trust) -> Iterator[Doubt]:
-    """Links in a run's folder that lead out of it: what is written there would be written elsewhere."""
+    """Links in a run's folder that lead out of it: what is written there would be written elsewhere. A step behind a
+    link, such as an archived one, is only read.
+    """
     run, why = trust.where, "a link that leads out of the run's folder"
     try:
         parts = [part for part in (run, *(run / name for name in _LOOKED_AT)) if part.is_dir()]
@@ -422,7 +425,7 @@ def _links(trust: Trust) -> Iterator[Doubt]:
         raise ConfigError(f"{error.filename or run} cannot be read: {error.strerror or error}") from error
     for found in links:
         name, place = str(found.relative_to(run)), os.path.realpath(found)
-        if _inside(found, run):
+        if _inside(found, run) or name.startswith(_STEPS):
             continue
         if name != "checkpoints":
             yield Doubt(name, place, _here(place, run), why, f"{_NO_LINK}{shlex.quote(name)}")

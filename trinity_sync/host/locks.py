@@ -98,6 +98,13 @@ def _owner(descriptor: int) -> str:
     return "another process"
 
 
+def check_no_link(folder: Path) -> Path:
+    """Return a folder that is about to be written to; NotOursError where a link has its name."""
+    if folder.is_symlink():
+        raise NotOursError(errno.ELOOP, f"{folder} is a link", str(folder))
+    return folder
+
+
 def own_name(name: str) -> str:
     """Return a name of this user's own, where each user has one."""
     return f"{name}-{os.geteuid()}"

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.owner import Owner, check, write_mark
+from trinity_sync.checkpoint.owner import MARK, Owner, check, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
@@ -104,9 +105,12 @@ def run(
         check_place()
         owner = Owner.new(run_id(folder.run_json), folder.path)
         write_mark(checkpoints, owner)
+        stack.callback(_unless_begun, folder, (checkpoints / MARK).unlink)
         recorded, copied = recorded_commits(folder.events), copied_to(folder.events)
         mirror = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied)
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, mirror=mirror, recorded=recorded)
+        if mirror is not None:
+            stack.callback(_unless_begun, folder, mirror.unmark)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         if resume is None and settings:
             stack.enter_context(settings)
@@ -145,6 +149,13 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)
     run_trackers(cfg)
+
+
+def _unless_begun(folder: RunFolder, unmark: Callable[[], None]) -> None:
+    """Take back the mark of a start that was refused: the next one may be on another host, which cannot see its end."""
+    if not holds_run(folder.path):
+        with contextlib.suppress(OSError, RunError):
+            unmark()
 
 
 def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, owner: Owner, threads: int, last_step: int) -> Recorder:

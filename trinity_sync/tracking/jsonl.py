@@ -37,14 +37,14 @@ class JsonlWriter:
         path: the file; created if missing, and freed of a torn last line if not.
 
     Raises:
-        RunError: the file cannot be opened.
+        RunError: the file cannot be opened, or is a link.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         try:
-            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             _mend_tail(self._handle)
         except OSError as error:
             raise _write_error(path, error) from error

@@ -219,7 +219,7 @@ def _read_owner(lock: int) -> LockOwner:
 
 def _try_writing(path: Path) -> None:
     probe = path / f".probe-{os.getpid()}"
-    handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         write_all(handle, bytes(_PROBE_BYTES))
         os.fsync(handle)

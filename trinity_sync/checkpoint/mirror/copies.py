@@ -116,6 +116,11 @@ class Mirror:
         finally:
             self._storage.delete(own)
 
+    def unmark(self) -> None:
+        """Delete the mark that this start of the run put there."""
+        if self._owner_in(MARK) == self._owner:
+            self._storage.delete(MARK)
+
     def _take_back(self, name: str) -> None:
         """Delete what a start that was killed has left of its claim."""
         claimant = self._owner_in(name)

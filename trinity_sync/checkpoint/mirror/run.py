@@ -85,13 +85,20 @@ class RunMirror:
         """Check what a new run needs, as `check`, and write nothing."""
         self._ask(root, Mirror.check)
 
+    def unmark(self) -> None:
+        """Delete the mark that `check` put there; MirrorError where that cannot be done."""
+        self._call(Mirror.unmark)
+
     def _ask(self, root: Path, work: Callable[[Mirror], None]) -> None:
         self._check_apart(root)
-        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _FIRST_S))
         try:
-            call(self.place, brief, self.owner, work, log=self.log)
+            self._call(work)
         except MirrorError as error:
             raise self._unusable(error) from error
+
+    def _call(self, work: Callable[[Mirror], None]) -> None:
+        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _FIRST_S))
+        call(self.place, brief, self.owner, work, log=self.log)
 
     def _known(self, root: Path, recorded: Recorded) -> dict[str, Any]:
         """Return what `Mirror.check` is to know."""
