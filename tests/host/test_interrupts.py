@@ -201,6 +201,48 @@ def serve(descriptor):
 """
 
 
+_FORKS = """
+import os, signal, sys, time
+from trinity_sync.host import interrupts
+
+def fork():
+    if child := os.fork():
+        return child
+    signal.alarm(20)  # the end of a fork that nothing else ends
+    time.sleep(60)
+
+def end(child, signum=signal.SIGTERM):
+    os.kill(child, signum)
+    ended_by.append(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+ended_by = []
+if sys.argv[1] == "driver":
+    with interrupts.interruptible(), interrupts.interruptible(limit_s=1.0):
+        other = fork()
+        for _ in range(20):
+            end(fork())  # also before the fork has had a turn
+        time.sleep(1.0)
+else:
+    interrupts.leave_to_driver()
+    other = fork()
+    for _ in range(20):  # of SIGINT, Python itself may lose one that comes so soon
+        end(fork(), signal.SIGHUP)
+end(other)
+print(*ended_by)
+"""
+
+
+@pytest.mark.parametrize(("where", "signals"), [("driver", "15 " * 21), ("reward", "1 " * 20 + "15")])
+def test_a_signal_to_a_fork_ends_that_alone_and_a_fork_that_lives_holds_nothing_up(where: str, signals: str) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, where], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (0, signals.split())
+    assert "stopping" not in done.stderr
+    assert time.monotonic() - began < 15
+
+
 @pytest.mark.parametrize("signum", interrupts.ENDING)
 def test_a_child_process_leaves_signals_to_the_driver_and_a_users_program_does_not(
     signum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
