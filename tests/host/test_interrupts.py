@@ -106,6 +106,24 @@ def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock, monke
     assert interrupts.left(600.0) == 600.0
 
 
+@pytest.mark.parametrize(("signal_at", "waited_s"), [(None, 60.0), (7.5, 7.5 + 25.5 - 6.0)])
+def test_a_signal_shortens_a_wait_that_has_begun(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, signal_at: float | None, waited_s: float
+) -> None:
+    def passes(seconds: float) -> bool:
+        clock.now += seconds
+        if signal_at is not None and clock.now >= began + signal_at and not interrupts.interrupted():
+            signal.raise_signal(signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr(interrupts, "_end_at_once", lambda limit_s: None)
+    began = clock.now
+    with interruptible(limit_s=30.0), interrupts.shielded():
+        assert not interrupts.wait_until(passes, 60.0, 6.0)
+        assert clock.now - began == pytest.approx(waited_s, abs=1.0)
+        assert interrupts.wait_until(lambda seconds: True, 0.0)
+
+
 def test_the_time_goes_on_for_who_is_around_what_was_told_to_end(clock: Clock) -> None:
     with interruptible(limit_s=10.0):
         with interruptible(limit_s=30.0), finishing_steps(threading.Event()):

@@ -46,6 +46,7 @@ the queue has told them, too.
 REST_S = 6.0
 """Of the time after a signal, what is for the end of the actors, the record and Ray."""
 _WORDS_S = 2.0
+_SLICE_S = 1.0
 _FOR_STEP, _FOR_ALL = 0.5, 0.85
 """Shares of the limit: for the step under way; for everything, but the last words."""
 
@@ -215,6 +216,19 @@ def left(most_s: float, reserve_s: float = 0.0) -> float:
         reserve_s: for what comes after it, seconds.
     """
     return max(0.0, min(most_s, _deadline - time.monotonic() - reserve_s))
+
+
+def wait_until(ended: Callable[[float], object], most_s: float, reserve_s: float = 0.0) -> bool:
+    """Wait as long as `left` says, also where the signal comes meanwhile; return whether it has ended.
+
+    Args:
+        ended: waits so many seconds, and tells whether it has ended.
+    """
+    until = time.monotonic() + most_s
+    while not ended(slice_s := left(min(_SLICE_S, until - time.monotonic()), reserve_s)):
+        if slice_s == 0.0:
+            return False
+    return True
 
 
 @contextlib.contextmanager
