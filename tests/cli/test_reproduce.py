@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -315,6 +316,23 @@ def test_a_model_that_lies_elsewhere_under_another_name_is_given_again(launcher:
     moved = model.rename(tmp_path / "snapshot")
     assert reproduce(run, f"model.path={moved}") == 0
     assert launcher.calls[-1].cfg.model.path == str(moved)
+
+
+def test_a_model_that_can_no_longer_be_reached_is_given_again(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stat = tmp_path / "model", os.stat
+    bare_model(model)
+    run = first("model=path", f"model.path={model}")
+    copied = shutil.copytree(model, tmp_path / "copied")
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path) == str(model):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert reproduce(run, f"model.path={copied}") == 0
 
 
 def test_threads_are_those_of_the_run_where_none_are_asked_for(

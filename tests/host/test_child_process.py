@@ -144,7 +144,7 @@ def test_a_child_finds_our_modules_and_its_programs_have_the_users_path(
     (tmp_path / "only_here.py").write_text("")
     monkeypatch.chdir(tmp_path)
     hook = "__editable__.own-1.0.finder.__path_hook__"
-    monkeypatch.setattr(sys, "path", [*sys.path, hook, ""])
+    monkeypatch.setattr(sys, "path", [*sys.path, hook, "too long" * 100, ""])
     with started() as (_, channel):
         assert said(channel, "import sys, only_here; said = sys.path") == [*sys.path[:-1], str(tmp_path)]
         assert said(channel, "said = os.environ.get('PYTHONPATH')") == users

@@ -106,6 +106,24 @@ def test_what_comes_after_a_signal_has_the_time_that_is_left(clock: Clock, monke
     assert interrupts.left(600.0) == 600.0
 
 
+@pytest.mark.parametrize(("signal_at", "waited_s"), [(None, 60.0), (7.5, 7.5 + 25.5 - 6.0)])
+def test_a_signal_shortens_a_wait_that_has_begun(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, signal_at: float | None, waited_s: float
+) -> None:
+    def passes(seconds: float) -> bool:
+        clock.now += seconds
+        if signal_at is not None and clock.now >= began + signal_at and not interrupts.interrupted():
+            signal.raise_signal(signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr(interrupts, "_end_at_once", lambda limit_s: None)
+    began = clock.now
+    with interruptible(limit_s=30.0), interrupts.shielded():
+        assert not interrupts.wait_until(passes, 60.0, 6.0)
+        assert clock.now - began == pytest.approx(waited_s, abs=1.0)
+        assert interrupts.wait_until(lambda seconds: True, 0.0)
+
+
 def test_the_time_goes_on_for_who_is_around_what_was_told_to_end(clock: Clock) -> None:
     with interruptible(limit_s=10.0):
         with interruptible(limit_s=30.0), finishing_steps(threading.Event()):
@@ -199,6 +217,48 @@ def serve(descriptor):
     connection.send(program.returncode)
     connection.recv()
 """
+
+
+_FORKS = """
+import os, signal, sys, time
+from trinity_sync.host import interrupts
+
+def fork():
+    if child := os.fork():
+        return child
+    signal.alarm(20)  # the end of a fork that nothing else ends
+    time.sleep(60)
+
+def end(child, signum=signal.SIGTERM):
+    os.kill(child, signum)
+    ended_by.append(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+ended_by = []
+if sys.argv[1] == "driver":
+    with interrupts.interruptible(), interrupts.interruptible(limit_s=1.0):
+        other = fork()
+        for _ in range(20):
+            end(fork())  # also before the fork has had a turn
+        time.sleep(1.0)
+else:
+    interrupts.leave_to_driver()
+    other = fork()
+    for _ in range(20):  # of SIGINT, Python itself may lose one that comes so soon
+        end(fork(), signal.SIGHUP)
+end(other)
+print(*ended_by)
+"""
+
+
+@pytest.mark.parametrize(("where", "signals"), [("driver", "15 " * 21), ("reward", "1 " * 20 + "15")])
+def test_a_signal_to_a_fork_ends_that_alone_and_a_fork_that_lives_holds_nothing_up(where: str, signals: str) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, where], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (0, signals.split())
+    assert "stopping" not in done.stderr
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("signum", interrupts.ENDING)

@@ -421,6 +421,24 @@ def test_a_fork_ends_at_once_and_its_parent_does_not(start: Callable[[str], Sign
     assert program.ends() == 0
 
 
+def test_a_signal_to_a_fork_that_has_just_begun_is_not_its_parents(start: Callable[[str], Signalled]) -> None:
+    program = start("""
+        heed()
+        ready()
+        for _ in range(100):
+            if not (child := os.fork()):
+                time.sleep(5)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        print("ended", Manager.calls, flush=True)
+        os._exit(0)
+    """)
+    program.says("ready")
+    program.says("ended 0")
+    assert program.ends() == 0
+
+
 @pytest.mark.parametrize("foreign", [True, False])
 def test_a_fork_keeps_the_wakeup_descriptor_of_somebody_else_and_no_other(
     start: Callable[[str], Signalled], foreign: bool

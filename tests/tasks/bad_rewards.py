@@ -77,6 +77,11 @@ def misbehave(prompt: Prompt, response: str) -> Any:
             if os.fork() == 0:
                 time.sleep(600)
             os._exit(4)
+        case "ends a fork":
+            if not (fork := os.fork()):
+                time.sleep(600)
+            os.kill(fork, signal.SIGTERM)
+            return float(os.waitpid(fork, 0)[1])
         case "numpy":
             return np.True_
         case "pid":

@@ -107,6 +107,11 @@ def test_what_goes_wrong_is_that_responses_error_and_the_next_is_judged(response
     assert re.fullmatch(where + said, bad.error)
 
 
+def test_one_that_ends_its_forks_is_worth_what_it_returns() -> None:
+    with judging(timeout_s=5.0) as judge:
+        assert verdicts(judge, "ends a fork") == [Verdict(float(signal.SIGTERM), None)]
+
+
 @pytest.mark.parametrize("response", ["sleeps", "holds Python's lock"])
 def test_one_that_hangs_is_ended_at_the_limit_and_says_where_it_hung(response: str) -> None:
     with judging(timeout_s=0.5) as judge:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def check_digest(source: Source, cfg: DictConfig) -> None:
     missing = []
     for key in NAMED_BY_PATH:  # of what was a file only the name counted
         old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
-        if isinstance(old, str) and not Path(old).exists():
+        if isinstance(old, str) and not os.path.exists(old):  # noqa: PTH110 - also where it may not be reached
             missing += [f"{key} is {old}, which is not here: give it anew"] if old == new else []
             # found where it lies now; given anew under another name, it is the old name that counted
             same = isinstance(new, str) and Path(new).name == Path(old).name

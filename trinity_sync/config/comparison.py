@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
         *parents, last = key.split(".")
         owner = _descend(values, parents)
         path = owner.get(last)
-        if isinstance(path, str) and Path(path).exists():
+        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - also where it may not be reached
             owner[last] = Path(path).resolve().name
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())

@@ -208,8 +208,8 @@ def python(code: str) -> list[str]:
     """Return the command that runs code where this process's modules are found. Programs that it starts do not inherit
     that, as they would a PYTHONPATH.
     """
-    # others are names of import hooks, such as that of packages that are installed as editable
-    path = [str(Path(place).absolute()) if Path(place).exists() else place for place in sys.path]
+    # others are names of import hooks, such as that of packages that are installed as editable, or cannot be reached
+    path = [str(Path(place).absolute()) if os.path.exists(place or ".") else place for place in sys.path]  # noqa: PTH110
     return [sys.executable, "-u", "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
 
 

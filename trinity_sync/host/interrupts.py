@@ -14,7 +14,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from typing import Any
 
 from trinity_sync.host.logs import log_failure
@@ -24,6 +24,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """They end a run."""
 
 _seen = threading.Event()
+_replaced: list[tuple[object, dict[int, Any]]] = []
+"""Our handlers, and for each of them those that it replaced, by signal."""
 _stop: threading.Event | None = None
 _wake: int | None = None
 """The pipe of the innermost block, which gets the numbers of signals. An event loop may have a pipe of its own."""
@@ -33,6 +35,8 @@ _deadline = math.inf
 """When the run has to have ended; by `time.monotonic`."""
 _last_words: list[Callable[[], object]] = []
 _TOLD = b"stopping ...\n"
+_END = b"\0"
+"""In place of the number of a signal."""
 _UNWINDING_S = 1.0
 """So long after an interrupt the next one is only noted: it would meet the way to what is shielded."""
 SAME_S = 2.0
@@ -42,6 +46,7 @@ the queue has told them, too.
 REST_S = 6.0
 """Of the time after a signal, what is for the end of the actors, the record and Ray."""
 _WORDS_S = 2.0
+_SLICE_S = 1.0
 _FOR_STEP, _FOR_ALL = 0.5, 0.85
 """Shares of the limit: for the step under way; for everything, but the last words."""
 
@@ -100,16 +105,26 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
     handled = [signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(signum))]
     ending = ending_signals()
     saving = {*handled, *(set(ending) - {signal.SIGINT} if sigterm_saves else ())}
-    before = {signum: signal.signal(signum, interrupt) for signum in (*ending, *handled)}
     try:
-        with _ended_in_time(frozenset(ending), limit_s, give_step_up):
+        with handling((*ending, *handled), interrupt), _ended_in_time(frozenset(ending), limit_s, give_step_up):
             yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
         _seen.clear()
         if told:
             signal.raise_signal(told[0])
+
+
+@contextlib.contextmanager
+def handling(signums: Collection[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Have signals handled so within the block, but not in forks of this process."""
+    before = {signum: signal.signal(signum, handler) for signum in signums}
+    _replaced.append((handler, before))
+    try:
+        yield
+    finally:
+        _replaced.pop()
+        for signum, replaced in before.items():
+            signal.signal(signum, replaced)
 
 
 @contextlib.contextmanager
@@ -132,8 +147,10 @@ def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], 
         except (OSError, ValueError):  # it has been closed meanwhile
             signal.set_wakeup_fd(-1)
         _wake = outer
+        if thread.is_alive():  # not in a fork, whose pipe is its parent's
+            os.write(wake, _END)  # the pipe's own end would not come while a fork lives
+            thread.join()
         os.close(wake)
-        thread.join()
         os.close(woken)
         if outer is None:
             _deadline = math.inf
@@ -142,7 +159,7 @@ def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], 
 
 
 def _watch(woken: int, ending: Set[int], limit_s: float, give_step_up: Callable[[], None]) -> None:
-    """Read the numbers of signals, until there are no more.
+    """Read the numbers of signals, until `_END`.
 
     Args:
         woken: file descriptor, see `signal.set_wakeup_fd`.
@@ -152,11 +169,11 @@ def _watch(woken: int, ending: Set[int], limit_s: float, give_step_up: Callable[
         until = min(step_ends, _deadline) - time.monotonic()
         if select.select([woken], [], [], None if math.isinf(until) else max(0.0, until))[0]:
             numbers = os.read(woken, 64)
-            if not numbers:
-                return
             if not heard and not ending.isdisjoint(numbers):
                 heard, step_ends = True, time.monotonic() + limit_s * _FOR_STEP
                 _count_down(limit_s)
+            if _END in numbers:
+                return
         elif time.monotonic() >= _deadline:
             _end_at_once(limit_s)
         else:
@@ -201,6 +218,19 @@ def left(most_s: float, reserve_s: float = 0.0) -> float:
     return max(0.0, min(most_s, _deadline - time.monotonic() - reserve_s))
 
 
+def wait_until(ended: Callable[[float], object], most_s: float, reserve_s: float = 0.0) -> bool:
+    """Wait as long as `left` says, also where the signal comes meanwhile; return whether it has ended.
+
+    Args:
+        ended: waits so many seconds, and tells whether it has ended.
+    """
+    until = time.monotonic() + most_s
+    while not ended(slice_s := left(min(_SLICE_S, until - time.monotonic()), reserve_s)):
+        if slice_s == 0.0:
+            return False
+    return True
+
+
 @contextlib.contextmanager
 def left_to_driver() -> Iterator[None]:
     """Processes that are started in the block are not reached by `ENDING`, nor are theirs: the driver ends them."""
@@ -212,12 +242,13 @@ def left_to_driver() -> Iterator[None]:
 
 
 def leave_to_driver() -> None:
-    """Have `ENDING` do nothing in this process but count. Programs that it starts are ended by them, as usual: a signal
-    is neither blocked nor ignored, which they would inherit, unless it was ignored before (nohup).
+    """Have `ENDING` do nothing in this process but count. Its forks and the programs that it starts are ended by them,
+    as usual: a signal is neither blocked nor ignored, which they would inherit, unless it was ignored before (nohup).
     """
+    _replaced.append((_count, before := {}))
     for signum in ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, _count)
+            before[signum] = signal.signal(signum, _count)
             signal.siginterrupt(signum, False)  # native libraries may not expect it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
@@ -230,6 +261,42 @@ def _count(signum: int, frame: Any) -> None:
 def signals_left() -> int:
     """Return how many signals this process has left to the driver. What ends meanwhile may have ended by one."""
     return _left
+
+
+def call_in_forks(forget: Callable[[], object]) -> None:
+    """Call `forget` in every fork of this process, before the first signal reaches the fork: its parent may end it as
+    soon as it is there.
+    """
+    masks = threading.local()
+
+    def hold() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, signal.SIGUSR1, signal.SIGUSR2))
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def begin() -> None:
+        try:
+            forget()
+        finally:
+            release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin)
+
+
+def _forget() -> None:
+    """Give a fork the signals as they were before: the run is its parent's, and so is the pipe."""
+    global _seen, _stop, _wake, _deadline
+    for ours, before in reversed(_replaced):
+        for signum, handler in before.items():
+            if signal.getsignal(signum) is ours:
+                signal.signal(signum, handler)
+    if _wake is not None and (another := signal.set_wakeup_fd(-1)) != _wake:
+        signal.set_wakeup_fd(another)
+    _seen, _stop, _wake, _deadline = threading.Event(), None, None, math.inf
+
+
+call_in_forks(_forget)
 
 
 @contextlib.contextmanager

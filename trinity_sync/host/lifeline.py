@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from trinity_sync.host.interrupts import leave_to_driver, left_to_driver
+
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 _END_S = 20
 """For the kernel to end what is killed; a keeper waits no longer."""
 
 
 def go_on_kept(lifeline: int, forwarded: signal.Signals, not_kept: Sequence[int]) -> None:
-    """Go on in a fork of this process, which becomes its keeper.
+    """Go on in a fork of this process, which becomes its keeper. The fork leaves signals to the driver.
 
     The keeper ends as the fork does, after all that the fork has started. It ends everything at once when the other end
     of the pipe is closed, as it is when the process that holds it has ended, however it did.
@@ -34,7 +36,11 @@ def go_on_kept(lifeline: int, forwarded: signal.Signals, not_kept: Sequence[int]
     prctl = ctypes.CDLL(None).prctl
     prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper = os.getpid()
-    if child := os.fork():
+    with left_to_driver():
+        child = os.fork()
+        if not child:
+            leave_to_driver()
+    if child:
         for descriptor in not_kept:
             os.close(descriptor)
         _keep(child, lifeline, forwarded)

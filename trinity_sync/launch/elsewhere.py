@@ -22,7 +22,7 @@ import psutil
 from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
-from trinity_sync.host.interrupts import SAME_S, ending_signals
+from trinity_sync.host.interrupts import SAME_S, ending_signals, handling
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 HydraSettings = HydraConf | DictConfig
@@ -184,19 +184,16 @@ def jobs_end_first(hydra: HydraSettings, limit_s: float) -> Iterator[None]:
             if time.monotonic() > told + SAME_S:  # a second one waits for nobody
                 raise KeyboardInterrupt
 
-        for number in before:
+        for number in signums:
             signal.signal(number, again)
         with suppress(OSError):
             print("note: ending the jobs", file=sys.stderr)
         _end_jobs(limit_s)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in ending_signals()}
-    try:
+    signums = ending_signals()
+    with handling(signums, end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end_jobs(limit_s: float) -> None:

@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.owner import MARK, Owner, check, write_mark
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
-from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, left, shielded
+from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until
 from trinity_sync.host.logs import make_room, story
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import shown
@@ -56,6 +56,8 @@ from trinity_sync.weights.slots import remove_stale
 
 _MONITOR_LIMIT_S = 30.0
 """For the monitor's end. What it leaves after that is cleared by the next run in the folder."""
+_TIDY_S = 1.0
+"""Of the time after a signal, what is for the rest of the tidying."""
 
 
 def run(
@@ -287,11 +289,10 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
     ended is of no use to anybody, nor are slots that an agent had no time to give back.
     """
     try:
-        limit = left(_MONITOR_LIMIT_S)
-        if has_no_monitor(checkpoints, limit):
+        if wait_until(partial(has_no_monitor, checkpoints), _MONITOR_LIMIT_S, _TIDY_S):
             recovery.recover(checkpoints)
         else:
-            raise RunError(f"the checkpoint monitor still writes there after {limit:.0f} s")
+            raise RunError("the checkpoint monitor still writes there")
     except (TrinityError, OSError) as error:
         print(f"{checkpoints} was not tidied up ({error}); the next run there does it", file=sys.stderr)
     for root in (shm_dir, folder.slots):

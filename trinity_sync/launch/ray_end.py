@@ -46,7 +46,7 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
     over, began = threading.Event(), time.monotonic()
 
     def watch() -> None:
-        if over.wait(interrupts.left(_SHUTDOWN_S, _KILL_S)):
+        if interrupts.wait_until(over.wait, _SHUTDOWN_S, _KILL_S):
             return
         kill_all(processes)
         if not over.wait(_NOTICE_S if folder is not None else 0.0):

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.host.interrupts import left
+from trinity_sync.host.interrupts import wait_until
 from trinity_sync.host.threads import in_background
 from trinity_sync.tracking.apart import Apart
 from trinity_sync.tracking.names import Names, named
@@ -154,13 +154,14 @@ class _Feed:
         """Wait until it is closed, for so long from `began`, and give it up then."""
         started = self._started.done()
         limit = 0.0 if not started else min(_LATE_S, self._limit_s) if self._is_late() else self._limit_s
-        limit = left(limit, _REST_S)
-        if wait([self._ended], max(began + limit - time.monotonic(), 0.0)).done:
+        rest = began + limit - time.monotonic()
+        if wait_until(lambda seconds: wait([self._ended], seconds).done, rest, _REST_S):
             return
         if started:
             count = max(self._calls.qsize() - 3, 0)
             behind = f", {count} calls behind" if count else ""
-            self._tell("end", f"was not done {limit:.3g} s after the end of the run{behind}; metrics.jsonl has all")
+            waited = round(time.monotonic() - began, 1)
+            self._tell("end", f"was not done {waited:g} s after the end of the run{behind}; metrics.jsonl has all")
             self._told.add("fails")  # which it will, given up
         abandon = getattr(self.tracker, "abandon", None)
         if abandon is not None:

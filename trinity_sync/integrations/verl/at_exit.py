@@ -20,6 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from trinity_sync.host.interrupts import call_in_forks
 from trinity_sync.integrations.verl.vendor import say
 
 SIGNAL_S = 20.0
@@ -145,7 +146,7 @@ def _heed_signals() -> None:
     another = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if another != -1:  # of an event loop, in which the main thread waits for signals
         signal.set_wakeup_fd(another)
-    os.register_at_fork(after_in_child=_forget_signals)
+    call_in_forks(_forget_signals)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
