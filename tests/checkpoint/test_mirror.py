@@ -22,6 +22,7 @@ from trinity_sync.checkpoint.leases import pin
 from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror import storage as storage_module
 from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, write_mark
 from trinity_sync.checkpoint.tracker_files import TRACKERS
@@ -561,7 +562,8 @@ def test_a_new_run_leaves_other_files_of_the_place_alone(place: str, here: Path)
 
 
 def commits_in(root: Path) -> Recorded:
-    return run._known(root)
+    known: Recorded = run._claim(root, MirrorSettings())["known"]
+    return known
 
 
 def test_a_place_without_a_mark_is_a_runs_whose_record_lists_its_copies(here: Path, there: str) -> None:
@@ -579,11 +581,12 @@ def test_a_place_without_a_mark_is_a_runs_whose_record_lists_its_copies(here: Pa
     assert Storage(there).read(MARK) == OWNER.to_text()
 
 
-def test_checkpoints_that_are_here_count_as_recorded(here: Path, there: str) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_checkpoints_that_are_here_count_as_recorded(here: Path, there: str, again: bool) -> None:
     commit(here, 10)
     mirror_at(there).upload(here, 10)
     Storage(there).delete(MARK)
-    at(there).claim(commits_in(here))
+    at(there).claim(commits_in(here), again=again)
     assert Storage(there).read(MARK) == OWNER.to_text()
 
 

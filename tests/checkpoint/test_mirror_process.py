@@ -57,7 +57,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
         (r"os.write(end, b'\0\0\0\x20half of it'); time.sleep(60)", {"timeout_s": 0.5}, r"nothing moved for 0\.5 s"),
         (r"os.write(end, b'\0\0\0\x20half of it'); sys.exit(3)", {}, "the copying process ended with 3"),
         ("time.sleep(60)", {"timeout_s": 0.5}, r"nothing moved for 0\.5 s"),
-        ("time.sleep(60)", BIG, "has not taken its work within 1 s"),
+        ("time.sleep(60)", {**BIG, "timeout_s": 0.5}, r"has not taken its work within 0\.5 s"),
         ("sys.exit(3)", {}, "the copying process ended with 3"),
         ("sys.exit(3)", BIG, "the copying process ended with 3"),
         ("os.close(end); time.sleep(60)", {}, "has hung up and not ended within 1 s"),
@@ -73,10 +73,15 @@ def test_a_process_that_does_not_answer_fails_its_try(
     told: str,
 ) -> None:
     child(program)
-    monkeypatch.setattr(module, "_MESSAGE_S", 1 if "within 1 s" in told else int(LIMIT_S))
+    monkeypatch.setattr(module, "_END_S", 1 if "within 1 s" in told else int(LIMIT_S))
     with pytest.raises(MirrorError, match=told) as caught:
         asked(str(there), quick(**settings), Mirror.claim)
     assert not caught.value.final
+
+
+def test_work_that_names_many_commits_has_the_time_of_the_start(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "start_child", partial(start_child, message_s=0.01))
+    asked(str(there), quick(options={}), partial(Mirror.check, known={(BIG["options"]["padding"], 0, None, 1)}))
 
 
 def test_an_interpreter_that_is_not_there_fails_the_try(

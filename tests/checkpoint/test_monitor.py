@@ -26,6 +26,7 @@ from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.checkpoint.owner import MARK
 from trinity_sync.checkpoint.tracker_files import read_committed, read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -583,6 +584,16 @@ def test_a_resumed_run_copies_what_the_mirror_lacks(make_actor: Callable[..., An
     place.unlink()
     assert call(make_actor(default_hdfs_dir=str(place), attempt=1), "wait_mirrored", LIMIT) == {}
     assert verification.verify(step_dir(place, 10)).ok
+
+
+def test_the_first_copy_marks_a_named_mirror_that_the_driver_has_not_reached(
+    make_actor: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = MirrorSettings(tries=1, named=True)
+    monitor = make_actor(default_hdfs_dir=str(tmp_path / "far"), mirror=settings, owner=OWNER)
+    save(monitor, 10)
+    assert call(monitor, "wait_mirrored", LIMIT) == {}
+    assert (tmp_path / "far" / MARK).read_text() == OWNER.to_text()
 
 
 def test_a_copy_that_hangs_holds_nothing_up(make_actor: Callable[..., Any], root: Path) -> None:

@@ -52,15 +52,12 @@ def events() -> Events:
 def uploads(here: Path, there: Path, events: Events) -> Iterator[Callable[..., Uploads]]:
     made = []
 
-    def make(
-        place: str = str(there), policies: tuple[Any, ...] = (), *, marked: bool = False, **settings: Any
-    ) -> Uploads:
+    def make(place: str = str(there), policies: tuple[Any, ...] = (), **settings: Any) -> Uploads:
         queue = Uploads(
             here,
             place,
             quick(**settings),
             owner=OWNER,
-            marked=marked,
             policies=policies,
             start=None,
             report=events.report,
@@ -314,8 +311,10 @@ def test_a_start_puts_the_mark_there_and_a_first_look_writes_nothing(here: Path,
     mirror = RunMirror(str(there), quick(options={}), OWNER)
     mirror.look(here)
     assert not there.exists()
+    assert not mirror.settings.marked
     mirror.check(here)
     assert (there / MARK).exists()
+    assert mirror.settings.marked
 
 
 def test_a_place_of_another_run_is_refused_by_the_driver_and_by_the_queue(
@@ -354,13 +353,17 @@ def test_a_resume_marks_a_place_that_its_record_or_its_folder_knows(here: Path, 
 def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(here: Path, there: Path) -> None:
     there.write_text("a file where the folder should be")
     said: list[str] = []
-    mirror = RunMirror(str(there / "run"), quick(tries=1, options={}), OWNER, say=said.append)
+    mirror = RunMirror(str(there / "run"), quick(tries=1, options={}, named=True), OWNER, say=said.append)
     with pytest.raises(RunError, match=r"cannot be asked for one.*--from-scratch"):
         mirror.fetch_newer(here, None)
     commit(here, 10)
     best = verification.newest_good(here)
     assert mirror.fetch_newer(here, best) is None
     assert "going on from step 10, which is here" in said[-1]
+    assert not mirror.settings.marked
+    there.unlink()
+    assert mirror.fetch_newer(here, best) is None
+    assert mirror.settings.marked
 
 
 @pytest.mark.parametrize("error", [WaitTimeout("it", "answer", 25.0), MemberDied("it", "answer")])

@@ -16,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.cli.stand_in import Computing, standing_in
+from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.config import recorded
@@ -194,13 +195,53 @@ def test_jobs_of_a_sweep_begin_with_all_that_an_option_file_of_the_users_own_nam
     places = ["checkpoint:", f"  mirror: {tmp_path}/copies/${{hydra:job.num}}", "model:", "  trust_remote_code: true"]
     own = options("defaults:", "  - override /task: jsonl", *task, *places)
     line = [own, "experiment=mine", "seed=1,2", "hydra.sweep.dir=sweep", "trainer.steps=5"]
+    mirrors: list[str] = []
+    launcher.behave = lambda cfg: mirrors.append(cfg.checkpoint.mirror) or 0  # type: ignore[func-returns-value]
     assert cli.main(["run", "-m", *line]) == 0
     sweep = Path("sweep").absolute()
     shutil.rmtree("sweep/1")
     forget()
     monkeypatch.chdir(tmp_path)
     assert resume(sweep) == 0
-    assert len(launcher.calls) == 3
+    assert mirrors == [f"{tmp_path}/copies/{number}" for number in (0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "later", "code"),
+    [
+        ("model.path", "mine", "mine", 0),
+        ("model.path", "sweep/mine", "sweep/mine", 1),
+        ("model.path", "mine", "sweep/theirs", 1),
+        ("algorithm.kl.reference", "mine", "sweep/theirs", 1),
+    ],
+)
+def test_the_record_of_a_sweep_covers_no_code_of_a_model_in_its_folder(
+    launcher: Computing, capsys: Capture, key: str, model: str, later: str, code: int
+) -> None:
+    then, now = (f"{key}={bare_model(Path(name)).absolute()}" for name in (model, later))
+    own = ["model.trust_remote_code=true", "algorithm=grpo", "algorithm.kl.coeff=0.1", then]
+    assert cli.main(["run", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "trainer.steps=5", *own]) == 0
+    shutil.rmtree("sweep/1")
+    saved = Path("sweep/multirun.yaml")
+    saved.write_text(saved.read_text().replace(then, now))
+    assert resume("sweep") == code
+    assert ("job 1: model.trust_remote_code is true" in capsys.readouterr().err) == bool(code)
+
+
+def test_the_record_of_a_sweep_covers_code_of_the_models_alone_that_were_named_with_it(
+    launcher: Computing, capsys: Capture
+) -> None:
+    mine, theirs = (f"model.path={bare_model(Path(name)).absolute()}" for name in ("mine", "theirs"))
+    own = options("model:", "  trust_remote_code: true", f"  path: {mine.removeprefix('model.path=')}")
+    Path("conf/experiment/other.yaml").write_text(f"# @package _global_\nmodel:\n  path: {theirs[11:]}\n")
+    line = [own, "experiment=mine,other", "hydra.sweep.dir=sweep", "trainer.steps=5"]
+    assert cli.main(["run", "-m", *line]) == 0
+    shutil.rmtree("sweep/0")
+    saved = OmegaConf.load("sweep/multirun.yaml")
+    saved.hydra.overrides.task.append(theirs)
+    OmegaConf.save(saved, "sweep/multirun.yaml")
+    assert resume("sweep") == 1
+    assert "job 0: model.trust_remote_code is true" in capsys.readouterr().err
 
 
 def test_the_record_of_a_sweep_does_not_cover_where_hydra_looks_for_options(

@@ -186,9 +186,7 @@ def test_threads_may_be_left_open(threads: str, tmp_path: Path, monkeypatch: pyt
     assert read_record(tmp_path / "run.json")["threads"] == int(threads.strip() or "1")
 
 
-def test_settings_hear_of_a_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_hear_of_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
     @contextmanager

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.tracking.pretend import FileTracker, calls, process
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
+from trinity_sync.host.child_process import start_child
 from trinity_sync.tracking import apart, feeding
 from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.trackers import TrackedRun
@@ -338,6 +340,14 @@ class Unknown(FileTracker):
 
     def __reduce__(self) -> Any:
         return importlib.import_module, ("no_such_module",)
+
+
+def test_a_large_tracker_apart_has_the_time_of_the_start(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "start_child", partial(start_child, message_s=0.01))
+    tracker = FileTracker()
+    tracker.data = bytes(5_000_000)  # type: ignore[attr-defined]
+    Trackers([tracker], run).close("completed")
+    assert calls(run.folder) == ["start copy", "end completed", "close"]
 
 
 def test_a_tracker_apart_of_a_module_that_is_not_there_is_refused_at_once(run: TrackedRun) -> None:

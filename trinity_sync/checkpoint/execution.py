@@ -66,7 +66,7 @@ class Execution:
         Args:
             place: a path, or a URL that fsspec knows.
             resumed: the run goes on from a checkpoint that is here.
-            owner: the run, whose mark the driver has put there; None: there is no driver.
+            owner: the run; None: there is no driver.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
@@ -76,7 +76,6 @@ class Execution:
             place,
             settings,
             owner=owner or Owner.new(str(self._disk.run), self._disk.root),
-            marked=owner is not None,
             policies=self._disk.policies,
             start=max(here, default=0) if resumed else None,
             report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),

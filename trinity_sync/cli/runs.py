@@ -116,7 +116,8 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
         with job.invocation.modules_found((), options.allow_target):
             settings = job.settings(options.allow_target)
             with settings.only_trusted():
-                return start(settings.command_line(job.folder))
+                number = [f"hydra.job.{key}={job.folder.name}" for key in ("num", "id")]  # a place may have it
+                return start([*number, *settings.command_line(job.folder)])
 
     with ray_kept():
         return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))

@@ -59,6 +59,8 @@ _RUN = ("_target_", "class", "()")
 """Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
 _IMPORTED = ("pkg://", "ext://")
 _OF_MODELS = "trust_remote_code"
+_MODELS = ("model.path", "model.lora.path", "algorithm.kl.reference", RESUME_FROM)
+"""Settings that name a model, which may bring code."""
 _LETS_RUN = {
     _OF_MODELS: "that comes with a model",
     "function_path": "of that file",  # of a task with verl's rewards
@@ -359,12 +361,12 @@ def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Tr
         if name not in ours.named and (key, name) not in _OF_SWEEPS:
             yield from _imported(key, name, trust.allowed)
     for key, text, value in _resolved(cfg, ""):
-        yield from _of_setting(key, text, value, ours, trust)
+        yield from _of_setting(cfg, key, text, value, ours, trust)
     if trust.places == "all":
         yield from _links(trust)
 
 
-def _of_setting(key: str, text: object, value: Any, ours: _Shipped, trust: Trust) -> Iterator[Doubt]:
+def _of_setting(cfg: DictConfig, key: str, text: object, value: Any, ours: _Shipped, trust: Trust) -> Iterator[Doubt]:
     last = key.rpartition(".")[2]
     known = value is not _UNKNOWN
     value = value if known else text
@@ -373,7 +375,7 @@ def _of_setting(key: str, text: object, value: Any, ours: _Shipped, trust: Trust
             yield _doubt(key, text, "which may come to any code", text)
         yield from _target(key, _dotted(value), trust.allowed)
     elif last in _LETS_RUN and value and (last, value) != _VERLS:
-        signed = value if last == "function_name" else _here(str(value), trust.where)
+        signed = _models_signed(cfg, trust) if last == _OF_MODELS else value
         signed = _file_signed(trust.started_in, value) if last == "function_path" else signed
         yield _doubt(key, text, f"which lets code run {_LETS_RUN[last]}", signed)
     elif value is None or ours.settings.get(key, _UNKNOWN) == value:
@@ -434,9 +436,12 @@ def _links(trust: Trust) -> Iterator[Doubt]:
 
 
 def _here(place: str, run: Path) -> str | None:
-    """What a record has for a place that is written. The folder of a copy is another: two runs would write there."""
+    """What a record has for a place that is written. The folder of a copy is another: two runs would write there. On
+    another file system it may have the number of the first one, but not for the same user.
+    """
     with suppress(OSError):
-        return f"{place} of {run.stat().st_ino}"
+        folder = run.stat()
+        return f"{place} of {folder.st_uid} {folder.st_ino}"
     return None
 
 
@@ -445,6 +450,15 @@ def _inside(path: Path, folder: Path) -> bool:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError):
         return False
+
+
+def _models_signed(cfg: DictConfig, trust: Trust) -> str | None:
+    """Where the models of a run lie; None: one may lie in the folder, where other users may have put it."""
+    named = {key: text if value is _UNKNOWN else value for key, text, value in _resolved(cfg, "") if key in _MODELS}
+    places = {key: trust.started_in / os.path.expanduser(str(name)) for key, name in named.items() if name is not None}  # noqa: PTH111
+    if any(_inside(place, trust.where) for place in places.values()):
+        return None
+    return _here(str({key: os.path.realpath(place) for key, place in places.items()}), trust.where)
 
 
 def _file_signed(started_in: Path, value: object) -> str | None:

@@ -77,8 +77,8 @@ def run(
         resume: go on in place, instead of starting in a new folder.
         until: end after this step, as if it were the last, but do one step at least; None: `trainer.steps`.
         job: builds and drives the run.
-        settings: left when the run is over. Entered before the record of a new run begins, so that each run with a record
-            can be resumed, and after that of a resume, which may be refused.
+        settings: left when the run is over. Entered before the record of a new run begins, so that each run with a
+            record can be resumed, and after that of a resume, which may be refused.
 
     Returns:
         The exit code: 0 done, 130 interrupted.

@@ -160,16 +160,17 @@ def run_mirror(
     node = cfg.checkpoint
     if node.mirror is None:
         return None
+    place, named = absolute(node.mirror), resume is not None and "checkpoint.mirror" in resume.given
     settings = MirrorSettings(
         options=plain(node.mirror_options),
         keep=node.mirror_keep,
         tries=node.mirror_tries,
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
-        named=resume is not None and "checkpoint.mirror" in resume.given,
+        named=named,
+        marked=shown(place) in copied and not named,
     )
-    place = absolute(node.mirror)
-    return RunMirror(place, settings, owner, shown(place) in copied, logs / "mirror.log" if logs is not None else None)
+    return RunMirror(place, settings, owner, logs / "mirror.log" if logs is not None else None)
 
 
 def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:

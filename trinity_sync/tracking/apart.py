@@ -20,6 +20,8 @@ from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.origin import shortened
 from trinity_sync.tracking.trackers import Status, TrackedRun, Tracker, tell_end
 
+_START_S = 60.0
+"""For Python to start and take the tracker; `Trackers` bounds the rest."""
 _LAST_S = 10.0
 """For a process to end after its last answer, and for a tracker to be closed when the run's process has died."""
 
@@ -84,7 +86,7 @@ class Apart:
         assert self._channel is not None, "`start` comes first"
         assert self._child is not None
         try:
-            self._channel.send((method, arguments))
+            self._channel.send((method, arguments), _START_S if method == "start" else None)
             kind, text = self._channel.recv()
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):

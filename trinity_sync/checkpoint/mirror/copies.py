@@ -57,7 +57,10 @@ ABANDONED = "manifest.abandoned.json"
 
 #: Of a run that is about to put its mark there.
 _CLAIM = ".claim-"
-_UNMARKED = f"the mark of this run, {MARK}, is not there any more; is the place mounted?"
+_UNMARKED = (
+    f"the mark of this run, {MARK}, is not there any more; is the place mounted? If it is, name it to a resume: "
+    "checkpoint.mirror=..."
+)
 
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
@@ -133,7 +136,7 @@ class Mirror:
 
         Args:
             known: commits in the run's own record, or here.
-            again: only where the place has a mark of the run already; RunError where it has none.
+            again: the run has used the place before: one that has neither its mark nor checkpoints is a RunError.
             named: the user has just named the place for this run.
 
         Raises:
@@ -150,7 +153,7 @@ class Mirror:
                     raise ForeignError(
                         f"it holds {_folder(step)}, which {own.folder} has no record of; name another place"
                     )
-            if again:
+            if again and not steps:
                 raise RunError(_UNMARKED)
         elif mark.run != own.run:
             if steps or mark.may_run(own):

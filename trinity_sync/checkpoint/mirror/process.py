@@ -35,8 +35,10 @@ T = TypeVar("T")
 #: How often the child says that bytes are moving, and what is more than its own small change.
 _BEAT_S = 1.0
 _BEAT_BYTES = 1 << 16
-#: For a message to be taken, and to end after the last one.
-_MESSAGE_S = 10
+#: For Python to start and take the work, which names all commits of the run; shorter than the lease of a copy.
+_START_S = 60.0
+#: For the process to end after its last message.
+_END_S = 10
 _MAX_BACKOFF_S = 60.0
 
 
@@ -51,6 +53,7 @@ class MirrorSettings:
         backoff_s: wait after the first failure; doubles with each one, up to a minute.
         timeout_s: a try that moves no bytes for so long is broken off.
         named: the user has just named the place for this run, see `Mirror.check`.
+        marked: the place has the mark of the run already.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class MirrorSettings:
     backoff_s: float = 2.0
     timeout_s: float = 300.0
     named: bool = False
+    marked: bool = False
 
 
 class MirrorError(RunError):
@@ -104,12 +108,12 @@ def call(
     """
     tick()
     try:
-        child, channel = start_child(__name__, log, _MESSAGE_S)
+        child, channel = start_child(__name__, log)
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with contextlib.closing(channel), child:
         try:
-            _send(channel, (place, dict(settings.options), owner, work))
+            _send(channel, (place, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
             heard = time.monotonic()
             while stop is None or not stop.is_set():
                 tick()
@@ -131,11 +135,11 @@ def call(
             child.kill()
 
 
-def _send(channel: Channel, message: tuple[object, ...]) -> None:
+def _send(channel: Channel, message: tuple[object, ...], limit_s: float) -> None:
     try:
-        channel.send(message)
+        channel.send(message, limit_s)
     except TimeoutError:
-        raise MirrorError(f"the copying process has not taken its work within {_MESSAGE_S} s") from None
+        raise MirrorError(f"the copying process has not taken its work within {limit_s:g} s") from None
     except OSError:
         pass  # it died at once; `_receive` finds its end
 
@@ -145,9 +149,9 @@ def _receive(channel: Channel, child: subprocess.Popen[bytes]) -> tuple[object, 
         message: tuple[object, ...] = channel.recv()
         return message
     try:
-        status = child.wait(_MESSAGE_S)
+        status = child.wait(_END_S)
     except subprocess.TimeoutExpired:
-        raise MirrorError(f"the copying process has hung up and not ended within {_MESSAGE_S} s") from None
+        raise MirrorError(f"the copying process has hung up and not ended within {_END_S} s") from None
     raise MirrorError(f"the copying process ended with {status}")
 
 

@@ -44,15 +44,14 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunMirror:
     """Where committed checkpoints are copied to, as the driver sees it.
 
     Args:
         place: an absolute path, or a URL that fsspec knows.
-        settings: `checkpoint.mirror_*`.
+        settings: `checkpoint.mirror_*`; `marked` once this driver has put the mark there.
         owner: the run.
-        copied: the run has copied something there before, so the place has its mark.
         log: gets the words of the copying processes that the driver starts; None: they go to standard error.
         say: gets a sentence for all that the user should know.
     """
@@ -60,7 +59,6 @@ class RunMirror:
     place: str
     settings: MirrorSettings
     owner: Owner
-    copied: bool = False
     log: Path | None = None
     say: Callable[[str], object] = _say
 
@@ -79,7 +77,8 @@ class RunMirror:
         Raises:
             ConfigError: it cannot be used, belongs to another run, or is the checkpoint folder itself.
         """
-        self._ask(root, partial(Mirror.claim, **self._known(root, recorded)))
+        self._ask(root, partial(Mirror.claim, **_claim(root, self.settings, recorded)))
+        self.settings = replace(self.settings, marked=True)
 
     def look(self, root: Path) -> None:
         """Check what a new run needs, as `check`, and write nothing."""
@@ -99,11 +98,6 @@ class RunMirror:
     def _call(self, work: Callable[[Mirror], None]) -> None:
         brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _FIRST_S))
         call(self.place, brief, self.owner, work, log=self.log)
-
-    def _known(self, root: Path, recorded: Recorded) -> dict[str, Any]:
-        """Return what `Mirror.check` is to know."""
-        named = self.settings.named
-        return {"known": {*recorded, *_known(root)}, "again": self.copied and not named, "named": named}
 
     def _unusable(self, error: MirrorError) -> ConfigError:
         return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else _ADVICE}")
@@ -137,7 +131,7 @@ class RunMirror:
         self._check_apart(root)
         here = best.step if best is not None else 0
         known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
-        work = partial(_fetch, root=root, newer_than=known, claim=self._known(root, recorded))
+        work = partial(_fetch, root=root, newer_than=known, claim=_claim(root, self.settings, recorded))
         try:
             found = try_again(
                 self.settings,
@@ -157,6 +151,7 @@ class RunMirror:
                 f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
                 f"try again when it can be reached, or begin again at step 1 with --from-scratch"
             ) from error
+        self.settings = replace(self.settings, marked=True)
         if isinstance(found, NewerFormatError):
             raise NewerFormatError(f"the mirror {self.name}: {found}")
         return found
@@ -194,8 +189,8 @@ class Uploads:
     Args:
         root: the local checkpoint folder.
         place: the mirror: a path, or a URL that fsspec knows.
+        settings: `checkpoint.mirror_*`. The first copy puts the mark of the run there, unless it is `marked`.
         owner: the run.
-        marked: the place had the mark of the run before. Else the first copy puts it there.
         policies: retention, for a mirror that keeps the same.
         start: the step after which this attempt goes on; None: it is the first, or not known.
         report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
@@ -210,7 +205,6 @@ class Uploads:
         settings: MirrorSettings,
         *,
         owner: Owner,
-        marked: bool,
         policies: Sequence[Policy],
         start: int | None,
         report: Callable[[str, dict[str, object]], object],
@@ -218,7 +212,7 @@ class Uploads:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root, self._place, self._settings = root, place, settings
-        self._owner, self._marked = owner, marked
+        self._owner = owner
         self._claims = True  # the driver may not have reached the place
         self._policies = tuple(policies) if settings.keep == "same" else None
         self._start = start
@@ -317,10 +311,9 @@ class Uploads:
             self._settle(step)
             self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
             return
-        claim = {"known": _known(self._root), "again": self._marked, "named": self._settings.named}
         work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
         if self._claims:
-            work = partial(work, claim=claim)
+            work = partial(work, claim=_claim(self._root, self._settings))
         with lease:
             try:
                 sent, problem = self._call(work, where, lease)
@@ -381,9 +374,10 @@ class Uploads:
 # ---- done at the mirror, in a process of its own
 
 
-def _known(root: Path) -> set[tuple[object, object, object, object]]:
-    """Return the commits in a run's checkpoint folder."""
-    return {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
+def _claim(root: Path, settings: MirrorSettings, recorded: Recorded = ()) -> dict[str, Any]:
+    """Return the arguments of `Mirror.claim`; the commits in the checkpoint folder count as recorded."""
+    here = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
+    return {"known": {*recorded, *here}, "again": settings.marked, "named": settings.named}
 
 
 def _copy(
