@@ -55,7 +55,7 @@ def _keep(child: int, lifeline: int, forwarded: signal.Signals) -> NoReturn:
     signal.signal(forwarded, lambda signum, frame: os.kill(child, signum))
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
-    poll.register(lifeline, 0)
+    poll.register(lifeline, select.POLLHUP)
     poll.poll()
     signal.signal(forwarded, signal.SIG_IGN)  # from now on the child may be no more
     signal.alarm(_END_S)
