@@ -375,6 +375,17 @@ def test_a_note_is_written_over_nothing_behind_a_link(tmp_path: Path, link: str)
     assert {path.name: path.read_text() for path in theirs.iterdir()} == {"10-0": "theirs", "20-0": "theirs"}
 
 
+def test_a_deletion_is_noted_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (10, 20):
+        commit(tmp_path, step)
+    monkeypatch.setattr(deletion_notes, "replace_file", full)
+    run(tmp_path, KeepLast(1))
+    assert deletion_notes.noted_deletions(tmp_path) == {(10, 0)}
+
+
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:
     for step in (10, 20):
         commit(tmp_path, step)

@@ -21,6 +21,7 @@ from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.config import recorded
 from trinity_sync.config.saved import record_of
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.module_path import own_module_folders
 from trinity_sync.reproduction import bundle
 
@@ -388,6 +389,15 @@ def test_a_run_whose_user_has_no_place_for_a_key_records_nothing_and_goes_on(
     assert resume(folder) == 2
 
 
+def test_a_run_that_began_and_was_refused_keeps_its_record(launcher: Computing) -> None:
+    def refuse(cfg: object) -> int:
+        raise ConfigError("nobody answers at cluster.address")
+
+    launcher.behave = refuse
+    cli.main(["run", "hydra.run.dir=run"])
+    assert record(Path("run")).exists()
+
+
 def test_a_key_needs_no_hard_links(launcher: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
@@ -631,11 +641,14 @@ def test_checkpoints_behind_a_link_are_asked_for_by_name(launcher: Computing, tm
     assert resume(folder) == 0
 
 
-def test_a_step_that_was_archived_and_linked_back_is_in_no_resumes_way(launcher: Computing, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["global_step_1", ".trash-global_step_1-0a"])
+def test_a_step_that_was_archived_and_linked_back_is_in_no_resumes_way(
+    launcher: Computing, tmp_path: Path, name: str
+) -> None:
     folder = foreign()
     (tmp_path / "archive" / "global_step_1").mkdir(parents=True)
     (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "global_step_1").symlink_to(tmp_path / "archive" / "global_step_1")
+    (folder / "checkpoints" / name).symlink_to(tmp_path / "archive" / "global_step_1")
     assert resume(folder) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +119,18 @@ def test_a_run_that_has_a_record_has_its_settings(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path, settings=interrupted())
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_run_whose_folder_is_gone_at_its_end_keeps_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(job: Idle) -> None:
+        (tmp_path / "run").rename(tmp_path / "moved")
+
+    monkeypatch.setattr(launcher, "cluster", lambda *args, **given: nullcontext())
+    monkeypatch.setattr(Idle, "loop", loop)
+    cfg = compose(["trainer.steps=1", "live=off", f"checkpoint.dir={tmp_path}/saved"])
+    with suppress(RunError):
+        launcher.run(cfg, tmp_path / "run", job=Idle)  # type: ignore[arg-type]
+    assert (tmp_path / "saved" / MARK).exists()
 
 
 def test_what_ends_a_program_on_the_spot_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

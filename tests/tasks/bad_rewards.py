@@ -50,6 +50,8 @@ def misbehave(prompt: Prompt, response: str) -> Any:
             return None
         case "unpicklable":
             return lambda: 1.0
+        case "begins a line":
+            print("so far", end="")
         case "prints":
             print("half a line, ", end="")
             os.write(2, b"somebody else's\n")

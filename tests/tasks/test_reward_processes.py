@@ -413,6 +413,16 @@ def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdi
         assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
 
 
+def test_a_signal_to_an_idle_process_without_programs_does_not_end_it() -> None:
+    with contextlib.closing(RewardProcesses(bad_rewards.Warm(), Judging(), "warm")) as judge:
+        verdicts(judge, "a")
+        before = judge.pids
+        for one in started_by(judge):
+            one.send_signal(signal.SIGTERM)
+        verdicts(judge, "a")
+        assert judge.pids == before
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + LIMIT_S
     while not condition():
@@ -470,6 +480,12 @@ def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) 
     with judging() as judge:
         verdicts(judge, "prints", "fine")
     assert capfd.readouterr().err == "somebody else's\nhalf a line, and the rest\n"
+
+
+def test_what_it_prints_of_a_line_is_there_while_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    with judging() as judge:
+        verdicts(judge, "begins a line")
+        wait_for(lambda: capfd.readouterr().err == "so far")
 
 
 def test_no_process_outlives_the_one_it_judges_for() -> None:

@@ -41,7 +41,10 @@ def note_deletion(root: Path, manifest: Manifest) -> None:
         noted: dict[str, object] = {"digest": manifest.digest, "bytes": manifest.bytes}
         if manifest.base is not None:
             noted["base"] = manifest.base.to_json()
-        replace_file(path, json.dumps(noted), durable=False)
+        try:
+            replace_file(path, json.dumps(noted), durable=False)
+        except OSError:
+            path.touch(exist_ok=False)  # its name says the most, and has room on a full disk
     for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
         _unlink(root, step, attempt, manifest.kind)
 

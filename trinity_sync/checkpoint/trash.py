@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import TRASH_PREFIX
@@ -36,7 +37,8 @@ def move_to_trash(root: Path, path: Path, *, name: str | None = None) -> Path:
 def delete_trashed(trash: Path | None) -> None:
     """Free the bytes of one folder that is out of sight, where there is one; what resists is left to `empty_trash`."""
     if trash is not None:
-        shutil.rmtree(trash, ignore_errors=True)
+        with suppress(OSError):
+            _free(trash)
 
 
 def empty_trash(root: Path) -> list[str]:
@@ -51,12 +53,16 @@ def empty_trash(root: Path) -> list[str]:
         sync_folder(root)  # else a power cut could bring back the name of a checkpoint without its files
     for path in trash:
         try:
-            if path.is_symlink():  # an archived checkpoint, which stays where it is
-                path.unlink()
-            else:
-                shutil.rmtree(path)
+            _free(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             problems.append(f"{path} could not be removed: {error}")
     return problems
+
+
+def _free(trash: Path) -> None:
+    if trash.is_symlink():  # to an archived checkpoint, which stays where it is
+        trash.unlink()
+    else:
+        shutil.rmtree(trash)

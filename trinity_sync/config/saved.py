@@ -118,7 +118,10 @@ interpolations, NUL for each; names may not.
 _UNKNOWN = object()
 _NO_LINK = "the file itself in place of the link "
 _LOOKED_AT = (".hydra", "logs", "checkpoints", "checkpoints/.staging", "checkpoints/.versions")
-_STEPS = ("checkpoints/global_step_", "checkpoints/abandoned-global_step_")
+_STEPS = tuple(
+    f"checkpoints/{prefix}"
+    for prefix in ("global_step_", "abandoned-global_step_", ".trash-", ".condemned-", ".replaced-")
+)
 _DEEPEST = 32
 _MOST_SHOWN = 8
 _OF_SWEEPS = {

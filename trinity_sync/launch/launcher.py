@@ -107,16 +107,19 @@ def run(
         check_place()
         owner = Owner.new(run_id(folder.run_json), folder.path)
         write_mark(checkpoints, owner)
-        stack.callback(_unless_begun, folder, (checkpoints / MARK).unlink)
+        marks = stack.enter_context(contextlib.ExitStack())
+        if resume is None:
+            marks.callback(_take_back, folder, (checkpoints / MARK).unlink)
         recorded, copied = recorded_commits(folder.events), copied_to(folder.events)
         mirror = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied)
+        if resume is None and mirror is not None:
+            marks.callback(_take_back, folder, mirror.unmark)
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, mirror=mirror, recorded=recorded)
-        if mirror is not None:
-            stack.callback(_unless_begun, folder, mirror.unmark)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         if resume is None and settings:
             stack.enter_context(settings)
         recorder = _recorder(cfg, folder, start, owner, threads, last_step)
+        marks.pop_all()  # they are those of a run now
         try:
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
             with recorder, deaths_told(recorder.fault), (resume and settings) or contextlib.nullcontext():
@@ -153,10 +156,10 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
     run_trackers(cfg)
 
 
-def _unless_begun(folder: RunFolder, unmark: Callable[[], None]) -> None:
+def _take_back(folder: RunFolder, unmark: Callable[[], None]) -> None:
     """Take back the mark of a start that was refused: the next one may be on another host, which cannot see its end."""
-    if not holds_run(folder.path):
-        with contextlib.suppress(OSError, RunError):
+    with contextlib.suppress(OSError, RunError):
+        if not holds_run(folder.path):
             unmark()
 
 

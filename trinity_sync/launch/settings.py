@@ -42,7 +42,8 @@ def settings_files(run: Path, cfg: DictConfig, used: DictConfig, started_in: Pat
     try:
         yield
     except ConfigError:
-        _write(folder, before)
+        if resumed:
+            _write(folder, before)
         raise
 
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,9 +40,7 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
         os.set_inheritable(inherited, False)
     connection = Connection(descriptor)
     go_on_kept(lifeline, ASK, not_kept=[descriptor])
-    for signum in ENDING:  # they may end the programs of the function, too, and a verdict without those is wrong
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, signal.SIG_DFL)
+    counted = {signum: handler for signum in ENDING if callable(handler := signal.getsignal(signum))}
     tell_stack(stack)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # whole lines: others write into the same file
@@ -50,15 +49,39 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         connection.send_bytes(b"")  # before anybody else's code runs
         number, pickled = connection.recv()
-        reward = _loaded(pickled)
+        with _ended_by_signals(counted):
+            reward = _loaded(pickled)
         answer: Answer = reward if isinstance(reward, Failure) else None
         while os.getpid() == process:  # else the function has forked, and this process was not asked
             connection.send_bytes(encoded(number, answer))
             _flush()
             number, response = connection.recv()
-            answer = judged(reward, response)
+            with _ended_by_signals(counted):
+                answer = judged(reward, response)
     _flush()
     os._exit(0)  # whatever the function has left running
+
+
+@contextlib.contextmanager
+def _ended_by_signals(counted: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Have signals end this process in the block, and after it as long as a program of the function runs: they may end
+    that, too, and a verdict without it is wrong. Otherwise they do not, which saves the time to import the function.
+
+    Args:
+        counted: the handlers otherwise. One that the function has put in their place stays.
+    """
+    _exchange(counted, dict.fromkeys(counted, signal.SIG_DFL))
+    yield
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none
+        _exchange(dict.fromkeys(counted, signal.SIG_DFL), counted)
+
+
+def _exchange(before: Mapping[signal.Signals, Any], after: Mapping[signal.Signals, Any]) -> None:
+    for signum, handler in before.items():
+        if signal.getsignal(signum) == handler:
+            signal.signal(signum, after[signum])
 
 
 def encoded(number: str, answer: Answer) -> bytes:

@@ -85,8 +85,9 @@ class RunMirror:
         self._ask(root, Mirror.check)
 
     def unmark(self) -> None:
-        """Delete the mark that `check` put there; MirrorError where that cannot be done."""
-        self._call(Mirror.unmark)
+        """Delete the mark that `check` put there, if it did; MirrorError where that cannot be done."""
+        if self.settings.marked:
+            self._call(Mirror.unmark)
 
     def _ask(self, root: Path, work: Callable[[Mirror], None]) -> None:
         self._check_apart(root)
