@@ -283,7 +283,7 @@ class Chain:
             return self._goes_on(launch, trial, may_end=self._setup.sync == "checkpoint", said=_FULL)
         if blow.kind == "intrusion":
             trial.victim = self._visits.possible(blow.victim)
-            trial.problems += self._visits.visit(trial.victim, blow.draw, alone=False)
+            trial.problems += self._visits.visit(trial.victim, blow.draw, launch)
             trial.noticed = self._visits.said
             return self._goes_on(launch, trial)
         if blow.kind in SIGNALS:
@@ -494,7 +494,7 @@ class Chain:
         trial = self._trial("intrusion", self._visits.possible(visit.name, alone=True), "between two lives")
         began = time.monotonic()
         trial.outcome = SURVIVED
-        trial.problems += self._visits.visit(trial.victim, visit.draw, alone=True)
+        trial.problems += self._visits.visit(trial.victim, visit.draw)
         trial.noticed, trial.seconds = self._visits.said, round(time.monotonic() - began, 1)
         trial.problems += self._ledger.look(self._places.run, self._places.checkpoints)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -139,6 +140,7 @@ class Visits:
         self._count = 0
         self.said = ""
         self.elsewhere: dict[str, str] = {}
+        self._host: Launch | None = None
         self._known: dict[str, str] = {}
         if setup.by_environment:
             folder = places.home / "elsewhere"
@@ -159,14 +161,15 @@ class Visits:
             return plan.EDITED
         return plan.EDITED if name == plan.ENVIRONMENT and not self._setup.by_environment else name
 
-    def visit(self, name: str, draw: float, *, alone: bool) -> list[str]:
+    def visit(self, name: str, draw: float, host: Launch | None = None) -> list[str]:
         """Let a program come; the promises that were not kept.
 
         Args:
             name: see `plan.BETWEEN_LIVES`.
             draw: 0 to 1, which variant.
-            alone: the run itself does not live, so that nothing in its places may change.
+            host: the run; None: it does not live, so that nothing in its places may change.
         """
+        alone, self._host = host is None, host
         self._count += 1
         self.said = ""
         home = self._places.home / f"visit-{self._count}"
@@ -326,6 +329,9 @@ class Visits:
             deadline = time.monotonic() + _REFUSED_S
             while launch.code is None and launch.is_starting and time.monotonic() < deadline:
                 launch.wait_end(0.2)
+                if self._host is not None and self._host.code is not None and 1 in codes:  # its server is free now
+                    os.kill(launch.pid, signal.SIGTERM)
+                    return [] if launch.wait_end(_REFUSED_S) else [f"{LEFT}: a visitor that SIGTERM did not end"]
             code, text, self.said = launch.code, launch.text, checks.error_of(launch.text)
         if code not in codes:
             how = f"ended with {code}" if code is not None else "was not refused, and was killed"

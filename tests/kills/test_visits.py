@@ -103,7 +103,7 @@ def visits(scene: Scene) -> Visits:
 @pytest.mark.parametrize("name", sorted(set(BETWEEN_LIVES)))
 def test_a_program_that_uses_a_place_of_a_run_is_refused(visits: Visits, name: str, draw: float) -> None:
     assert visits.possible(name) == name, "needs root"
-    problems = visits.visit(name, draw, alone=True)
+    problems = visits.visit(name, draw)
     print(visits.said)
     assert problems == []
     assert visits.said or name in (plan.ENVIRONMENT, plan.AT_ONCE)
