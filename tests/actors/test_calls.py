@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.sync.light import Member, Stillborn
 from trinity_sync.actors import calls as module
 from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.host import interrupts
 from trinity_sync.host.origin import _KEPT, Origin, origin
 
 LIMIT = 60.0
@@ -77,6 +79,16 @@ def test_each_answer_is_told_when_it_is_there_while_others_are_awaited(member: A
 
     results(named({"hangs": hanging, "a": member.answer.remote("A")}, "answer"), LIMIT, on_answer=tell)
     assert told == ["a", "hangs"]
+
+
+def test_after_a_signal_one_who_stands_still_leaves_time_for_the_rest(
+    hanging: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_deadline", time.monotonic() + interrupts.REST_S + 0.2)
+    began = time.monotonic()
+    with pytest.raises(WaitTimeout):
+        Call(hanging, "rank 0", "train step 2").result(LIMIT)
+    assert time.monotonic() - began < LIMIT
 
 
 def test_nobody_to_wait_for_is_no_wait(cluster: None) -> None:

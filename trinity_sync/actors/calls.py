@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from trinity_sync.actors.deaths import DEATHS, why_gone
 from trinity_sync.actors.pending import ANSWER_S, MemberDied, Pending, Transport, ended
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.origin import told
 from trinity_sync.protocol.members import Member
 
@@ -124,6 +125,7 @@ def results(
     what: str | None = None,
     *,
     on_answer: Callable[[Call[T]], object] | None = None,
+    reserve_s: float = REST_S,
 ) -> list[T]:
     """Wait for the answers of calls that run side by side.
 
@@ -136,6 +138,8 @@ def results(
         timeout_s: limit for all of them together, seconds.
         what: what they do together, where that is not what each of them does.
         on_answer: told of each call when it has ended well.
+        reserve_s: of the time after a signal to the driver, what is for the rest. A member that stands still does not
+            keep the run from its end.
 
     Returns:
         The answers, in the order of the calls.
@@ -145,6 +149,7 @@ def results(
         WaitTimeout: somebody was not done in time; names who.
         TrinityError: what a member raised, with its name; or Ray itself broke the wait off.
     """
+    timeout_s = left(timeout_s, reserve_s)
     by_reference = {call.reference: call for call in calls}
     pending = list(by_reference)
     deadline = time.monotonic() + timeout_s
@@ -197,9 +202,9 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     if not isinstance(error, DEATHS) and not _expected(error):
         deadline = time.monotonic() + _GRACE_S
         while pending and time.monotonic() < deadline:
-            left = max(0.0, deadline - time.monotonic())
+            rest = max(0.0, deadline - time.monotonic())
             try:
-                done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=left)
+                done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=rest)
             except RayError:  # there is no more to be learnt
                 break
             ended = [other for other in pending if other.reference in done]

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trinity_sync.host import interrupts
-
 if TYPE_CHECKING:
     from trinity_sync.actors.agent import AgentClient
     from trinity_sync.actors.calls import Call
@@ -122,4 +120,4 @@ def close_agents(agents: Mapping[str, AgentClient]) -> None:
     from trinity_sync.actors.calls import results
 
     with suppress(Exception):
-        results([agent.close() for agent in agents.values()], interrupts.left(_CLOSE_S, _RAY_S))
+        results([agent.close() for agent in agents.values()], _CLOSE_S, reserve_s=_RAY_S)

@@ -95,11 +95,14 @@ def cluster(
         def end(error: str) -> None:
             with contextlib.suppress(Exception):
                 in_background(partial(lost, error), "last words").result(_LAST_WORDS_S)
+            end_at_once()
+
+        def end_at_once() -> None:
             expected.set()
             give_up(own)
 
         stack.enter_context(ended_with_its_node(end))
-        stack.enter_context(last_words(partial(give_up, own)))
+        stack.enter_context(last_words(end_at_once))
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for node in nodes:
             story.info("node %s is %s (%s)", node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])

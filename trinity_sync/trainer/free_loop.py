@@ -335,7 +335,7 @@ class FreeLoop:
         with contextlib.suppress(Exception):
             self._steps.give_up(Version(self._settings.attempt, self._newest), "the run ended")
         with contextlib.suppress(Exception):
-            self._publishing.result(timeout=_ENDED_S)
+            self._publishing.result(timeout=interrupts.left(_ENDED_S, interrupts.REST_S))
 
     def _wait_published(self) -> Staged | None:
         """Wait for the version that is on its way, and return it. Each of the waits inside has its limit."""
