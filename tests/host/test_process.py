@@ -89,6 +89,18 @@ def test_one_that_begins_after_its_drivers_end_ends_at_once(tmp_path: Path, fold
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
 
+def test_a_program_that_it_starts_has_nothing_of_the_lifeline(tmp_path: Path) -> None:
+    script = (
+        "import os\nfrom trinity_sync.host.process import end_with_driver\n"
+        "end_with_driver()\nos.system('ls -l /proc/self/fd')"
+    )
+    with driver_lifeline(tmp_path / "lifeline") as env:
+        done = subprocess.run([sys.executable, "-c", script], env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "/proc/" in done.stdout
+    assert "lifeline" not in done.stdout
+
+
 def test_where_ray_is_another_programs_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DRIVER, raising=False)
     end_with_driver()

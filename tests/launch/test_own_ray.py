@@ -14,18 +14,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._private.node import Node
 from ray.util.placement_group import placement_group
 
 from tests.launch.test_cluster import lives, marked, remove_when_left, settings
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.process import driver_lifeline
-from trinity_sync.launch import forks, own_ray
+from trinity_sync.launch import forked_worker, forks, own_ray
 from trinity_sync.launch.cluster import cluster
 from trinity_sync.launch.own_ray import ray_kept
 
@@ -325,6 +327,14 @@ def test_one_that_is_kept_makes_way_for_a_cluster_that_runs_already(root: Path) 
 def test_sigterm_between_two_runs_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), ray_kept():
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_ray_that_is_started_begins_its_workers_as_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = SimpleNamespace(_ray_params=SimpleNamespace(setup_worker_path=None))
+    monkeypatch.setattr(Node, "start_raylet", lambda self: "started")
+    with forks.workers_forked():
+        assert Node.start_raylet(node) == "started"  # type: ignore[arg-type]
+    assert node._ray_params.setup_worker_path == forked_worker.__file__
 
 
 def test_a_server_that_is_importing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

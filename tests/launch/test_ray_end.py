@@ -176,6 +176,10 @@ def test_a_ray_that_is_given_up_leaves_neither_processes_nor_its_folder(
     give_up(None)
 
 
+def test_a_ray_whose_folder_is_gone_is_given_up_in_silence(tmp_path: Path) -> None:
+    give_up(tmp_path / "gone")
+
+
 def test_one_that_has_ended_does_not_live_even_where_nobody_took_note_of_it() -> None:
     process = subprocess.Popen(["sleep", "600"])
     seen = psutil.Process(process.pid)
