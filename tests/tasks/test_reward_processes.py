@@ -232,6 +232,14 @@ def test_a_keeper_that_is_asked_when_the_process_is_no_more_ends_as_that_did() -
     assert (done.returncode, done.stderr) == (3, b"")
 
 
+def test_a_process_whose_keeper_is_no_more_does_not_go_on() -> None:
+    script = (
+        "import os, signal\nfrom trinity_sync.host.lifeline import go_on_kept\nos.getppid = lambda: 1\n"
+        "go_on_kept(os.pipe()[0], signal.SIGUSR1, not_kept=[])\nos._exit(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 1
+
+
 def test_a_keeper_that_stands_still_ends_with_the_judge() -> None:
     with judging() as judge:
         judges = process(judge)
