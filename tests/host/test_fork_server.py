@@ -324,3 +324,17 @@ print(json.dumps(drawn))
     assert len(mine) == 10
     assert not set(mine) & set(others)
     server.end()
+
+
+def test_a_server_that_takes_nothing_begins_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        monkeypatch.setenv(forked_worker.SOCKET, str(tmp_path / "s"))
+        monkeypatch.setenv("LARGE", "x" * 3_000_000)  # more than the socket holds
+        monkeypatch.setattr(forked_worker, "_ANSWER_S", 0.2)
+        assert forked_worker._forked(["--language=PYTHON"]) is False
+
+
+def test_a_worker_of_another_language_is_none_of_the_servers() -> None:
+    assert forked_worker._forked(["--language=JAVA"]) is False
