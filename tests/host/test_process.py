@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.host.process import DRIVER, driver_lifeline, end_with_driver
+from trinity_sync.host.process import DRIVER, driver_lifeline, end_with_driver, environment
 
 _DRIVER = """
 import subprocess, sys, os
@@ -104,3 +104,14 @@ def test_a_program_that_it_starts_has_nothing_of_the_lifeline(tmp_path: Path) ->
 def test_where_ray_is_another_programs_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DRIVER, raising=False)
     end_with_driver()
+
+
+def test_an_environment_is_as_before_afterwards_but_for_what_others_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KNOWN", "before")
+    monkeypatch.delenv("NEW", raising=False)
+    with environment({"KNOWN": "within", "NEW": "within"}):
+        assert (os.environ["KNOWN"], os.environ["NEW"]) == ("within", "within")
+        monkeypatch.setenv("OF_OTHERS", "stays")
+    assert os.environ["KNOWN"] == "before"
+    assert "NEW" not in os.environ
+    assert os.environ["OF_OTHERS"] == "stays"
