@@ -113,6 +113,7 @@ class Seen:
     path_of_an_actor: list[str]
     variables_of_an_actor: list[str]
     ends_of_its_programs: list[int]
+    told: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,8 @@ def seen(root: Path) -> Iterator[Seen]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
         patch.setattr(ray_end, "_END_S", 2.0)
+        told: list[str] = []
+        patch.setattr(module.story, "info", lambda text, *values: told.append(text % values))
         before = dict(os.environ)
         with (
             own_modules_found(root / "started"),
@@ -156,6 +159,7 @@ def seen(root: Path) -> Iterator[Seen]:
             os.kill(pid, signal.SIGSTOP)
             facts: dict[str, Any] = {
                 "inside": inside,
+                "told": told,
                 "mark": mark,
                 "cpus": ray.cluster_resources()["CPU"],
                 "mark_of_an_actor": mark_of_an_actor,
@@ -192,6 +196,10 @@ with cluster(SimpleNamespace(address={address!r}), namespace="run-2", cpus=1, en
 def test_a_local_cluster_has_the_namespace_and_the_room_that_the_run_needs(seen: Seen) -> None:
     assert (seen.inside.namespace, seen.inside.gpus) == ("run-1", 0)
     assert seen.cpus == max(3, os.cpu_count() or 1)
+
+
+def test_the_log_tells_which_node_has_which_name(seen: Seen) -> None:
+    assert any(re.fullmatch(r"node [0-9a-f]{56} is \S+ \([0-9.]+\)", text) for text in seen.told)
 
 
 def test_processes_of_the_run_have_its_environment(seen: Seen) -> None:
