@@ -161,7 +161,7 @@ def make_leases_folder(root: Path) -> None:
     """
     folder = check_no_link(root / LEASES)
     folder.mkdir(exist_ok=True)
-    with suppress(OSError):  # somebody else's, which may not be looked into
+    with suppress(OSError):  # the folder may be another user's, and closed to us
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _share(descriptor, root.stat())

@@ -439,8 +439,9 @@ def _links(trust: Trust) -> Iterator[Doubt]:
 
 
 def _here(place: str, run: Path) -> str | None:
-    """What a record has for a place that is written. The folder of a copy is another: two runs would write there. On
-    another file system it may have the number of the first one, but not for the same user.
+    """Return what a record has for a place that is written. It names the run's folder by its inode and its user: two
+    runs would write to the place if a copy of the folder counted, too. A copy on another file system may have the same
+    inode, but not the same user.
     """
     with suppress(OSError):
         folder = run.stat()
