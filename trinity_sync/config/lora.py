@@ -27,7 +27,7 @@ class Adapter:
 
     Attributes:
         rank, alpha: the adapter counts alpha / rank times.
-        targets: names of linear layers, or what peft has a word for.
+        targets: ends of names of linear layers, `ALL_LINEAR`, or another regular expression for whole names.
         path: of the adapter that is gone on from; None: a new one.
         rslora: it counts alpha / sqrt(rank) times instead.
     """
@@ -143,4 +143,6 @@ def _read(path: str) -> Adapter:
 
 
 def _named(targets: Any) -> str | tuple[str, ...]:
-    return targets if isinstance(targets, str) else tuple(targets)
+    if not isinstance(targets, str):
+        return tuple(targets)
+    return ALL_LINEAR if targets.lower() == ALL_LINEAR else targets  # as peft reads it

@@ -129,7 +129,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         given: folder or hub id of the model that the run was given, where it trains other weights of it.
     """
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
-    lora = _lora_fields(cfg.model.lora)
+    lora = lora_fields(cfg.model.lora)
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -168,7 +168,13 @@ def _reference(algorithm: Algorithm, begun_with: str | None) -> str | None:
     return algorithm.reference_path or begun_with
 
 
-def _lora_fields(lora: LoraConfig) -> dict[str, Any]:
+def lora_fields(lora: LoraConfig) -> dict[str, Any]:
+    """Return the fields of verl's model config that say which adapter is trained, its targets as they were asked for;
+    empty: none is.
+
+    Args:
+        lora: of a checked config.
+    """
     adapter = adapter_of(lora)
     if adapter is None:
         return {}
