@@ -125,7 +125,7 @@ class _Modules:
             elif name not in self._linear:
                 continue
             elif not self._is_inside(name):
-                passed.setdefault("what is outside the language model", set()).add(name.partition(".")[0])
+                passed.setdefault("what is outside the language model", set()).add(".".join(name.split(".")[:2]))
             elif self._reason(name):
                 passed.setdefault("what peft takes for experts or cannot adapt", set()).add(_in_layer(name))
             else:
