@@ -60,7 +60,9 @@ def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ran
 
     def told(**other: Any) -> str:
         try:
-            adapter_targets(meta_model(engine.model_config), {**fields, "lora_adapter_path": str(folder), **other})
+            adapter_targets(
+                meta_model(engine.model_config), {**fields, "lora_adapter_path": str(folder), **other}, "fsdp"
+            )
         except ConfigError as error:
             return str(error)
         return ""

@@ -66,12 +66,13 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any]) -> AdapterLayers:
+def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy: str) -> AdapterLayers:
     """Return the layers of a model that get the adapter which is asked for, before an engine is built.
 
     Args:
         model: on the meta device.
         fields: `WorkerSpec.lora`.
+        strategy: the backend's label.
 
     Raises:
         ConfigError: a target is not a layer that can have an adapter, peft refuses it for this model, or the adapter at
@@ -84,6 +85,11 @@ def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any]) -> Adapte
         layers = adapter_layers(model, fields["target_modules"])
     except ConfigError as error:
         raise error if path is None else ConfigError(f"model.lora.path={path}, {CONFIG_FILE}: {error}") from error
+    if strategy == "fsdp2" and any(name.rpartition(".")[2] == "lm_head" for name in layers.shapes):
+        raise ConfigError(
+            "model.lora.targets means lm_head, which verl wraps by itself with backend=fsdp2, as torch cannot with "
+            "peft's layer: leave it out, or use backend=fsdp"
+        )
     if path is None:
         _on_meta(model, LoraConfig(r=fields["lora_rank"], target_modules=list(layers.names)))
     else:

@@ -89,10 +89,16 @@ def check_lora(get: Get) -> Iterator[Problem]:
     targets = lora.targets
     listed = isinstance(targets, list | tuple | ListConfig)
     if not (targets is None or isinstance(targets, str) or (listed and all(isinstance(one, str) for one in targets))):
-        yield Problem("model.lora.targets", f"is {targets}; must be all-linear, or names such as [q_proj, v_proj]")
+        yield Problem(
+            "model.lora.targets",
+            f"is {targets}; must be all-linear, names such as [q_proj, v_proj], or a regular expression",
+        )
         return
     if targets is not None and not len(targets):
-        yield Problem("model.lora.targets", "names nothing; must be all-linear, or names such as [q_proj, v_proj]")
+        yield Problem(
+            "model.lora.targets",
+            "names nothing; must be all-linear, names such as [q_proj, v_proj], or a regular expression",
+        )
         return
     try:
         adapter = adapter_of(lora)

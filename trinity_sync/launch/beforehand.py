@@ -88,7 +88,7 @@ def _check_adapter(cfg: DictConfig, lora: Mapping[str, Any]) -> None:
         model = unfilled_model(config, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from error
-    layers = adapter_targets(model, lora)
+    layers = adapter_targets(model, lora, cfg.backend.strategy)
     if layers.left_out:
         print(
             f"note: model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "

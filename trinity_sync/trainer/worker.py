@@ -249,7 +249,7 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
     if lora:
         trusted = spec.trust_remote_code
         bare = unfilled_model(model, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
-        lora["target_modules"] = list(adapter_targets(bare, lora).names)
+        lora["target_modules"] = list(adapter_targets(bare, lora, spec.backend.strategy).names)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
