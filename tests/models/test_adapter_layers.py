@@ -137,7 +137,7 @@ def test_a_merged_export_has_the_weights_that_peft_merges(family: str, tmp_path:
         ("gemma2", ["lm_head"], "lm_head means lm_head, which is tied to model.embed_tokens"),
         ("qwen3", ["qproj"], "no layer is called qproj (meant q_proj?); its linear layers are down_proj, gate_proj"),
         ("phi3", ["q_proj"], "no layer is called q_proj (meant qkv_proj?)"),
-        ("qwen3", "q_proj", "q_proj matches the whole name of no layer; as a list: [q_proj]"),
+        ("qwen3", "q_proj", "q_proj matches the whole name of no module (meant [q_proj]?)"),
         ("qwen3", r".*\.layers\.0\..*", "means model.layers.0.self_attn, of class Qwen3Attention"),
         ("qwen3", "(", "( is not a regular expression"),
     ],
@@ -193,3 +193,15 @@ def test_the_default_leaves_out_a_vision_tower(with_vision: Any) -> None:
 def test_a_target_in_a_vision_tower_is_refused(with_vision: Any) -> None:
     with pytest.raises(ConfigError, match=r"model\.visual\.\S+ is outside the language model, and is not trained"):
         adapter_layers(with_vision, ["qkv"])
+
+
+def test_a_linear_layer_that_computes_something_else_is_left_out() -> None:
+    model = model_of("qwen3")
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).unflatten(-1, (2, -1))
+
+    model.model.layers[0].self_attn.o_proj = Grouped(32, 32, device="meta")
+    found = adapter_layers(model, "all-linear")
+    assert found.left_out == ["what peft takes for experts or cannot adapt (self_attn.o_proj)"]
