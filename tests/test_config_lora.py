@@ -68,7 +68,7 @@ def test_what_peft_saves_of_a_plain_adapter_is_understood(tmp_path: Path) -> Non
     path = saved(tmp_path / "adapter")
     plain = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights="gaussian")
     plain.save_pretrained(path)
-    assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("q_proj",), str(path))
+    assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("q_proj",), str(path), dropout=0.1)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_an_adapter_that_is_gone_on_from_is_taken_where_its_layers_are_the_model
     assert adapter_targets(model_of("qwen3_moe"), asked(["q_proj", "v_proj"], path), "fsdp2").left_out == []
 
 
+def test_an_adapter_that_is_gone_on_from_may_name_layers_of_other_models(tmp_path: Path) -> None:
+    targets = ["q_proj", "query_key_value"]
+    path = saved(tmp_path / "adapter", "qwen3", targets)
+    assert adapter_targets(model_of("qwen3"), asked(targets, path), "fsdp2").names == targets
+
+
 def test_an_adapter_for_fused_experts_is_refused_by_its_folder(tmp_path: Path) -> None:
     targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
     path = saved(tmp_path / "adapter", "qwen3_moe", targets)

@@ -82,7 +82,7 @@ def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy:
 
     path = fields["lora_adapter_path"]
     try:
-        layers = adapter_layers(model, fields["target_modules"])
+        layers = adapter_layers(model, fields["target_modules"], saved=path is not None)
     except ConfigError as error:
         raise error if path is None else ConfigError(f"model.lora.path={path}, {CONFIG_FILE}: {error}") from error
     if strategy == "fsdp2" and any(name.rpartition(".")[2] == "lm_head" for name in layers.shapes):

@@ -30,6 +30,7 @@ class Adapter:
         targets: ends of names of linear layers, `ALL_LINEAR`, or another regular expression for whole names.
         path: of the adapter that is gone on from; None: a new one.
         rslora: it counts alpha / sqrt(rank) times instead.
+        dropout: share of its inputs that is dropped while it trains.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Adapter:
     targets: str | tuple[str, ...]
     path: str | None
     rslora: bool = False
+    dropout: float = 0.0
 
     @property
     def of_peft(self) -> str | list[str]:
@@ -145,7 +147,8 @@ def _read(path: str) -> Adapter:
         )
     if odd := not_plain(body):
         raise ConfigError(f"model.lora.path is {path}, an adapter with {', '.join(odd)}, which is not trained here")
-    return Adapter(rank, alpha, _named(targets), path, rslora=bool(body.get("use_rslora")))
+    rslora, dropout = bool(body.get("use_rslora")), float(body.get("lora_dropout") or 0)
+    return Adapter(rank, alpha, _named(targets), path, rslora=rslora, dropout=dropout)
 
 
 def _named(targets: Any) -> str | tuple[str, ...]:

@@ -75,7 +75,7 @@ def add_adapter(adapter: Adapter, model: PreTrainedModel) -> None:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         use_rslora=adapter.rslora,
-        target_modules=list(adapter_layers(model, adapter.targets).names),
+        target_modules=list(adapter_layers(model, adapter.targets, saved=adapter.path is not None).names),
         bias="none",
         inference_mode=True,
     )

@@ -15,13 +15,14 @@ from omegaconf import DictConfig
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import plain, typed
+from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.characters import check_vocabulary
 from trinity_sync.models.hub import check_named
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.trainer.spec import lora_fields
-from trinity_sync.weights.lora import ALL_LINEAR
+from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE
 
 _SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
@@ -48,8 +49,13 @@ def check_beforehand(cfg: DictConfig) -> None:
         size = (cfg.model.architecture or {}).get("vocab_size")
         if isinstance(size, int):
             check_vocabulary(size)
-    if lora := lora_fields(typed(cfg).model.lora):
-        _check_adapter(cfg, lora)
+    if (adapter := adapter_of(typed(cfg).model.lora)) is not None:
+        if adapter.dropout:
+            _say(
+                f"the adapter at model.lora.path has lora_dropout={adapter.dropout}: log-probs that are trained on "
+                f"differ from those of the explorers; 0 in its {CONFIG_FILE} turns it off"
+            )
+        _check_adapter(cfg, lora_fields(adapter))
 
 
 def needed_processors(cfg: DictConfig) -> int:
@@ -90,11 +96,14 @@ def _check_adapter(cfg: DictConfig, lora: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from error
     layers = adapter_targets(model, lora, cfg.backend.strategy)
     if layers.left_out:
-        print(
-            f"note: model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "
-            f"{', '.join(layers.names)}",
-            file=sys.stderr,
+        _say(
+            f"model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "
+            f"{', '.join(layers.names)}"
         )
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _check_processors(cfg: DictConfig) -> None:

@@ -47,12 +47,13 @@ class AdapterLayers:
     left_out: Sequence[str] = ()
 
 
-def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> AdapterLayers:
+def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, saved: bool = False) -> AdapterLayers:
     """Return the layers of a model that get an adapter.
 
     Args:
         model: of transformers; may be on the meta device.
         targets: `all-linear`, another regular expression for whole names of modules, or a list of ends of names.
+        saved: they are those of a saved adapter, which may name layers of other models, too.
 
     Raises:
         ConfigError: a target means no layer, or one that cannot have an adapter; names the module and the reason.
@@ -63,7 +64,7 @@ def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> Adap
     elif isinstance(targets, str):
         chosen = found.trained(found.matched(targets))
     else:
-        chosen = found.trained(name for target in targets for name in found.called(target))
+        chosen = found.trained(name for target in targets for name in found.called(target, saved))
     if not found.transposed.isdisjoint(chosen) and not found.transposed.issuperset(chosen):
         raise _refusal(
             f"{target_text(targets)} means layers that keep their weight transposed (Conv1D) and others; name layers "
@@ -132,19 +133,23 @@ class _Modules:
             raise _refusal(f"{expression} matches the whole name of no module{meant}; {self.known}")
         return self.checked(expression, found)
 
-    def called(self, target: str) -> Iterator[str]:
-        """The layers whose name ends in a target."""
+    def called(self, target: str, saved: bool) -> Iterator[str]:
+        """The layers whose name ends in a target; those of a saved adapter may mean none."""
         if found := self.ends(target):
             return self.checked(target, found)
         leaf = target.rpartition(".")[2]
         if self.fused and leaf in _OF_EXPERTS:
             raise _refusal(f"{target} is a part of {self.fused[0]}, which is fused experts; {_ADVICE}")
+        if saved:
+            return iter(())
         near = difflib.get_close_matches(leaf, self.leaves, n=1)
         raise _refusal(f"no layer is called {target}{f' (meant {near[0]}?)' if near else ''}; {self.known}")
 
     def trained(self, names: Iterable[str]) -> list[str]:
         """Those of the language model."""
         found = list(dict.fromkeys(names))
+        if not found:
+            raise _refusal(f"they mean no layer of this model; {self.known}")
         if self.tower.issuperset(found):
             raise _refusal(f"{found[0]} is outside the language model, and is not trained; {self.known}")
         return [name for name in found if name not in self.tower]
