@@ -82,11 +82,8 @@ def check_adapter(
 
 def _alike(saved: Collection[str], asked: Collection[str]) -> bool:
     """Whether each name on either side is the end of one on the other: with vision towers, longer ones are saved."""
-
-    def met(name: str, others: Collection[str]) -> bool:
-        return any(f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}") for other in others)
-
-    return all(met(name, asked) for name in saved) and all(met(name, saved) for name in asked)
+    met = [(a, b) for a in saved for b in asked if f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}")]
+    return {a for a, _ in met} == set(saved) and {b for _, b in met} == set(asked)
 
 
 def noted_base(folder: Path) -> Base | None:

@@ -94,18 +94,10 @@ def merge(
 
 
 def _not_apart(name: str, base: Mapping[str, Source], folder: Path | None) -> str | None:
-    """Why the base saves no tensor of this name, although its model may have the layer; None: it has none.
-
-    Args:
-        name: of the layer's weight.
-        base, folder: as for `merge`.
-    """
-    layer = name.removesuffix(".weight").removesuffix(".base_layer")
+    """Why the base saves no tensor of this name, although its model has the layer; None: it has none."""
+    layer, advice = name.removesuffix(".weight").removesuffix(".base_layer"), "export it with --adapter"
     if any(other.startswith(f"{layer}.") for other in base):
-        return (
-            f"the adapter is for {layer}, which is fused experts: it is not merged here; merge it "
-            "with peft, or export it with --adapter"
-        )
+        return f"the adapter is for {layer}, which is fused experts: merge it with peft, or {advice}"
     model = made_of(folder) if folder is not None else None
     weight = None if model is None else dict(model.named_parameters(remove_duplicate=False)).get(name)
     if model is None or weight is None:
@@ -113,7 +105,7 @@ def _not_apart(name: str, base: Mapping[str, Source], folder: Path | None) -> st
     tied = next(other for other, each in model.named_parameters() if each is weight)
     return (
         f"the adapter is for {layer}, and this model ties {name} to {tied} (tie_word_embeddings in {folder}/{CONFIG}): "
-        "merged, they would no longer be one tensor; export it with --adapter, or train an adapter without that layer"
+        f"merged, they would no longer be one tensor; {advice}, or train one without that layer"
     )
 
 
