@@ -46,6 +46,10 @@ def test_a_new_adapter_travels_alone_unless_it_is_to_be_merged() -> None:
     assert travels(typed(compose(["model.lora.rank=8", "sync.what=merged"]))) == "merged"
 
 
+def test_all_linear_is_read_in_any_case_as_peft_reads_it() -> None:
+    assert adapter("model.lora.rank=8", "model.lora.targets=All-Linear") == Adapter(8, 16, "all-linear", None)
+
+
 def test_an_adapter_that_is_gone_on_from_says_what_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path / "adapter")
     assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("v_proj", "q_proj"), str(path))
@@ -64,7 +68,7 @@ def test_what_peft_saves_of_a_plain_adapter_is_understood(tmp_path: Path) -> Non
     path = saved(tmp_path / "adapter")
     plain = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights="gaussian")
     plain.save_pretrained(path)
-    assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("q_proj",), str(path))
+    assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("q_proj",), str(path), dropout=0.1)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,11 @@ def test_no_adapter_travels_where_none_is_trained(what: str) -> None:
         (["model.lora.alpha=8"], "model.lora.alpha is 8, but no adapter is trained"),
         (["model.lora.rank=8", "model.lora.targets=3"], "model.lora.targets is 3; must be all-linear"),
         (["model.lora.rank=8", "model.lora.targets=[]"], "model.lora.targets names nothing"),
-        (["model.lora.rank=8", "backend=megatron"], "but backend=megatron trains no LoRA adapter; use backend=fsdp2"),
+        (
+            ["model.lora.rank=8", "backend=megatron"],
+            "but backend=megatron is built on mbridge, which has no LoRA: verl trains adapters on Megatron through "
+            "Megatron-Bridge alone; use backend=fsdp2",
+        ),
     ],
 )
 def test_a_mistake_is_refused_with_its_key(overrides: list[str], said: str) -> None:

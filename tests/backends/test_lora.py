@@ -35,7 +35,8 @@ def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ran
 
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.backends.fsdp_state import FsdpState
-    from trinity_sync.backends.lora import check_adapter
+    from trinity_sync.backends.lora import adapter_targets
+    from trinity_sync.backends.saved import meta_model
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.errors import ConfigError
 
@@ -59,7 +60,9 @@ def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ran
 
     def told(**other: Any) -> str:
         try:
-            check_adapter(engine.model_config, {**fields, "lora_adapter_path": str(folder), **other})
+            adapter_targets(
+                meta_model(engine.model_config), {**fields, "lora_adapter_path": str(folder), **other}, "fsdp"
+            )
         except ConfigError as error:
             return str(error)
         return ""
@@ -120,6 +123,6 @@ class TestAnAdapter:
     def test_that_the_model_cannot_have_is_refused_by_name(self, facts: Any, case: int) -> None:
         for of_rank in facts[case]:
             assert of_rank["fits"] == ""
-            assert "model.lora.targets=[qq_proj]" in of_rank["no_such_layer"]
+            assert "model.lora.targets: no layer is called qq_proj" in of_rank["no_such_layer"]
             assert "its linear layers are down_proj, gate_proj" in of_rank["no_such_layer"]
         assert "down_proj.lora_A.weight is 4x95 there, this model wants 4x96" in facts[case][0]["other_shapes"]

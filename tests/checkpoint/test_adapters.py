@@ -11,9 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.checkpoint import written
+from tests.families import FAMILIES
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import (
@@ -234,6 +235,32 @@ def test_a_base_of_another_shape_is_refused_where_no_digest_is_known(tmp_path: P
     wider.save_pretrained(tmp_path / "narrow")
     with pytest.raises(WeightsError, match=r"it is for a .*mlp.* of .*12.*, the base has .*6"):
         export_checkpoint(step, tmp_path / "out", form="merged", base=tmp_path / "narrow")
+
+
+def test_an_adapter_of_a_tied_output_layer_is_not_merged_and_the_layer_is_named(tmp_path: Path, base: Path) -> None:
+    wrapped = get_peft_model(written.small_model("tied"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    said = r"for lm_head, and this model ties lm_head\.weight to model\.embed_tokens\.weight \(tie_word_embeddings"
+    with pytest.raises(WeightsError, match=said):
+        export_checkpoint(tmp_path / "adapter", tmp_path / "out", form="merged", base=base)
+
+
+def test_an_adapter_of_fused_experts_is_not_merged_and_they_are_named(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_moe"](**FAMILIES["qwen3_moe"]))
+    model.save_pretrained(tmp_path / "base")
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=targets))
+    config = wrapped.peft_config["default"]
+    config.save_pretrained(tmp_path / "adapter")
+    save_file(adapter_of(wrapped), tmp_path / "adapter" / "adapter_model.safetensors")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    body = json.loads(file.read_text())
+    plain = {
+        key: value for key, value in body.items() if key not in ("target_parameters", "rank_pattern", "alpha_pattern")
+    }
+    file.write_text(json.dumps(plain))
+    with pytest.raises(WeightsError, match=r"for model\.layers\.0\.mlp\.experts, which is fused experts: .*--adapter"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / "out", form="merged", base=tmp_path / "base")
 
 
 def test_an_adapter_that_was_changed_is_not_exported(tmp_path: Path, base: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,26 @@ def test_another_rank_alpha_and_other_targets_are_refused_by_name(tmp_path: Path
         path.write_text(broken)
         with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
             check_adapter(tmp_path, 4, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "fits"),
+    [
+        (["model.language_model.layers.0.self_attn.q_proj", "v_proj"], ["q_proj", "v_proj"], True),
+        (["q_proj", "v_proj"], ["self_attn.q_proj", "v_proj"], True),
+        (["q_proj", "v_proj"], ["q_proj"], False),
+        (["q_proj"], ["q_proj", "v_proj"], False),
+        (["qq_proj"], ["q_proj"], False),
+    ],
+)
+def test_targets_are_compared_by_the_ends_of_names(
+    tmp_path: Path, kept: list[str], asked: list[str], fits: bool
+) -> None:
+    (tmp_path / "actor").mkdir()
+    body = {"r": 4, "lora_alpha": 8, "target_modules": kept}
+    (tmp_path / "actor" / "adapter_config.json").write_text(json.dumps(body))
+    with nullcontext() if fits else pytest.raises(ConfigError, match="holds an adapter for"):
+        check_adapter(tmp_path, 4, 8, asked)
 
 
 def test_a_file_of_peft_notes_no_base_and_one_that_is_damaged_is_refused(tmp_path: Path) -> None:

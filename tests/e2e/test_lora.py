@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import Run, launch
+from tests.families import EXPERTS
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.cli.main import main
@@ -142,9 +143,11 @@ def test_a_base_with_tensors_in_fp32_and_draft_heads_is_exported_as_it_is_publis
 
 
 @pytest.mark.all
-def test_targets_that_the_model_does_not_have_are_refused_before_training(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "model.lora.rank=4", "model.lora.targets=[qq_proj]")
-    assert run.code == 2
-    assert "model.lora.targets=[qq_proj]" in run.output
-    assert "its linear layers are down_proj, gate_proj" in run.output
-    assert "Traceback" not in run.output
+@pytest.mark.parametrize("what", ["adapter", "merged"])
+def test_a_mixture_s_adapter_is_trained_sent_and_merged(tmp_path: Path, what: str) -> None:
+    run = launch(tmp_path / "run", *EXPERTS, "backend.ranks=1", "model.lora.rank=4", f"sync.what={what}")
+    assert run.code == 0, run.output
+    assert "leaves out fused experts (mlp.experts); routers (mlp.gate)" in run.output
+    assert [load["digest"] for load in run.events("load")] == [run.digests[version] for version in range(4)]
+    done = export_checkpoint(run.folder / "checkpoints/global_step_3", tmp_path / "merged", form="merged")
+    assert what == "adapter" or done.digest == run.digests[3]

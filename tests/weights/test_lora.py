@@ -53,6 +53,12 @@ def test_a_transposed_weight_gets_the_transposed_product() -> None:
     assert torch.equal(lora.merged(weight.T, a, b, 0.5, transposed=True), whole.T)
 
 
+@pytest.mark.parametrize("empty", [set(), [], {}, "", None, False])
+def test_a_key_that_is_empty_asks_for_nothing(empty: object) -> None:
+    """peft leaves an empty set in `target_parameters` of a mixture's adapter."""
+    assert lora.not_plain({"r": 3, "lora_alpha": 5, "target_parameters": empty}) == []
+
+
 @pytest.mark.parametrize(
     "more", [{"use_dora": True}, {"target_parameters": ["experts.down_proj"]}, {"bias": "all"}, {"r": 0}]
 )

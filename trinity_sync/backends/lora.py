@@ -1,4 +1,4 @@
-"""What a version of an adapter has to consist of, and whether an adapter can be trained on a model.
+"""What a version of an adapter has to consist of, and on which layers of a model an adapter can be trained.
 
 Worked out from the architecture and peft's config alone, on a model without storage, as for whole models in `saved`.
 """
@@ -17,13 +17,15 @@ import torch
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.backends.saved import meta_model, travelling
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import PREFIX, WEIGHTS_FILE, held_adapter, saved_name, target_text
+from trinity_sync.models.adapter_layers import AdapterLayers, adapter_layers
+from trinity_sync.weights.lora import CONFIG_FILE, PREFIX, WEIGHTS_FILE, held_adapter, saved_name, target_text
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed, shape_text
 from trinity_sync.weights.tensors import from_torch
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 
 def adapter_by(
@@ -39,7 +41,7 @@ def adapter_by(
     """
     saved = {
         saved_name(name): Saved.as_held(from_torch(tensor.dtype), tensor.shape, name)
-        for name, tensor in _adapter(model_config, config).items()
+        for name, tensor in _on_meta(meta_model(model_config), config).items()
     }
     # not strict: an entry may mean tensors of the base alone
     return travelling(saved, wire_dtype, keep_fp32 or (), strict=False)
@@ -64,40 +66,42 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:
-    """Check that the adapter that verl's model config asks for can be put on the model, before the engine is built.
+def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy: str) -> AdapterLayers:
+    """Return the layers of a model that get the adapter which is asked for, before an engine is built.
 
     Args:
-        model_config: the model config of verl's engine.
+        model: on the meta device.
         fields: `WorkerSpec.lora`.
+        strategy: the backend's label.
 
     Raises:
-        ConfigError: the targets are no linear layers of the model, or the adapter that is to be gone on from is
-            another's; says which.
+        ConfigError: a target is not a layer that can have an adapter, peft refuses it for this model, or the adapter at
+            `model.lora.path` is another model's; one line that names the key and the module.
     """
     from peft import LoraConfig
 
-    path = fields.get("lora_adapter_path")
-    if path is not None:
-        wanted = _adapter(model_config, LoraConfig.from_pretrained(path))
+    path = fields["lora_adapter_path"]
+    try:
+        layers = adapter_layers(model, fields["target_modules"], saved=path is not None)
+    except ConfigError as error:
+        raise error if path is None else ConfigError(f"model.lora.path={path}, {CONFIG_FILE}: {error}") from error
+    if strategy == "fsdp2" and any(name.rpartition(".")[2] == "lm_head" for name in layers.shapes):
+        raise ConfigError(
+            "model.lora.targets means lm_head, which verl wraps by itself with backend=fsdp2, as torch cannot with "
+            "peft's layer: leave it out, or use backend=fsdp"
+        )
+    if path is None:
+        _on_meta(model, LoraConfig(r=fields["lora_rank"], target_modules=list(layers.names)))
+    else:
+        wanted = _on_meta(model, LoraConfig.from_pretrained(path))
         check_shapes(Path(path), {saved_name(name): tuple(tensor.shape) for name, tensor in wanted.items()})
-        return
-    _adapter(
-        model_config,
-        LoraConfig(
-            r=fields["lora_rank"], lora_alpha=fields["lora_alpha"], target_modules=copy.copy(fields["target_modules"])
-        ),
-    )
+    return layers
 
 
-def _adapter(model_config: ModelConfig, config: LoraConfig) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, on the meta device, under the names that the model holds them by."""
+def _on_meta(model: PreTrainedModel, config: LoraConfig) -> dict[str, torch.Tensor]:
+    """The adapter's tensors, under the names that the model, which is on the meta device, then holds them by."""
     from peft import get_peft_model
 
-    model = meta_model(model_config)
-    linear = sorted(
-        {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a base on the meta device is not
@@ -106,7 +110,7 @@ def _adapter(model_config: ModelConfig, config: LoraConfig) -> dict[str, torch.T
     except ValueError as error:
         raise ConfigError(
             f"model.lora.targets={target_text(config.target_modules or ())} cannot be had of this model: "
-            f"{' '.join(str(error).split())}; its linear layers are {', '.join(linear)}"
+            f"{' '.join(str(error).split())}"
         ) from error
     return held_adapter(model)
 

@@ -43,6 +43,7 @@ class BackendOption(ABC):
             `check_resume` allows it. Of others it takes the weights.
         takes_weights: whether it can begin with the weights of a checkpoint that it cannot load.
         trains_adapters: whether it trains a LoRA adapter in place of the weights (`model.lora`).
+        no_adapters: of one that does not, what is said of it.
         worker: class of the ranks, made of a `trinity_sync.trainer.spec.WorkerSpec`; as text, since it lies above.
         writes_own_files: its checkpoints are more than one object per file, so it writes them itself.
     """
@@ -63,6 +64,7 @@ class BackendOption(ABC):
     takes_weights: ClassVar[bool] = True
     writes_own_files: ClassVar[bool] = False
     trains_adapters: ClassVar[bool] = False
+    no_adapters: ClassVar[str] = "trains no LoRA adapter"
     worker: ClassVar[str] = "trinity_sync.trainer.worker.TrinityWorker"
 
     # -- in the driver
@@ -225,7 +227,7 @@ def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:
         if get(key) != none:
             yield Problem(
                 key,
-                f"is {get(key)}, but backend={get('backend.strategy')} trains no LoRA adapter; use backend=fsdp2 or "
+                f"is {get(key)}, but backend={get('backend.strategy')} {option.no_adapters}; use backend=fsdp2 or "
                 "backend=fsdp, or leave it out",
             )
 

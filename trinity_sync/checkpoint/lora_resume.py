@@ -49,7 +49,7 @@ def check_adapter(
     Args:
         folder: the step folder.
         rank, alpha: of the adapter to be trained.
-        targets: names of the modules that it is for, as peft has resolved them; None: not compared.
+        targets: ends of the names of the modules that it is for; None: not compared.
         rslora: it counts alpha / sqrt(rank) times, and not alpha / rank times.
 
     Raises:
@@ -73,11 +73,17 @@ def check_adapter(
             f"{folder} holds an adapter that is scaled by {_scale(by_root)}, that of this run by {_scale(rslora)}; go "
             "on with the same model.lora.path, or without one, as the run that saved it"
         )
-    if targets is not None and modules != target_names(targets):
+    if targets is not None and not _alike(modules, target_names(targets)):
         raise ConfigError(
             f"{folder} holds an adapter for {target_text(saved['target_modules'])}, this run asks for "
             f"model.lora.targets={target_text(targets)}"
         )
+
+
+def _alike(saved: Collection[str], asked: Collection[str]) -> bool:
+    """Whether each name on either side is the end of one on the other: with vision towers, longer ones are saved."""
+    met = [(a, b) for a in saved for b in asked if f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}")]
+    return {a for a, _ in met} == set(saved) and {b for _, b in met} == set(asked)
 
 
 def noted_base(folder: Path) -> Base | None:

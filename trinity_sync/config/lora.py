@@ -27,9 +27,10 @@ class Adapter:
 
     Attributes:
         rank, alpha: the adapter counts alpha / rank times.
-        targets: names of linear layers, or what peft has a word for.
+        targets: ends of names of linear layers, `ALL_LINEAR`, or another regular expression for whole names.
         path: of the adapter that is gone on from; None: a new one.
         rslora: it counts alpha / sqrt(rank) times instead.
+        dropout: share of its inputs that is dropped while it trains.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Adapter:
     targets: str | tuple[str, ...]
     path: str | None
     rslora: bool = False
+    dropout: float = 0.0
 
     @property
     def of_peft(self) -> str | list[str]:
@@ -89,10 +91,16 @@ def check_lora(get: Get) -> Iterator[Problem]:
     targets = lora.targets
     listed = isinstance(targets, list | tuple | ListConfig)
     if not (targets is None or isinstance(targets, str) or (listed and all(isinstance(one, str) for one in targets))):
-        yield Problem("model.lora.targets", f"is {targets}; must be all-linear, or names such as [q_proj, v_proj]")
+        yield Problem(
+            "model.lora.targets",
+            f"is {targets}; must be all-linear, names such as [q_proj, v_proj], or a regular expression",
+        )
         return
     if targets is not None and not len(targets):
-        yield Problem("model.lora.targets", "names nothing; must be all-linear, or names such as [q_proj, v_proj]")
+        yield Problem(
+            "model.lora.targets",
+            "names nothing; must be all-linear, names such as [q_proj, v_proj], or a regular expression",
+        )
         return
     try:
         adapter = adapter_of(lora)
@@ -139,8 +147,11 @@ def _read(path: str) -> Adapter:
         )
     if odd := not_plain(body):
         raise ConfigError(f"model.lora.path is {path}, an adapter with {', '.join(odd)}, which is not trained here")
-    return Adapter(rank, alpha, _named(targets), path, rslora=bool(body.get("use_rslora")))
+    rslora, dropout = bool(body.get("use_rslora")), float(body.get("lora_dropout") or 0)
+    return Adapter(rank, alpha, _named(targets), path, rslora=rslora, dropout=dropout)
 
 
 def _named(targets: Any) -> str | tuple[str, ...]:
-    return targets if isinstance(targets, str) else tuple(targets)
+    if not isinstance(targets, str):
+        return tuple(targets)
+    return ALL_LINEAR if targets.lower() == ALL_LINEAR else targets  # as peft reads it

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch
@@ -74,7 +75,7 @@ def add_adapter(adapter: Adapter, model: PreTrainedModel) -> None:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         use_rslora=adapter.rslora,
-        target_modules=adapter.of_peft,
+        target_modules=list(adapter_layers(model, adapter.targets, saved=adapter.path is not None).names),
         bias="none",
         inference_mode=True,
     )

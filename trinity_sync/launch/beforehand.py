@@ -5,18 +5,24 @@ model that is named, can do what is asked for.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from trinity_sync.backends.platform import accelerator_count
-from trinity_sync.config import typed
+from trinity_sync.config import plain, typed
+from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.characters import check_vocabulary
 from trinity_sync.models.hub import check_named
 from trinity_sync.trainer.algorithms.base import algorithm_of
+from trinity_sync.trainer.spec import lora_fields
+from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE
 
 _SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
@@ -43,6 +49,13 @@ def check_beforehand(cfg: DictConfig) -> None:
         size = (cfg.model.architecture or {}).get("vocab_size")
         if isinstance(size, int):
             check_vocabulary(size)
+    if (adapter := adapter_of(typed(cfg).model.lora)) is not None:
+        if adapter.dropout:
+            _say(
+                f"the adapter at model.lora.path has lora_dropout={adapter.dropout}: log-probs that are trained on "
+                f"differ from those of the explorers; 0 in its {CONFIG_FILE} turns it off"
+            )
+        _check_adapter(cfg, lora_fields(adapter))
 
 
 def needed_processors(cfg: DictConfig) -> int:
@@ -53,6 +66,44 @@ def needed_processors(cfg: DictConfig) -> int:
 def replicas(cfg: DictConfig) -> int:
     """How many explorers a run has."""
     return int(cfg.explorer.replicas) if algorithm_of(typed(cfg).algorithm).explores else 0
+
+
+def _check_adapter(cfg: DictConfig, lora: Mapping[str, Any]) -> None:
+    """Check that the model, which is made without weights, has the layers that are to get an adapter; say which
+    `all-linear` leaves out. The libraries that this imports take seconds.
+    """
+    path = cfg.model.path
+    if path is not None and cfg.cluster.address is not None and not Path(path).is_dir():
+        return  # the ranks look where the model is
+    import torch
+    from transformers import AutoConfig
+
+    from trinity_sync.backends.lora import adapter_targets
+    from trinity_sync.models.architecture import architecture_config
+    from trinity_sync.models.shapes import cut, model_config, read_shapes
+    from trinity_sync.models.unfilled import unfilled_model
+
+    trusted = bool(cfg.model.trust_remote_code)
+    try:
+        if cfg.workload.kind == "bytes":
+            config = model_config(cut(read_shapes(cfg.model.shapes), cfg.model.layers)[1])
+        elif path is None:
+            config = architecture_config(plain(cfg.model.architecture))
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        model = unfilled_model(config, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from error
+    layers = adapter_targets(model, lora, cfg.backend.strategy)
+    if layers.left_out:
+        _say(
+            f"model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "
+            f"{', '.join(layers.names)}"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _check_processors(cfg: DictConfig) -> None:

@@ -25,7 +25,6 @@ from trinity_sync.host.urls import absolute, shown
 from trinity_sync.launch.resume import Resume
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.progress import progress_bar
-from trinity_sync.weights.lora import ALL_LINEAR
 
 
 @dataclass(frozen=True)
@@ -307,8 +306,8 @@ def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
     adapter = adapter_of(typed(cfg).model.lora)
     check_kind(folder, manifest, lora=adapter is not None)
     if adapter is not None:
-        # What peft takes "all-linear" for shows when the model is there.
-        targets = None if adapter.targets == ALL_LINEAR else adapter.targets
+        # What an expression means shows when the model is there.
+        targets = None if isinstance(adapter.targets, str) else adapter.targets
         check_adapter(folder, adapter.rank, adapter.alpha, targets, rslora=adapter.rslora)
 
 

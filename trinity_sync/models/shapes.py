@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import ALL_LINEAR, PREFIX, saved_name
+from trinity_sync.models.adapter_layers import adapter_layers
+from trinity_sync.weights.lora import PREFIX, saved_name
 from trinity_sync.weights.saved_views import Saved
-from trinity_sync.weights.shards import listed
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class LoraShape(TypedDict):
 
     Attributes:
         rank: of all its factors.
-        targets: ends of the names of linear layers, or `ALL_LINEAR`.
+        targets: as of `adapter_layers`.
     """
 
     rank: int
@@ -134,7 +134,7 @@ def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) ->
     """
     from trinity_sync.weights.tensors import saved_list
 
-    model = _made(_config(fields), "meta", None)
+    model = _made(model_config(fields), "meta", None)
     return adapter_list(model, **lora) if lora else saved_list(model)
 
 
@@ -144,28 +144,11 @@ def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]
     Args:
         model: of transformers; no tensor is read.
         rank: of the adapter.
-        targets: ends of the names of linear layers, or `ALL_LINEAR`.
-
-    Raises:
-        ConfigError: no linear layer has such a name.
+        targets: see `adapter_layers`, also for what is raised.
     """
-    from torch.nn import Linear
-
-    logits = model.get_output_embeddings()
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
-    if targets == ALL_LINEAR:
-        chosen = {name: layer for name, layer in linear.items() if layer is not logits}
-    else:
-        ends = [targets] if isinstance(targets, str) else list(targets)
-        if missing := [end for end in ends if not any(_ends(name, end) for name in linear)]:
-            raise ConfigError(
-                f"model.lora.targets: no linear layer is called {listed(missing)}; there are "
-                f"{listed(sorted({name.rpartition('.')[2] for name in linear}))}"
-            )
-        chosen = {name: layer for name, layer in linear.items() if any(_ends(name, end) for end in ends)}
     found = {}
-    for name, layer in chosen.items():
-        for kind, shape in (("lora_A", (rank, layer.in_features)), ("lora_B", (layer.out_features, rank))):
+    for name, (outputs, inputs) in adapter_layers(model, targets).shapes.items():
+        for kind, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
             held = f"{PREFIX}{name}.{kind}.default.weight"
             found[saved_name(held)] = Saved.as_held("BF16", shape, held)
     return found
@@ -177,10 +160,6 @@ def lora_of(folder: Path) -> LoraShape | None:
     return found
 
 
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
 def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrainedModel:
     """Make a model whose weights are not filled.
 
@@ -189,7 +168,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrai
         dtype: of its weights, None for the config's own.
         device: where; ``"meta"`` for none.
     """
-    return _made(_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
+    return _made(model_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
 
 
 def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
@@ -229,7 +208,8 @@ def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
     return sums
 
 
-def _config(fields: Mapping[str, object]) -> PreTrainedConfig:
+def model_config(fields: Mapping[str, object]) -> PreTrainedConfig:
+    """Make the config of a model from its fields, such as `cut` gives."""
     from transformers import CONFIG_MAPPING
 
     config: PreTrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trinity_sync.backends.option import BackendOption, backend_option
 from trinity_sync.config import dtype_name
-from trinity_sync.config.lora import adapter_of, travels
-from trinity_sync.config.schema import Config, LoraConfig
+from trinity_sync.config.lora import Adapter, adapter_of, travels
+from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.shards import CoverageError, check_complete
@@ -129,7 +129,8 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         given: folder or hub id of the model that the run was given, where it trains other weights of it.
     """
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
-    lora = _lora_fields(cfg.model.lora)
+    adapter = adapter_of(cfg.model.lora)
+    lora = {} if adapter is None else lora_fields(adapter)
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -168,10 +169,8 @@ def _reference(algorithm: Algorithm, begun_with: str | None) -> str | None:
     return algorithm.reference_path or begun_with
 
 
-def _lora_fields(lora: LoraConfig) -> dict[str, Any]:
-    adapter = adapter_of(lora)
-    if adapter is None:
-        return {}
+def lora_fields(adapter: Adapter) -> dict[str, Any]:
+    """Return the fields of verl's model config that say which adapter is trained, its targets as they were asked."""
     return {
         "lora_rank": adapter.rank,
         "lora_alpha": adapter.alpha,

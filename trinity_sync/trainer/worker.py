@@ -27,7 +27,7 @@ from verl.workers.engine_workers import TrainingWorker
 from trinity_sync.actors.rank import Divergences, LossSum, RankInfo, Untrained
 from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.engines import Engine
-from trinity_sync.backends.lora import check_adapter
+from trinity_sync.backends.lora import adapter_targets
 from trinity_sync.backends.packing import ATTENTION
 from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
@@ -37,6 +37,7 @@ from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.deterministic import use_deterministic_kernels
 from trinity_sync.models.hub import local_folder
+from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.trainer.base_model import check_held
@@ -83,15 +84,13 @@ class TrinityWorker(Member, TrainingWorker):
         """Build model, optimizer and scheduler. Collective.
 
         Raises:
-            ConfigError: transformers does not have `model.attn_implementation` for this model; or an adapter cannot be
-                put on it, or is trained on another base than the model's folder has.
+            ConfigError: transformers does not have `model.attn_implementation` for this model; or an adapter is trained
+                on another base than the model's folder has.
         """
         check_attention(self.engine.model_config.hf_config, self._spec.attn_implementation)
         check_causal(self.engine.model_config)
         folder = local_folder(self._spec.model_path)
         left_out = left_out_by(self.engine.model_config, folder)  # on each rank, so that all of them refuse
-        if self._spec.lora:
-            check_adapter(self.model_config, self._spec.lora)
         torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
         self.reset()
         self._reference = self._make_reference()
@@ -236,7 +235,8 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
     """Make what verl builds the engine of, packing sequences where the model takes it.
 
     Raises:
-        ConfigError: it is to be, and does not; names the key.
+        ConfigError: it is to be, and does not, or the adapter that is asked for is not one of this model; names the
+            key.
     """
     engine, optimizer = spec.backend.engine_configs(spec.engine, spec.optimizer)
     model = AutoConfig.from_pretrained(local_folder(spec.model_path), trust_remote_code=spec.trust_remote_code)
@@ -245,6 +245,11 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
     if packed and attention == "sdpa":
         packed_attention.register()
         attention = ATTENTION
+    lora = dict(spec.lora)
+    if lora:
+        trusted = spec.trust_remote_code
+        bare = unfilled_model(model, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
+        lora["target_modules"] = list(adapter_targets(bare, lora, spec.backend.strategy).names)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -257,7 +262,7 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
                 "attn_implementation": attention,
                 "model_config": {"attn_implementation": spec.attn_implementation},
             },
-            **spec.lora,
+            **lora,
         ),
         engine_config=engine,
         optimizer_config=optimizer,

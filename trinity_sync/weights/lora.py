@@ -7,7 +7,7 @@ do verl's files. Imports no torch: a configuration is checked with what stands h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import RunError
@@ -56,7 +56,6 @@ _OFF: Mapping[str, Sequence[object]] = {
     "bias": ["none"],
     "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],  # with others the base is changed as well
 }
-_EMPTY: Sequence[object] = ("", [], {})
 
 
 class Pair(NamedTuple):
@@ -142,7 +141,7 @@ def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str
         for key, value in config.items()
         if key not in known
         and value not in _OFF.get(key, ())
-        and not (value is None or value is False or value in _EMPTY)
+        and not (value is None or value is False or (isinstance(value, Sized) and not len(value)))
     )
 
 

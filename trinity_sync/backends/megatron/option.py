@@ -149,6 +149,9 @@ class MegatronOption(MegatronConfig, BackendOption):
         "max_seqlen_per_dp_cp_rank": PACKED,
     }
     reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
+    no_adapters: ClassVar[str] = (
+        "is built on mbridge, which has no LoRA: verl trains adapters on Megatron through Megatron-Bridge alone"
+    )
     writes_own_files: ClassVar[bool] = True
 
     @classmethod

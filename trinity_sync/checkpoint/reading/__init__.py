@@ -103,7 +103,7 @@ class Weights:
             raise WeightsError(f"no adapter_config.json was found in or beside {self.folder}, by which it is scaled")
         if base.adapter:
             raise WeightsError(f"{base.folder} is a LoRA adapter, and no base of one")
-        sources = merge(self._sources, self.adapter_config, base._sources)
+        sources = merge(self._sources, self.adapter_config, base._sources, base.config)
         return Weights(self.folder, f"{self.format}, merged into {base.folder}", base.config, None, sources)
 
 

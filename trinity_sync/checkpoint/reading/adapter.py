@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from trinity_sync.checkpoint.reading.hugging_face import CONFIG
 from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
+from trinity_sync.checkpoint.reading.saved_form import made_of
 from trinity_sync.errors import RunError
 from trinity_sync.weights import lora
 from trinity_sync.weights.shards import listed
@@ -54,13 +56,16 @@ def read_adapter_config(path: Path) -> dict[str, object]:
     return body
 
 
-def merge(adapter: Mapping[str, Source], config: Mapping[str, object], base: Mapping[str, Source]) -> dict[str, Source]:
+def merge(
+    adapter: Mapping[str, Source], config: Mapping[str, object], base: Mapping[str, Source], folder: Path | None
+) -> dict[str, Source]:
     """Return the tensors of the base with the adapter's products added.
 
     Args:
         adapter: see `adapter_form`.
         config: what the ``adapter_config.json`` says.
         base: the whole model's tensors by the names it is saved by.
+        folder: with the base's config.json; None: there is none.
 
     Raises:
         WeightsError: the adapter is not one of this model, or not of a kind that is merged here.
@@ -71,7 +76,8 @@ def merge(adapter: Mapping[str, Source], config: Mapping[str, object], base: Map
         raise WeightsError(f"the adapter cannot be merged: {error}") from error
     absent = sorted(pairs.keys() - base.keys())
     if absent:
-        raise WeightsError(f"the adapter belongs to another model: the base has no {listed(absent)}")
+        why = next(filter(None, (_not_apart(name, base, folder) for name in absent)), None)
+        raise WeightsError(why or f"the adapter belongs to another model: the base has no {listed(absent)}")
     transposed = bool(config.get("fan_in_fan_out"))
     found = dict(base)
     for name, pair in pairs.items():
@@ -85,6 +91,22 @@ def merge(adapter: Mapping[str, Source], config: Mapping[str, object], base: Map
             )
         found[name] = _Merged(base[name].info, base[name], a, b, scale, transposed)
     return found
+
+
+def _not_apart(name: str, base: Mapping[str, Source], folder: Path | None) -> str | None:
+    """Why the base saves no tensor of this name, although its model has the layer; None: it has none."""
+    layer, advice = name.removesuffix(".weight").removesuffix(".base_layer"), "export it with --adapter"
+    if any(other.startswith(f"{layer}.") for other in base):
+        return f"the adapter is for {layer}, which is fused experts: merge it with peft, or {advice}"
+    model = made_of(folder) if folder is not None else None
+    weight = None if model is None else dict(model.named_parameters(remove_duplicate=False)).get(name)
+    if model is None or weight is None:
+        return None
+    tied = next(other for other, each in model.named_parameters() if each is weight)
+    return (
+        f"the adapter is for {layer}, and this model ties {name} to {tied} (tie_word_embeddings in {folder}/{CONFIG}): "
+        f"merged, they would no longer be one tensor; {advice}, or train one without that layer"
+    )
 
 
 @dataclass(frozen=True, slots=True)
