@@ -104,7 +104,7 @@ def test_of_many_a_chat_is_named_for_which_there_is_no_template() -> None:
         encoder(tokenizer=chat_tokenizer(None)).lengths([text("1"), chat("2")], ["a", "b"])
 
 
-def test_a_prompt_without_a_token_is_named() -> None:
+def test_a_prompt_that_the_template_leaves_out_is_named() -> None:
     silent = chat_tokenizer("{{ '' }}")
-    with pytest.raises(RunError, match=r"^b has no token$"):
+    with pytest.raises(RunError, match=r"^b cannot be tokenised: the chat template leaves out the texts of the mess"):
         encoder(tokenizer=silent).lengths([text("1"), chat("2")], ["a", "b"])
