@@ -111,6 +111,37 @@ def of_file(folder: Path, rows: list[dict[str, Any]], kind: str) -> tuple[Conver
     return ConversationsTask(table if kind == "parquet" else lines, "messages", 0), table
 
 
+def call(name: str, arguments: dict[str, object], **more: object) -> list[dict[str, object]]:
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    return [
+        *said("7"),
+        {"role": "assistant", "tool_calls": calls, **more},
+        {"role": "tool", "content": "7"},
+        said("", "8")[1],
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [call("f", {"x": 1}, content=""), call("g", {"y": "q"}, content="")],
+        [call("f", {"x": {"z": [{"w": 1}, {"v": 2}]}}), call("g", {}, content=None)],
+        [[*said("1"), {"role": "assistant", "content": "2", "tool_calls": None}], call("f", {"x": 1}, content=None)],
+        [said("1", "2"), said("1", "2")],
+    ],
+)
+def test_rows_of_json_lines_and_of_parquet_are_the_same_conversations(tmp_path: Path, rows: list[Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    given = [{"messages": messages, "tools": [tool]} for messages in rows]
+    given[0]["tools"] = [tool, {"type": "function", "function": {"name": "f", "strict": True}}]
+    found = [
+        [one._replace(where="") for _, one in of_file(tmp_path, given, kind)[0].all_rows()]
+        for kind in ("jsonl", "parquet")
+    ]
+    assert found[0] == found[1]
+    assert "tool_calls" not in found[0][0].messages[0]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("chat", "template"),
