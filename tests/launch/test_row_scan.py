@@ -160,9 +160,10 @@ def test_without_a_tokenizer_here_rows_are_left_to_those_who_have_one(
     ("kept", "config", "told"),
     [
         ("*", {"max_position_embeddings": None}, "its config.json cannot be read: .*'max_position_embeddings'"),
-        ("config.json", {}, "has no tokenizer: there are no files of its tokens"),
+        ("config.json", {}, " has no tokenizer; copy its files"),
+        ("[ct]*g.json", {}, "its tokenizer cannot be read: "),
+        ("[ct]*g.json", {"tokenizer_class": "Qwen2Tokenizer"}, "its tokenizer has no tokens; copy all of its files"),
         ("[ct]*", {"model_type": "none"}, "its config.json cannot be read: "),
-        ("config.json", {"model_type": "mistral"}, "(has no tokenizer|its tokenizer cannot be read): "),
     ],
 )
 def test_a_model_that_is_here_and_cannot_be_read_is_refused_in_one_line(
@@ -172,11 +173,16 @@ def test_a_model_that_is_here_and_cannot_be_read_is_refused_in_one_line(
     folder = Path(chosen.removeprefix("model.path="))
     for path in set(folder.iterdir()) - set(folder.glob(kept)):
         path.unlink()
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | config))
-    with pytest.raises(ConfigError, match=rf"^model\.path={folder}:? {told}") as refused:
+    for path in folder.glob("*config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(ConfigError, match=rf"^model\.path={folder}:? ?{told}") as refused:
         scanned(tmp_path, asked(SHORT), chosen)
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_is_here_needs_a_tokenizer_for_a_task_without_a_file_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.path={tmp_path} has no tokenizer; copy its files"):
+        scanned_task(compose([f"model.path={tmp_path}"]))
 
 
 @pytest.mark.usefixtures("here")

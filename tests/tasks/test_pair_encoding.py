@@ -255,7 +255,7 @@ def test_a_template_that_does_not_tell_what_is_learnt_is_refused(template: str, 
 def test_a_call_that_the_template_leaves_out_is_refused() -> None:
     calls = [{"type": "function", "function": {"name": "7", "arguments": {}}}]
     chat = [*said("61="), {"role": "assistant", "content": "", "tool_calls": calls}]
-    assert refused(chat, TEMPLATE).startswith(": the chat template leaves out the call of the tool '7' in message 2")
+    assert refused(chat, TEMPLATE).startswith(": the chat template leaves out the tool calls of message 2")
 
 
 def test_a_tokenizer_that_does_not_know_the_places_of_its_tokens_learns_the_same() -> None:

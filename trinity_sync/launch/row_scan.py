@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ _TELL_S = 3.0
 _MESSAGE_S = 60
 _TOKEN_CHARACTERS = 256
 """No token stands for more: the longest of the vocabularies in use are of 128 blanks."""
+_TOKENIZER = re.compile(r"(?i)token|vocab|tekken|spiece|\.model$")
 _LIMIT_S = 600.0
 """For the first rows, since the tokenizer may have to be fetched, and for each thousand of them."""
 
@@ -176,10 +178,11 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
     """Look through the rows of a task that was built of the settings, with the file at a path, and have it leave out
     what it is to.
     """
+    settings = typed(cfg)
+    _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     if all_rows is None:
         return None
-    settings = typed(cfg)
     prompts = algorithm_of(settings.algorithm).explores
     request = _Request(
         task=settings.task,
@@ -209,6 +212,17 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         done = "left out" if counts.policy == "filter" else "cut"
         _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
     return counts
+
+
+def _check_tokenizer(model_path: str | None) -> None:
+    """Raises:
+    ConfigError: a folder that is here has no file that a tokenizer is read from, going by the names.
+    """
+    folder = None if model_path is None else Path(model_path)
+    if folder is not None and folder.is_dir() and not any(_TOKENIZER.search(file.name) for file in folder.iterdir()):
+        raise ConfigError(
+            f"model.path={folder} has no tokenizer; copy its files (tokenizer.json, for instance) into that folder"
+        )
 
 
 def _plain(item: Item) -> Item:
@@ -344,8 +358,8 @@ def _model(request: _Request) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig
     config = read(AutoConfig, "config.json")
     tokenizer = read(AutoTokenizer, "tokenizer")
     if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
-        # transformers makes one without the files, of the special tokens of the model's family
-        raise ConfigError(f"model.path={request.model_path} has no tokenizer: there are no files of its tokens")
+        # transformers makes one of the special tokens of the model's family
+        raise ConfigError(f"model.path={request.model_path}: its tokenizer has no tokens; copy all of its files there")
     return tokenizer, config
 
 

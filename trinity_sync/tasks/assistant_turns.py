@@ -8,7 +8,7 @@ asked for a chat that it refuses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_sync.errors import RunError
@@ -37,33 +37,31 @@ def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignor
     found = template.marked(conversation.messages, **more) or _Rendered(template, conversation, more).turns(
         ignore_mismatch
     )
-    _check_said(conversation, " ".join(found.text[begin:end] for begin, end in found.learnt))
+    learnt = " ".join(found.text[begin:end] for begin, end in found.learnt)
+    for place, message in enumerate(conversation.messages):
+        content = message.get("content")
+        if message["role"] != "assistant":
+            continue
+        if isinstance(content, str) and not has_words(learnt, content.rpartition("</think>")[2]):
+            raise RunError(f"{conversation.where}: the chat template leaves out the text of message {place + 1}")
+        if message.get("tool_calls") and found.text == _without_calls(template, conversation.messages, place, more):
+            raise RunError(
+                f"{conversation.where}: the chat template leaves out the tool calls of message {place + 1}; give the "
+                "model a chat template that renders them"
+            )
     return found
 
 
-def _check_said(conversation: Conversation, learnt: str) -> None:
-    """That the template has rendered what the assistant says, and each tool that it calls."""
-    for number, message in enumerate(conversation.messages, start=1):
-        if message["role"] != "assistant":
-            continue
-        content = message.get("content")
-        if isinstance(content, str) and not has_words(learnt, content.rpartition("</think>")[2]):
-            raise RunError(f"{conversation.where}: the chat template leaves out the text of message {number}")
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else []:
-            name = _called(call)
-            if name is not None and name not in learnt:
-                raise RunError(
-                    f"{conversation.where}: the chat template leaves out the call of the tool {name!r} in message "
-                    f"{number}; give the model a chat template that renders tool calls"
-                )
-
-
-def _called(call: object) -> str | None:
-    """The name of the tool that is called."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
+def _without_calls(
+    template: ChatTemplate, messages: Sequence[Mapping[str, object]], place: int, more: Mapping[str, Any]
+) -> str | None:
+    """The text of a conversation in which a message calls no tools; None: the template does not take that."""
+    left = {key: value for key, value in messages[place].items() if key != "tool_calls"}
+    other = {**left, "content": left.get("content") or ""}
+    try:
+        return template.render([*messages[:place], other, *messages[place + 1 :]], ask=False, **more)
+    except ValueError:
+        return None
 
 
 class _Rendered:
