@@ -30,7 +30,7 @@ def numbered(folder: Path, count: int) -> Path:
 
 
 def numbers(file: RowFile, step: int, count: int) -> list[int]:
-    return [row.values["n"] for row in file.of_step(step, count)]
+    return [row.values["n"] for row in file.following((step - 1) * count, count)]
 
 
 # reading

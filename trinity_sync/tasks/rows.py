@@ -133,15 +133,6 @@ class RowFile:
             self.unread[row, name] = _in_one_line(error)
             return None
 
-    def of_step(self, step: int, count: int) -> list[Row]:
-        """Return the rows of a step: number ``(step - 1) * count`` and the following, of one epoch after the other.
-
-        Args:
-            step: the trainer step, from 1.
-            count: rows per step; may exceed the file.
-        """
-        return self.following((step - 1) * count, count)
-
     def following(self, first: int, count: int) -> list[Row]:
         """Return rows by their number in the order of the data: one epoch after the other, from 0."""
         places = (divmod(position, len(self.rows)) for position in range(first, first + count))
