@@ -56,8 +56,7 @@ def _without_calls(
     template: ChatTemplate, messages: Sequence[Mapping[str, object]], place: int, more: Mapping[str, Any]
 ) -> str | None:
     """The text of a conversation in which a message calls no tools; None: the template does not take that."""
-    left = {key: value for key, value in messages[place].items() if key != "tool_calls"}
-    other = {**left, "content": left.get("content") or ""}
+    other = {key: value for key, value in messages[place].items() if key != "tool_calls"}
     try:
         return template.render([*messages[:place], other, *messages[place + 1 :]], ask=False, **more)
     except ValueError:

@@ -14,7 +14,7 @@ class Conversation(NamedTuple):
     """A chat of several turns.
 
     Attributes:
-        messages: the turns, with ``role`` and ``content``; the content of one that calls tools may be null.
+        messages: the turns, with ``role`` and ``content``.
         tools: what the template is told of tools; None: nothing.
         thinking: what the template is given as ``enable_thinking``; None: nothing.
         where: place in the file, as in ``train.jsonl:17``.

@@ -231,10 +231,11 @@ class RowFile:
 
 
 def said(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message without keys that are null. One that calls tools has a content, which may be null."""
-    return {key: value for key, value in message.items() if value is not None} | (
-        {"content": None} if message.get("tool_calls") and message.get("content") is None else {}
-    )
+    """A chat message without keys that are null; one that calls tools and says nothing has an empty text, which most
+    chat templates take, and few take null or no content.
+    """
+    found = {key: value for key, value in message.items() if value is not None}
+    return found | {"content": found.get("content", "")} if found.get("tool_calls") else found
 
 
 def _without_nulls(value: object) -> object:
