@@ -75,13 +75,18 @@ class _Rendered:
         learnt = []
         for place, message in enumerate(self._messages):
             if message["role"] == "assistant":
-                asked = self._asked(place)
+                asked = self._text(place, ask=True)
                 begin = self._begin(place, asked)
                 learnt.append((begin, self._end(place, begin, asked, ignore_mismatch)))
         return MarkedText(self._whole, learnt)
 
     def _text(self, count: int, *, ask: bool = False) -> str:
         """The text of so many first messages."""
+        if count == 0:
+            raise RunError(
+                f"{self._where}: message 1 is the assistant's: the prompt has no token, and the chat template does not "
+                f"tell what of the message is learnt; remove it, or {_MARKS}"
+            )
         try:
             return self._template.render(self._messages[:count], ask=ask, **self._more)
         except Exception as error:
@@ -90,26 +95,14 @@ class _Rendered:
                 f"themselves, so it does not tell what is learnt ({error}); {_MARKS}"
             ) from error
 
-    def _asked(self, place: int) -> str:
-        if place == 0:
-            raise RunError(
-                f"{self._where}: message 1 is the assistant's: the prompt has no token, and the chat template does not "
-                f"tell what of the message is learnt; remove it, or {_MARKS}"
-            )
-        return self._text(place, ask=True)
-
     def _before(self, place: int, asked: str) -> str:
-        """The text of the messages before a turn, which the text that asks for it begins with."""
+        """The text of the messages before a turn, with which what asks for it and the whole begin."""
         before = self._text(place)
-        if not asked.startswith(before):
-            # some templates end a chat that does not ask with an end-of-text token
-            before = before.removesuffix(self._template.end_of_text)
-        if not asked.startswith(before):
-            raise self._other_before(place)
-        return before
-
-    def _other_before(self, place: int) -> RunError:
-        return RunError(
+        # some templates end a chat that does not ask with an end-of-text token
+        for text in (before, before.removesuffix(self._template.end_of_text)):
+            if asked.startswith(text) and self._whole.startswith(text):
+                return text
+        raise RunError(
             f"{self._where}: the chat template renders the messages before message {place + 1} otherwise in the whole "
             f"conversation than where it asks for that message, so it does not tell where that begins; {_MARKS}"
         )
@@ -117,8 +110,8 @@ class _Rendered:
     def _begin(self, place: int, asked: str) -> int:
         """Where a turn begins, behind what of the generation prompt is there."""
         begin = self._begin_in(self._whole, place, asked)
-        if begin < len(asked) and begin < len(self._before(place, asked)):
-            raise self._other_before(place)
+        if begin < len(asked):
+            self._before(place, asked)
         return begin
 
     def _begin_in(self, text: str, place: int, asked: str) -> int:

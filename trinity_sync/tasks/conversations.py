@@ -85,7 +85,7 @@ class ConversationsTask:
     def _conversation(self, row: Row) -> Conversation:
         where = self._file.where(row)
         self._file.value(row, self._messages_key)
-        messages = self._file.objects(row, self._messages_key)
+        messages = self._file.optional(row, self._messages_key)
         if not isinstance(messages, list) or not messages:
             raise ConfigError(f"{where}: the field {self._messages_key!r} must be a list of chat messages")
         for number, message in enumerate(messages, start=1):
@@ -96,7 +96,7 @@ class ConversationsTask:
                 )
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError(f"{where}: no message is the assistant's, so there is nothing to learn")
-        tools, thinking = self._file.objects(row, self._tools_key), self._file.optional(row, self._thinking_key)
+        tools, thinking = self._file.optional(row, self._tools_key), self._file.optional(row, self._thinking_key)
         if not isinstance(tools, list | None):
             raise ConfigError(f"{where}: the field {self._tools_key!r} must be a list of objects")
         if not isinstance(thinking, bool | None):

@@ -162,16 +162,16 @@ class RowFile:
         Raises:
             ConfigError: it is missing or null, or cannot be read.
         """
-        found = self.optional(row, key)
-        if found is None and key not in row.values:
-            there = ", ".join(map(repr, row.values if self._known is None else self._known)) or "none"
-            raise ConfigError(f"{self.where(row)}: there is no field {key!r}; there is: {there}")
-        if found is None:
+        if self.optional(row, key) is not None:
+            return row.values[key]
+        if key in row.values:
             raise ConfigError(f"{self.where(row)}: the field {key!r} is null")
-        return found
+        there = ", ".join(map(repr, row.values if self._known is None else self._known)) or "none"
+        raise ConfigError(f"{self.where(row)}: there is no field {key!r}; there is: {there}")
 
     def optional(self, row: Row, key: str) -> object:
-        """Return a field of a row; None: it is missing or null.
+        """Return a field of a row, its objects with the keys that they have in JSON Lines: Parquet gives each object
+        the keys of all others, too, with null for a value. None: it is missing or null.
 
         Raises:
             ConfigError: it cannot be read.
@@ -179,13 +179,7 @@ class RowFile:
         for number in (row.number, None):
             if (reason := self.unread.get((number, key))) is not None:
                 raise ConfigError(f"{self.where(row)}: the column {key!r} cannot be read: {reason}")
-        return row.values.get(key)
-
-    def objects(self, row: Row, key: str) -> object:
-        """Return a field as `optional`, with objects that have the keys that they have in JSON Lines: Parquet gives
-        each object the keys of all others, too, with null for a value.
-        """
-        found = self.optional(row, key)
+        found = row.values.get(key)
         return found if self._known is None else _without_nulls(found)
 
     def text(self, row: Row, key: str) -> str:
@@ -208,7 +202,7 @@ class RowFile:
             ConfigError: it is neither.
         """
         self.value(row, key)
-        value = self.objects(row, key)
+        value = self.optional(row, key)
         if not isinstance(value, list):
             if isinstance(value, str):
                 return self.text(row, key)
