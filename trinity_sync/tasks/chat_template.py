@@ -16,7 +16,7 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 class MarkedText(NamedTuple):
@@ -50,7 +50,7 @@ class ChatTemplate:
         self._apply = partial(tokenizer.apply_chat_template, **arguments)
         self._arguments = arguments
         self._tokenizer = tokenizer
-        self.present = bool(tokenizer.chat_template)
+        self.present = bool(getattr(tokenizer, "chat_template", None))
         self.end_of_text = str(tokenizer.eos_token or "")
         if arguments:
             self._check(tokenizer, arguments)
@@ -167,6 +167,6 @@ def _variables(template: str) -> set[str] | None:
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return meta.find_undeclared_variables(environment.parse(template))
-    except TemplateError:  # it has tags of transformers' own
+        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError:  # it has tags that only its library knows
         return None

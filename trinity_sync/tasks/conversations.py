@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tasks.rows import Row, RowFile, said
+from trinity_sync.tasks.rows import Row, RowFile, chat_message
 
 
 class Conversation(NamedTuple):
@@ -101,7 +101,7 @@ class ConversationsTask:
             raise ConfigError(f"{where}: the field {self._tools_key!r} must be a list of objects")
         if not isinstance(thinking, bool | None):
             raise ConfigError(f"{where}: the field {self._thinking_key!r} must be true or false")
-        return Conversation([said(message) for message in messages], tools, thinking, where)
+        return Conversation([chat_message(message) for message in messages], tools, thinking, where)
 
 
 def _says(message: Mapping[str, object]) -> bool:

@@ -221,10 +221,10 @@ class RowFile:
                     f"{self.where(row)}: message {number} of the field {key!r} must be an object with the texts "
                     f"'role' and 'content'"
                 )
-        return tuple(said(message) for message in value)
+        return tuple(chat_message(message) for message in value)
 
 
-def said(message: Mapping[str, Any]) -> dict[str, Any]:
+def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A chat message without keys that are null; one that calls tools and says nothing has an empty text, which most
     chat templates take, and few take null or no content.
     """
