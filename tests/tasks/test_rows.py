@@ -176,8 +176,18 @@ def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
         rows_of(path)
 
 
+def test_a_parquet_file_with_deep_columns_is_refused(tmp_path: Path) -> None:
+    kind = pyarrow.int64()
+    for _ in range(1000):
+        kind = pyarrow.list_(kind)
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"n": pyarrow.array([None], kind)}), path)
+    with pytest.raises(ConfigError, match=r"data.parquet cannot be read as Parquet: .* too deeply nested"):
+        rows_of(path)
+
+
 def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.parquet is not a Parquet file"):
+    with pytest.raises(ConfigError, match=r"data.parquet cannot be read as Parquet: "):
         rows_of(written(tmp_path, '{"n": 0}', "data.parquet"))
 
 

@@ -103,7 +103,7 @@ class RowFile:
             self._known = list(table.schema_arrow.names)
             count = table.metadata.num_rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{self.path} is not a Parquet file: {_in_one_line(error)}") from error
+            raise ConfigError(f"{self.path} cannot be read as Parquet: {_in_one_line(error)}") from error
         if repeated := next((name for name in self._known if self._known.count(name) > 1), None):
             raise ConfigError(f"{self.path}: the column {repeated!r} is there twice")
         names = [name for name in self._known if columns is None or name in columns]
@@ -115,8 +115,6 @@ class RowFile:
     def _column(self, table: Any, name: str) -> list[Any]:
         """The values of a column; None for what cannot be read, which `unread` has."""
         try:
-            if str(table.schema_arrow.field(name).type).count("<") > _DEEPEST:
-                raise ValueError(f"more than {_DEEPEST} lists and objects within one another")
             column = table.read(columns=[name]).column(name)
         except Exception as error:
             self.unread[None, name] = _in_one_line(error)
