@@ -261,7 +261,7 @@ def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
             _check_depth(text)
             value = json.loads(text, object_pairs_hook=_object)
         except UnicodeDecodeError as error:
-            column = len(line[: error.start].decode()) + 1
+            column = len(line[: error.start].decode(errors="replace")) + 1
             raise ConfigError(f"{path}:{number}: not UTF-8 at column {column}") from error
         except json.JSONDecodeError as error:
             advice = _ONE_PER_LINE if text.strip() in ("[", "{") else ""
