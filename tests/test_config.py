@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -301,6 +302,15 @@ def test_a_model_folder_whose_config_is_no_config_is_refused(tmp_path: Path, con
     message = refused(f"model.path={tmp_path}")
     assert message.startswith(f"model.path is {tmp_path}, whose config.json ")
     assert "cannot be read" in message or "no JSON object" in message
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_folder_without_a_number_of_positions_is_refused(tmp_path: Path, nested: bool) -> None:
+    fields: dict[str, object] = {"max_position_embeddings": None}
+    config = {"model_type": "qwen3", **({"text_config": fields} if nested else fields)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    key = f"{'text_config.' if nested else ''}max_position_embeddings"
+    assert f"whose config.json has null for {key}; it must be a whole number" in refused(f"model.path={tmp_path}")
 
 
 def test_a_model_folder_of_an_unknown_family_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.tasks.chat import TEMPLATE, chat_tokenizer, said
 from trinity_sync.config import compose
@@ -146,12 +148,54 @@ def test_pairs_and_conversations_are_looked_through_too(
 def test_without_a_tokenizer_here_rows_are_left_to_those_who_have_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    model = f"model.path={tmp_path / 'empty'}"
+    model = f"model.path={tmp_path / 'elsewhere'}"
     assert scanned(tmp_path, asked(LONG), model).counts is None
     assert "the rows of" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"by which task\.too_long=filter would find the rows"):
         scanned(tmp_path, asked(LONG), model, "task.too_long=filter")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("kept", "config", "told"),
+    [
+        ("*", {"max_position_embeddings": None}, "its config.json cannot be read: .*'max_position_embeddings'"),
+        ("config.json", {}, " has no tokenizer; copy its files"),
+        ("[ct]*g.json", {}, "its tokenizer cannot be read: "),
+        ("[ct]*g.json", {"tokenizer_class": "Qwen2Tokenizer"}, "its tokenizer has no tokens; copy all of its files"),
+        ("[ct]*", {"model_type": "none"}, "its config.json cannot be read: "),
+    ],
+)
+def test_a_model_that_is_here_and_cannot_be_read_is_refused_in_one_line(
+    tmp_path: Path, kept: str, config: dict[str, object], told: str
+) -> None:
+    chosen = chat_model(tmp_path)
+    folder = Path(chosen.removeprefix("model.path="))
+    for path in set(folder.iterdir()) - set(folder.glob(kept)):
+        path.unlink()
+    for path in folder.glob("*config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(ConfigError, match=rf"^model\.path={folder}:? ?{told}") as refused:
+        scanned(tmp_path, asked(SHORT), chosen)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_is_here_needs_a_tokenizer_for_a_task_without_a_file_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.path={tmp_path} has no tokenizer; copy its files"):
+        scanned_task(compose([f"model.path={tmp_path}"]))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_value_that_rewards_do_not_get_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    when = pyarrow.array([0, 2**62, 2**62], pyarrow.timestamp("us"))
+    table = pyarrow.table({"prompt": [SHORT] * 3, "answer": ["7"] * 3, "when": when})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    given = [f"task.path={tmp_path}/rows.parquet", "task.prompt_length=10", "task.response_length=4"]
+    found = scanned_task(compose(["task=jsonl", *given]))
+    assert found.counts == RowCounts(3, 0, 4, "refuse")
+    told = [line for line in capsys.readouterr().err.splitlines() if "'when'" in line]
+    assert len(told) == 1
+    assert "rows.parquet: row 2: the column 'when' cannot be read, and rewards do not get it: date value" in told[0]
 
 
 def test_a_task_without_a_file_is_not_looked_through() -> None:

@@ -53,8 +53,15 @@ def test_arguments_without_a_template_are_refused() -> None:
         encoder(tokenizer=chat_tokenizer(None), chat_template={"enable_thinking": False})
 
 
+def test_of_a_template_with_marks_arguments_are_refused_too() -> None:
+    marked = chat_tokenizer("{%- generation %}{{ messages[0].content }}{{ mood }}{% endgeneration -%}")
+    assert encoder(tokenizer=marked, chat_template={"mood": 1}).limit is None
+    with pytest.raises(ConfigError, match=r"^task\.chat_template\.anything is nothing that .* it reads: mood$"):
+        encoder(tokenizer=marked, chat_template={"anything": 1})
+
+
 def test_of_a_template_with_tags_of_its_own_no_argument_is_refused() -> None:
-    tagged = chat_tokenizer("{% generation %}{{ messages[0].content }}{% endgeneration %}")
+    tagged = chat_tokenizer("{% trans %}{{ messages[0].content }}{% endtrans %}")
     assert encoder(tokenizer=tagged, chat_template={"anything": 1}).limit is None
 
 
@@ -104,7 +111,7 @@ def test_of_many_a_chat_is_named_for_which_there_is_no_template() -> None:
         encoder(tokenizer=chat_tokenizer(None)).lengths([text("1"), chat("2")], ["a", "b"])
 
 
-def test_a_prompt_without_a_token_is_named() -> None:
+def test_a_prompt_that_the_template_leaves_out_is_named() -> None:
     silent = chat_tokenizer("{{ '' }}")
-    with pytest.raises(RunError, match=r"^b has no token$"):
+    with pytest.raises(RunError, match=r"^b cannot be tokenised: the chat template leaves out the texts of the mess"):
         encoder(tokenizer=silent).lengths([text("1"), chat("2")], ["a", "b"])

@@ -111,53 +111,165 @@ def of_file(folder: Path, rows: list[dict[str, Any]], kind: str) -> tuple[Conver
     return ConversationsTask(table if kind == "parquet" else lines, "messages", 0), table
 
 
+def call(name: str, arguments: dict[str, object], **more: object) -> list[dict[str, object]]:
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    return [
+        *said("7"),
+        {"role": "assistant", "tool_calls": calls, **more},
+        {"role": "tool", "content": "7"},
+        said("", "8")[1],
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [call("f", {"x": 1}, content=""), call("g", {"y": "q"}, content="")],
+        [call("f", {"x": {"z": [{"w": 1}, {"v": 2}]}}), call("g", {}, content=None)],
+        [[*said("1"), {"role": "assistant", "content": "2", "tool_calls": None}], call("f", {"x": 1}, content=None)],
+        [call("f", {"x": 1}), call("g", {"x": 2}, content=None)],
+    ],
+)
+def test_rows_of_json_lines_and_of_parquet_are_the_same_conversations(tmp_path: Path, rows: list[Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    given = [{"messages": messages, "tools": [tool]} for messages in rows]
+    given[0]["tools"] = [tool, {"type": "function", "function": {"name": "f", "strict": True}}]
+    found = [
+        [one._replace(where="") for _, one in of_file(tmp_path, given, kind)[0].all_rows()]
+        for kind in ("jsonl", "parquet")
+    ]
+    assert found[0] == found[1]
+    assert not any(value is None for one in found[0] for message in one.messages for value in message.values())
+    assert all("content" in message for one in found[0] for message in one.messages)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("chat", "template"),
-    [
-        (chat, name)
-        for chat in CHATS
-        for name in ("plain", "picky", "thinking")
-        if (chat, name) != ("a system message", "picky")
-    ],
+    [(chat, name) for chat in CHATS for name in ("plain", "picky") if (chat, name) != ("a system message", "picky")],
 )
 def test_tokens_and_mask_are_those_of_verls_dataset(tmp_path: Path, chat: str, template: str, kind: str) -> None:
     from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
-    tokenizer = chat_tokenizer({"plain": TEMPLATE, "picky": PICKY, "thinking": THINKING}[template])
-    ignore = template == "thinking"
+    tokenizer = chat_tokenizer({"plain": TEMPLATE, "picky": PICKY}[template])
     task, table = of_file(tmp_path, [CHATS[chat]], kind)
     verls = MultiTurnSFTDataset(
         str(table),
         tokenizer,
-        {"pad_mode": "no_padding", "ignore_input_ids_mismatch": ignore},  # type: ignore[arg-type]
+        {"pad_mode": "no_padding"},  # type: ignore[arg-type]
     )[0]
-    (found,) = encoder(tokenizer, ignore_mismatch=ignore).encode(task.pairs(1, 1))
+    (found,) = encoder(tokenizer).encode(task.pairs(1, 1))
     assert [*found.prompt, *found.response] == verls["input_ids"].tolist()
     assert [False] * len(found.prompt) + found.learnt == verls["loss_mask"].bool().tolist()
 
 
-def test_arguments_of_the_template_are_those_of_verls_dataset(tmp_path: Path) -> None:
-    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-
-    arguments = {"enable_thinking": False}
-    task, table = of_file(tmp_path, [{"messages": said("61=", "61616161", "7", "77777777")}], "jsonl")
-    verls = MultiTurnSFTDataset(
-        str(table),
-        chat_tokenizer(),
-        {"pad_mode": "no_padding", "apply_chat_template_kwargs": arguments},  # type: ignore[arg-type]
-    )[0]
-    (found,) = encoder(chat_template=arguments).encode(task.pairs(1, 1))
-    assert [False] * len(found.prompt) + found.learnt == verls["loss_mask"].bool().tolist()
-    assert [*found.prompt, *found.response] == verls["input_ids"].tolist()
+def refused(messages: list[dict[str, object]], template: str, **more: Any) -> str:
+    with pytest.raises(RunError) as caught:
+        encoder(chat_tokenizer(template), **more).lengths([conversation(messages)])
+    assert str(caught.value).startswith(HERE)
+    return str(caught.value).removeprefix(HERE)
 
 
-def test_turns_that_are_not_the_whole_are_refused_unless_that_is_allowed() -> None:
-    chat = conversation(said("61=", "61", "7", "8"))
-    with pytest.raises(RunError, match=rf"^{HERE}: the turns, .* task\.ignore_input_ids_mismatch=true"):
-        encoder(chat_tokenizer(THINKING)).lengths([chat])
-    (found,) = encoder(chat_tokenizer(THINKING), ignore_mismatch=True).encode([chat])
-    assert learnt(found) == "61>8>"
+@pytest.mark.parametrize("answer", ["61616161", "-7"])
+def test_of_a_longer_generation_prompt_what_the_turn_begins_with_is_not_learnt(answer: str) -> None:
+    """The template ends the prompt with ``-+``, which no turn has; an answer may begin like that."""
+    quiet = encoder(chat_template={"enable_thinking": False})
+    (found,) = quiet.encode([conversation(said("61=", answer, "7", "77777777"))])
+    assert spoken(found.prompt) == "%*;<0:61=><1:"
+    assert learnt(found) == f"{answer}>77777777>"
+
+
+def test_a_turn_that_is_another_one_in_the_conversation_is_refused_unless_that_is_allowed() -> None:
+    chat = said("61=", "61", "7", "8")
+    told = refused(chat, THINKING)
+    assert told.startswith(": the chat template renders message 2 otherwise in the whole conversation")
+    assert "set task.ignore_input_ids_mismatch=true to learn it as it is there" in told
+    (found,) = encoder(chat_tokenizer(THINKING), ignore_mismatch=True).encode([conversation(chat)])
+    assert learnt(found) == "61>??8>", "as the whole conversation has it"
+
+
+def test_a_template_that_marks_what_is_learnt_is_taken_at_its_word() -> None:
+    marking = TEMPLATE.replace(
+        "{{ message.content }}{{ '>' }}",
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{{ '>' }}",
+    )
+    (found,) = encoder(chat_tokenizer(marking)).encode([conversation(said("61=", "61", "7", "8"))])
+    assert (spoken(found.prompt), learnt(found)) == ("%*;<0:61=><1:", "618")
+
+
+def test_a_template_that_wants_roles_in_turns_is_asked_for_such_chats_alone() -> None:
+    alternating = "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}" + (
+        "{{ raise_exception('take turns') }}{% endif %}{% endfor %}" + TEMPLATE
+    )
+    found, other = encoder(chat_tokenizer(alternating)).encode(
+        [conversation(said("61=", "61", "7", "8")), conversation(said("61=", "61", "7"))]
+    )
+    assert (learnt(found), learnt(other)) == ("61>8>", "61>")
+    told = refused(said("61=", "61", system="7"), alternating)
+    assert told == " cannot be tokenised: the chat template does not take it: take turns"
+
+
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("{{ '>' }}{% if loop.last and not add_generation_prompt %}{{ eos_token }}{% endif %}", ">␃"),
+        ("{{ '*' if loop.last and message.role == 'assistant' and not add_generation_prompt else '>' }}", "*"),
+    ],
+)
+def test_a_template_may_end_the_last_turn_otherwise(end: str, last: str) -> None:
+    tokenizer = chat_tokenizer(TEMPLATE.replace("{{ '>' }}", end))
+    (found,) = encoder(tokenizer).encode([conversation(said("61=", "61", "7", "8", "9", "0"))])
+    assert learnt(found) == f"61>8>0{last}"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            "{% if add_generation_prompt %}{{ '%' }}{% endif %}" + TEMPLATE,
+            ": the chat template renders the messages before message 2 otherwise in the whole conversation than where",
+        ),
+        (
+            TEMPLATE.replace("{{ '>' }}", "{{ '*' if loop.last and not add_generation_prompt else '>' }}"),
+            ": the chat template renders the messages before message 2 otherwise in the whole conversation than where",
+        ),
+        (
+            TEMPLATE.replace("{{ message.content }}", "{% if loop.first %}{{ message.content }}{% endif %}"),
+            ": the chat template leaves out the text of message 2",
+        ),
+        (
+            TEMPLATE.replace("message.content", "message.content[0].text"),
+            " cannot be tokenised: the chat template leaves out the texts of the messages",
+        ),
+        (
+            "{% if messages|length == 1 %}{{ raise_exception('too few') }}{% endif %}" + TEMPLATE,
+            ": the chat template takes the conversation, but not its first 1 messages by themselves, so it does not "
+            "tell what is learnt (the chat template does not take it: too few); give the model a chat template with",
+        ),
+    ],
+)
+def test_a_template_that_does_not_tell_what_is_learnt_is_refused(template: str, told: str) -> None:
+    assert refused(said("61=", "61", "7", "8"), template).startswith(told)
+
+
+def test_a_call_that_the_template_leaves_out_is_refused() -> None:
+    calls = [{"type": "function", "function": {"name": "7", "arguments": {}}}]
+    chat = [*said("61="), {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert refused(chat, TEMPLATE).startswith(": the chat template leaves out the tool calls of message 2")
+
+
+def test_a_tokenizer_that_does_not_know_the_places_of_its_tokens_learns_the_same() -> None:
+    """As those written in Python, of which transformers has the tokens alone."""
+
+    class Placeless(PreTrainedTokenizerFast):
+        def __call__(self, *arguments: Any, **settings: Any) -> Any:
+            return {"input_ids": super().__call__(*arguments, **settings)["input_ids"]}
+
+    fast = chat_tokenizer()
+    slow = Placeless(tokenizer_object=fast.backend_tokenizer, unk_token=fast.unk_token, chat_template=TEMPLATE)
+    chat = [conversation(said("1+1=", "2", "2+2=", "4"))]
+    assert encoder(slow).encode(chat) == encoder(fast).encode(chat)
 
 
 def test_a_conversation_that_is_too_long_loses_its_right_end() -> None:
@@ -171,7 +283,7 @@ def test_a_conversation_that_is_too_long_loses_its_right_end() -> None:
 
 def test_a_conversation_that_begins_with_what_is_learnt_is_refused() -> None:
     bare = chat_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
-    with pytest.raises(RunError, match=rf"^{HERE}: the prompt has no token"):
+    with pytest.raises(RunError, match=rf"^{HERE}: message 1 is the assistant's: the prompt has no token"):
         encoder(bare).lengths([conversation([{"role": "assistant", "content": "61"}])])
 
 

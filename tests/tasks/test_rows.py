@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def numbered(folder: Path, count: int) -> Path:
 
 
 def numbers(file: RowFile, step: int, count: int) -> list[int]:
-    return [row.values["n"] for row in file.of_step(step, count)]
+    return [row.values["n"] for row in file.following((step - 1) * count, count)]
 
 
 # reading
@@ -48,13 +49,19 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_counted_wit
         (b"[1, 2]", "a list; each line must be a JSON object"),
         (b'"n"', "a text; each line must be a JSON object"),
         (b"null", "NoneType; each line must be a JSON object"),
-        (b'{"n": "\xff"}', "not UTF-8 (byte 7 of the line)"),
+        (b'{"n": "\xff"}', "not UTF-8 at column 8"),
         (b'{"n": 1, "m": ', "not JSON: Expecting value at column 15"),
         (b'{"n": 1, "m": [1}', "not JSON: Expecting ',' delimiter at column 17"),
         (b"[", "Expecting value at column 2; where the file is one JSON document: jq -c '.[]' FILE"),
         (b"{\r", "where the file is one JSON document: jq -c '.[]' FILE"),
         (b'[{"n": 1}]', "a list; each line must be a JSON object; where the file is one JSON document: jq"),
         (b'{"n": 1, "m": {"k": 0}, "n": 1}', "the field 'n' is there twice"),
+        (
+            b'{"n": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+            "more than 200 lists and objects within one another at column 206",
+        ),
+        (b'{"[": "' + b"[" * 1000 + b'", "m": 1', "not JSON: Expecting ',' delimiter at column 1017"),
+        (b'{"n": "' + b"1" * 5000 + b'", "m": -' + b"9" * 5000 + b"}", "of more than 4300 digits at column 5016"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, wrong: str) -> None:
@@ -63,6 +70,23 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, wrong: str) -> None
         rows_of(path)
     assert str(caught.value).startswith(f"{path}:3: ")
     assert wrong in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "DATA.JSONL.GZ", "data.jsonl"])
+def test_lines_that_are_compressed_by_gzip_are_read(tmp_path: Path, name: str) -> None:
+    assert numbers(rows_of(written(tmp_path, gzip.compress(b'{"n": 0}\n{"n": 1}\n'), name)), 1, 2) == [0, 1]
+
+
+def test_a_compressed_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, gzip.compress(b'{"n": 0}\n' * 1000)[:-20], "data.jsonl.gz")
+    with pytest.raises(ConfigError, match=r"data\.jsonl\.gz cannot be read: "):
+        rows_of(path)
+
+
+@pytest.mark.parametrize(("start", "packed"), [(b"\x28\xb5\x2f\xfd", "Zstandard"), (b"PK\x03\x04", "a zip archive")])
+def test_of_another_compression_the_name_is_told(tmp_path: Path, start: bytes, packed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.jsonl is compressed as {packed}; unpack it, or compress it by gzip"):
+        rows_of(written(tmp_path, start + b"..."))
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -92,6 +116,59 @@ def test_parquet_rows_are_objects_too(tmp_path: Path) -> None:
         file.value(file.rows[1], "chat")
 
 
+@pytest.mark.parametrize("name", ["DATA.PARQUET", "data", "data.parquet.gz"])
+def test_a_parquet_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    parquet.write_table(pyarrow.table({"n": [0, 1]}), path)
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    assert numbers(rows_of(path), 1, 2) == [0, 1]
+
+
+BAD_TEXT = pyarrow.StringArray.from_buffers(
+    3, pyarrow.array([0, 1, 3, 4], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"a\xff\xfeb")
+)
+BAD_DATE = pyarrow.array([0, 2**62, 0], pyarrow.timestamp("us"))
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"), [(BAD_TEXT, "'utf-8' codec can't decode"), (BAD_DATE, "date value out of range")]
+)
+def test_a_value_of_parquet_that_cannot_be_read_is_refused_where_it_is_asked_for(
+    tmp_path: Path, bad: Any, told: str
+) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"n": [0, 1, 2], "q": bad}), path)
+    file = rows_of(path)
+    assert numbers(file, 1, 3) == [0, 1, 2]
+    assert file.value(file.rows[2], "q")
+    with pytest.raises(ConfigError, match=rf"data\.parquet: row 2: the column 'q' cannot be read: {told}"):
+        file.value(file.rows[1], "q")
+
+
+def test_a_column_that_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"n": [0], "q": ["a"]}), path)
+    file = RowFile(path, seed=0, shuffle=False, columns=("q", "answer"))
+    assert file.rows[0].values == {"q": "a"}
+    with pytest.raises(ConfigError, match=r"row 1: there is no field 'answer'; there is: 'n', 'q'"):
+        file.value(file.rows[0], "answer")
+
+
+def test_a_map_of_parquet_is_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    parquet.write_table(pyarrow.table({"m": pyarrow.array([[("x", 1)]], kind)}), path)
+    assert rows_of(path).rows[0].values == {"m": {"x": 1}}
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], ["n", "n"]), path)
+    with pytest.raises(ConfigError, match=r"data\.parquet: the column 'n' is there twice"):
+        rows_of(path)
+
+
 def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.table({"n": pyarrow.array([], pyarrow.int64())}), path)
@@ -99,8 +176,18 @@ def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
         rows_of(path)
 
 
+def test_a_parquet_file_with_deep_columns_is_refused(tmp_path: Path) -> None:
+    kind = pyarrow.int64()
+    for _ in range(1000):
+        kind = pyarrow.list_(kind)
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"n": pyarrow.array([None], kind)}), path)
+    with pytest.raises(ConfigError, match=r"data.parquet cannot be read as Parquet: .* too deeply nested"):
+        rows_of(path)
+
+
 def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.parquet is not a Parquet file"):
+    with pytest.raises(ConfigError, match=r"data.parquet cannot be read as Parquet: "):
         rows_of(written(tmp_path, '{"n": 0}', "data.parquet"))
 
 

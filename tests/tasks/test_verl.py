@@ -55,7 +55,7 @@ def verdicts(task: VerlTask, *texts: str) -> list[Verdict]:
 
 
 def test_rows_become_chats_with_their_answers(tmp_path: Path) -> None:
-    rest = {key: value for key, value in ROW.items() if key != "prompt"}
+    rest = {key: ROW[key] for key in ("data_source", "reward_model", "extra_info")}
     assert task_of(tmp_path).prompts(1, 1) == [
         Prompt(index=0, text=CHAT[0]["content"], messages=tuple(CHAT), answer="42", fields=rest)
     ]

@@ -30,6 +30,12 @@ def folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Proble
     if not isinstance(config, Mapping):
         yield Problem("model.path", f"is {folder}, whose config.json is no JSON object; it must be a model's config")
         return
+    for name, fields in (("", config), ("text_config.", config.get("text_config"))):
+        key = "max_position_embeddings"
+        if isinstance(fields, Mapping) and key in fields and fields[key] is None and not config.get("auto_map"):
+            yield Problem(
+                "model.path", f"is {folder}, whose config.json has null for {name}{key}; it must be a whole number"
+            )
     family = config.get("model_type")
     if family is None and not config.get("architectures"):
         yield Problem(

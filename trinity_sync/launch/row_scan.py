@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig
@@ -38,6 +41,7 @@ _TELL_S = 3.0
 _MESSAGE_S = 60
 _TOKEN_CHARACTERS = 256
 """No token stands for more: the longest of the vocabularies in use are of 128 blanks."""
+_TOKENIZER = re.compile(r"(?i)token|vocab|tekken|spiece|\.model$")
 _LIMIT_S = 600.0
 """For the first rows, since the tokenizer may have to be fetched, and for each thousand of them."""
 
@@ -174,10 +178,11 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
     """Look through the rows of a task that was built of the settings, with the file at a path, and have it leave out
     what it is to.
     """
+    settings = typed(cfg)
+    _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     if all_rows is None:
         return None
-    settings = typed(cfg)
     prompts = algorithm_of(settings.algorithm).explores
     request = _Request(
         task=settings.task,
@@ -197,12 +202,27 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
         return None
     counts = answer.counts
+    unread: Mapping[tuple[int | None, str], str] = getattr(task, "unread", {})
+    for (row, column), reason in {key[1]: (key, reason) for key, reason in reversed([*unread.items()])}.values():
+        place = path if row is None else f"{path}: row {row}"
+        _note(f"{place}: the column {column!r} cannot be read, and rewards do not get it: {reason}")
     if counts.policy == "filter" and answer.too_long:
         task.leave_out(answer.too_long)
     if counts.too_long:
         done = "left out" if counts.policy == "filter" else "cut"
         _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
     return counts
+
+
+def _check_tokenizer(model_path: str | None) -> None:
+    """Raises:
+    ConfigError: a folder that is here has no file that a tokenizer is read from, going by the names.
+    """
+    folder = None if model_path is None else Path(model_path)
+    if folder is not None and folder.is_dir() and not any(_TOKENIZER.search(file.name) for file in folder.iterdir()):
+        raise ConfigError(
+            f"model.path={folder} has no tokenizer; copy its files (tokenizer.json, for instance) into that folder"
+        )
 
 
 def _plain(item: Item) -> Item:
@@ -238,7 +258,7 @@ def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel
             raise message
         if not isinstance(message, int):
             return cast("_Found | _UnreadableModel", message)
-        if time.monotonic() - told > _TELL_S:
+        if time.monotonic() - told > _TELL_S and message < rows:
             told = time.monotonic()
             _note(f"looking through {path}: {message} of {rows} rows")
     raise RunError(f"the process that looks through the rows of {path} said nothing for {_LIMIT_S:.0f} s")
@@ -334,11 +354,27 @@ def _model(request: _Request) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig
         return character_tokenizer(config.vocab_size), config
     from transformers import AutoConfig, AutoTokenizer
 
-    trusted = request.trust_remote_code
-    return (
-        AutoTokenizer.from_pretrained(request.model_path, trust_remote_code=trusted),
-        AutoConfig.from_pretrained(request.model_path, trust_remote_code=trusted),
-    )
+    read = partial(_read, request.model_path, request.trust_remote_code)
+    config = read(AutoConfig, "config.json")
+    tokenizer = read(AutoTokenizer, "tokenizer")
+    if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
+        # transformers makes one of the special tokens of the model's family
+        raise ConfigError(f"model.path={request.model_path}: its tokenizer has no tokens; copy all of its files there")
+    return tokenizer, config
+
+
+def _read(model_path: str, trusted: bool, kind: Any, file: str) -> Any:
+    """Raises:
+    OSError, ValueError: the model is not here, but may be elsewhere.
+    ConfigError: it is here, and cannot be read.
+    """
+    try:
+        return kind.from_pretrained(model_path, trust_remote_code=trusted)
+    except Exception as error:
+        if isinstance(error, OSError | ValueError) and not Path(model_path).is_dir():
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.path={model_path}: its {file} cannot be read: {reason}") from error
 
 
 def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int]) -> _Found:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tasks.rows import Row, RowFile
+from trinity_sync.tasks.rows import Row, RowFile, chat_message
 
 
 class Conversation(NamedTuple):
@@ -58,7 +58,8 @@ class ConversationsTask:
         ignore_input_ids_mismatch: bool = False,
     ) -> None:
         self._messages_key, self._tools_key, self._thinking_key = messages_key, tools_key, enable_thinking_key
-        self._file = RowFile(path, seed=seed, shuffle=True)
+        columns = (messages_key, tools_key, enable_thinking_key)
+        self._file = RowFile(path, seed=seed, shuffle=True, columns=columns)
         self._conversations = {row.number: self._conversation(row) for row in self._file.rows}
 
     def pairs(self, step: int, count: int) -> list[Conversation]:
@@ -83,7 +84,8 @@ class ConversationsTask:
 
     def _conversation(self, row: Row) -> Conversation:
         where = self._file.where(row)
-        messages = self._file.value(row, self._messages_key)
+        self._file.value(row, self._messages_key)
+        messages = self._file.optional(row, self._messages_key)
         if not isinstance(messages, list) or not messages:
             raise ConfigError(f"{where}: the field {self._messages_key!r} must be a list of chat messages")
         for number, message in enumerate(messages, start=1):
@@ -94,12 +96,12 @@ class ConversationsTask:
                 )
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError(f"{where}: no message is the assistant's, so there is nothing to learn")
-        tools, thinking = row.values.get(self._tools_key), row.values.get(self._thinking_key)
+        tools, thinking = self._file.optional(row, self._tools_key), self._file.optional(row, self._thinking_key)
         if not isinstance(tools, list | None):
             raise ConfigError(f"{where}: the field {self._tools_key!r} must be a list of objects")
         if not isinstance(thinking, bool | None):
             raise ConfigError(f"{where}: the field {self._thinking_key!r} must be true or false")
-        return Conversation(messages, tools, thinking, where)
+        return Conversation([chat_message(message) for message in messages], tools, thinking, where)
 
 
 def _says(message: Mapping[str, object]) -> bool:

@@ -4,66 +4,15 @@ for those who generate. Nothing heavy is imported; the tokenizer is handed in.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-
-class ChatTemplate:
-    """A tokenizer's chat template with arguments of the user's own.
-
-    Args:
-        tokenizer: whose template it is; it may have none.
-        arguments: what the template is given beside the messages (`task.chat_template`).
-
-    Raises:
-        ConfigError: there are arguments, and no template; or one that the template does not read.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> None:
-        self._apply = partial(tokenizer.apply_chat_template, **arguments)
-        self._tokenizer = tokenizer
-        self.present = bool(tokenizer.chat_template)
-        if arguments:
-            self._check(tokenizer, arguments)
-
-    @staticmethod
-    def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> None:
-        if not tokenizer.chat_template:
-            raise ConfigError("task.chat_template is given, but the model's tokenizer has no chat template")
-        taken = inspect.signature(tokenizer.apply_chat_template).parameters
-        read = _variables(tokenizer.get_chat_template())
-        for name in arguments:
-            if name in taken:
-                raise ConfigError(f"task.chat_template.{name} is set by the program itself; leave it out")
-            if read is not None and name not in read:
-                known = ", ".join(sorted(read - taken.keys() - {"messages"} - set(tokenizer.special_tokens_map)))
-                raise ConfigError(
-                    f"task.chat_template.{name} is nothing that the tokenizer's chat template reads; "
-                    f"it reads: {known or 'no argument at all'}"
-                )
-
-    def render(self, messages: Sequence[Mapping[str, object]], *, ask: bool, **more: object) -> str:
-        """The text of a chat.
-
-        Args:
-            messages: with ``role`` and ``content``.
-            ask: end with what makes the model answer.
-            more: further arguments of the template, of this chat alone.
-        """
-        chat = [dict(message) for message in messages]
-        return str(self._apply(chat, add_generation_prompt=ask, tokenize=False, **more))
-
-    def tokens(self, rendered: Sequence[str]) -> list[list[int]]:
-        """The tokens of the texts of chats, whose special tokens are in them."""
-        return list(self._tokenizer(list(rendered), add_special_tokens=False)["input_ids"]) if rendered else []
 
 
 class PromptEncoder:
@@ -216,14 +165,3 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     """How many tokens a model has positions for; None: its config does not say."""
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
-
-
-def _variables(template: str) -> set[str] | None:
-    """The names that a template reads from outside; None: that cannot be told."""
-    from jinja2 import Environment, TemplateError, meta
-
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return meta.find_undeclared_variables(environment.parse(template))
-    except TemplateError:  # it has tags of transformers' own
-        return None

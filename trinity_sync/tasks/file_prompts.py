@@ -16,12 +16,16 @@ class FilePrompts(ABC):
         file: its rows are tried at once.
         prompt_key: field of the prompt, a text or a list of chat messages.
 
+    Attributes:
+        unread: values that cannot be read, which rewards do not get; see `RowFile`.
+
     Raises:
         ConfigError: a row is not as described; names file and line.
     """
 
     def __init__(self, file: RowFile, prompt_key: str) -> None:
         self._file = file
+        self.unread = file.unread
         self._prompt_key = prompt_key
         for row in file.rows:
             self._prompt(0, row)

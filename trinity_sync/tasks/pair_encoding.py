@@ -1,27 +1,24 @@
 """Pairs and conversations as tokens, and which of them are learnt. Nothing heavy is imported; the tokenizer is handed
 in.
 
-Of a conversation the turns of the assistant are learnt, without the words of the template that ask for them. Tokens and
-mask are those of verl's `MultiTurnSFTDataset`: each turn is rendered by itself, and all of them must come to what the
-template makes of the whole.
+Of a conversation the turns of the assistant are learnt, without the words of the template that ask for them; see
+`trinity_sync.tasks.assistant_turns`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import RunError
+from trinity_sync.tasks.assistant_turns import assistant_turns
+from trinity_sync.tasks.chat_template import ChatTemplate
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.encoding import ChatTemplate
 from trinity_sync.tasks.pairs import Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_EMPTY = {"role": "user", "content": ""}
 
 
 class Encoded(NamedTuple):
@@ -38,16 +35,6 @@ class Encoded(NamedTuple):
     learnt: list[bool]
 
 
-class _Turns(NamedTuple):
-    """Texts of a conversation's turns, each with the number of its first tokens that the template adds to a turn that
-    stands by itself; and of the whole.
-    """
-
-    texts: list[str]
-    surplus: list[int]
-    whole: str
-
-
 class PairEncoder:
     """Pairs and conversations to tokens, checked.
 
@@ -57,8 +44,7 @@ class PairEncoder:
         positions: of the model, in tokens; None: unknown.
         truncate: cut what is too long on its right, rather than refuse it.
         chat_template: arguments of the tokenizer's chat template.
-        ignore_mismatch: learn the turns as they are rendered one by one, also where the whole conversation has other
-            tokens.
+        ignore_mismatch: learn turns as the whole conversation has them, also where they have another text as its last.
 
     Attributes:
         limit: longest sequence, in tokens.
@@ -179,59 +165,11 @@ class PairEncoder:
 
     # -- conversations
 
-    def _conversations(self, conversations: Sequence[Conversation]) -> Iterator[tuple[list[int], list[bool]]]:
+    def _conversations(self, conversations: Sequence[Conversation]) -> list[tuple[list[int], list[bool]]]:
         for conversation in conversations:
             self._check_template(conversation.where)
-        turns = [self._turns(conversation) for conversation in conversations]
-        rows = iter(self._template.tokens([text for one in turns for text in (*one.texts, one.whole)]))
-        for conversation, one in zip(conversations, turns, strict=True):
-            yield self._joined(conversation, [next(rows)[surplus:] for surplus in one.surplus], next(rows))
-
-    def _joined(
-        self, conversation: Conversation, rows: Sequence[list[int]], whole: list[int]
-    ) -> tuple[list[int], list[bool]]:
-        ids = list(chain(*rows))
-        if ids != whole and not self._ignore_mismatch:
-            raise RunError(
-                f"{conversation.where}: the turns, rendered one by one, have other tokens than the whole conversation, "
-                "since the chat template renders a turn by what stands around it; set "
-                "task.ignore_input_ids_mismatch=true to learn them as they are rendered one by one"
-            )
-        asked = len(self._asks)
-        learnt = [
-            message["role"] == "assistant" and place >= asked
-            for message, row in zip(conversation.messages, rows, strict=True)
-            for place in range(len(row))
-        ]
-        return ids, learnt
-
-    def _turns(self, conversation: Conversation) -> _Turns:
-        thinking = {} if conversation.thinking is None else {"enable_thinking": conversation.thinking}
-        texts, surplus = [], []
-        for number, message in enumerate(conversation.messages):
-            more = {**thinking, "tools": conversation.tools if number == 0 else None}
-            try:
-                texts.append(self._template.render([message], ask=False, **more))
-            except Exception:  # some templates want a question before it
-                before = self._template.render([_EMPTY], ask=False, **more)
-                texts.append(self._template.render([_EMPTY, message], ask=False, **more).removeprefix(before))
-                surplus.append(0)
-            else:
-                surplus.append(len(self._system) if number and message["role"] != "system" else 0)
-        whole = self._template.render(conversation.messages, ask=False, tools=conversation.tools, **thinking)
-        return _Turns(texts, surplus, whole)
-
-    @cached_property
-    def _system(self) -> list[int]:
-        """The tokens that the template puts before a chat of its own accord."""
-        one, two = self._template.tokens([self._template.render([_EMPTY] * count, ask=False) for count in (1, 2)])
-        return one[: 2 * len(one) - len(two)]
-
-    @cached_property
-    def _asks(self) -> list[int]:
-        """The tokens with which the template makes the model answer."""
-        said, asked = self._template.tokens([self._template.render([_EMPTY], ask=ask) for ask in (False, True)])
-        return asked[len(said) :]
+        turns = partial(assistant_turns, self._template, ignore_mismatch=self._ignore_mismatch)
+        return self._template.marked_tokens([turns(conversation) for conversation in conversations])
 
     # -- both
 

@@ -52,7 +52,7 @@ class PairsTask:
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
         self.max_length = max_length
-        self._file = RowFile(path, seed=seed, shuffle=True)
+        self._file = RowFile(path, seed=seed, shuffle=True, columns=(prompt_key, response_key))
         self._pairs = {}
         for row in self._file.rows:
             prompt = self._file.text_or_messages(row, prompt_key)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +19,16 @@ from trinity_sync.samples.keys import Purpose, child, path
 from trinity_sync.samples.record import Message
 
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_PACKED = {b"\x28\xb5\x2f\xfd": "Zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "a zip archive"}
+"""What files begin with."""
+_DEEPEST = 200
+"""Lists and objects within one another; Python's own tools fail at some 500."""
+_DIGITS = 4300
+"""Of a whole number, as Python reads them."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
+_LONG_NUMBER = re.compile(rf'"(?:[^"\\]|\\.)*"|-?\d{{{_DIGITS + 1},}}')
 
 _ONE_PER_LINE = "; where the file is one JSON document: jq -c '.[]' FILE writes one object per line"
 
@@ -35,38 +49,87 @@ class RowFile:
     """A file of objects, read and checked as a whole.
 
     Args:
-        path: the file; Parquet where it ends in ``.parquet``, else JSON Lines in UTF-8, blank lines skipped.
+        path: the file; Parquet where its name or its contents say so, else JSON Lines in UTF-8, blank lines skipped.
+            Either may be compressed by gzip.
         seed: what the order of the rows is drawn from.
         shuffle: whether each pass over the file (epoch) has a random order of its own; else that of the file.
+        columns: the columns of a Parquet file that are read, where it has them; None: all.
+
+    Attributes:
+        unread: why a value of a Parquet column cannot be read, by row and column; row None: the column as a whole. That
+            is an error where the value is asked for.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line is not an object; names file and line.
     """
 
-    def __init__(self, path: str | Path, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, path: str | Path, *, seed: int, shuffle: bool, columns: Collection[str] | None = None) -> None:
         self.path = Path(path).expanduser()
         self._seed = seed
         self._shuffle = shuffle
+        self.unread: dict[tuple[int | None, str], str] = {}
+        self._known: list[str] | None = None
         try:
-            self.rows = list(_parquet(self.path) if self.path.suffix == ".parquet" else _json_lines(self.path))
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error.strerror or error}") from error
+            with self.path.open("rb") as file:
+                self.rows = list(self._read(file, columns))
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError(f"{self.path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         if not self.rows:
             raise ConfigError(f"{self.path} is empty; it must have one object per {self._unit}")
         self._last_order: tuple[int, NDArray[np.int64]] = (-1, np.arange(0))
 
     @property
     def _unit(self) -> str:
-        return "row" if self.path.suffix == ".parquet" else "line"
+        return "line" if self._known is None else "row"
 
-    def of_step(self, step: int, count: int) -> list[Row]:
-        """Return the rows of a step: number ``(step - 1) * count`` and the following, of one epoch after the other.
+    def _read(self, file: IO[bytes], columns: Collection[str] | None) -> Iterator[Row]:
+        name = self.path.name.lower()
+        if _begins(file, _GZIP):
+            file, name = io.BytesIO(gzip.decompress(file.read())), name.removesuffix(".gz")
+        for start, packed in _PACKED.items():
+            if _begins(file, start):
+                raise ConfigError(f"{self.path} is compressed as {packed}; unpack it, or compress it by gzip")
+        if name.endswith(".parquet") or _begins(file, _PARQUET):
+            return self._parquet(file, columns)
+        return _json_lines(self.path, file)
 
-        Args:
-            step: the trainer step, from 1.
-            count: rows per step; may exceed the file.
-        """
-        return self.following((step - 1) * count, count)
+    def _parquet(self, file: IO[bytes], columns: Collection[str] | None) -> Iterator[Row]:
+        import pyarrow
+        from pyarrow import parquet
+
+        self._known = []
+        try:
+            table = parquet.ParquetFile(file)
+            self._known = list(table.schema_arrow.names)
+            count = table.metadata.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{self.path} cannot be read as Parquet: {_in_one_line(error)}") from error
+        if repeated := next((name for name in self._known if self._known.count(name) > 1), None):
+            raise ConfigError(f"{self.path}: the column {repeated!r} is there twice")
+        names = [name for name in self._known if columns is None or name in columns]
+        cells = {name: self._column(table, name) for name in names}
+        readable = {name: values for name, values in cells.items() if (None, name) not in self.unread}
+        for place in range(count):
+            yield Row(place + 1, {name: values[place] for name, values in readable.items()})
+
+    def _column(self, table: Any, name: str) -> list[Any]:
+        """The values of a column; None for what cannot be read, which `unread` has."""
+        try:
+            column = table.read(columns=[name]).column(name)
+        except Exception as error:
+            self.unread[None, name] = _in_one_line(error)
+            return []
+        try:
+            return list(column.to_pylist(maps_as_pydicts="strict"))
+        except Exception:  # one at a time, so as to say which it is
+            return [self._cell(row, name, value) for row, value in enumerate(column, start=1)]
+
+    def _cell(self, row: int, name: str, value: Any) -> Any:
+        try:
+            return value.as_py(maps_as_pydicts="strict")
+        except Exception as error:
+            self.unread[row, name] = _in_one_line(error)
+            return None
 
     def following(self, first: int, count: int) -> list[Row]:
         """Return rows by their number in the order of the data: one epoch after the other, from 0."""
@@ -95,14 +158,27 @@ class RowFile:
         """Return a field of a row.
 
         Raises:
-            ConfigError: it is missing or null.
+            ConfigError: it is missing or null, or cannot be read.
         """
-        if key not in row.values:
-            there = ", ".join(map(repr, row.values)) or "none"
-            raise ConfigError(f"{self.where(row)}: there is no field {key!r}; there is: {there}")
-        if row.values[key] is None:
+        if self.optional(row, key) is not None:
+            return row.values[key]
+        if key in row.values:
             raise ConfigError(f"{self.where(row)}: the field {key!r} is null")
-        return row.values[key]
+        there = ", ".join(map(repr, row.values if self._known is None else self._known)) or "none"
+        raise ConfigError(f"{self.where(row)}: there is no field {key!r}; there is: {there}")
+
+    def optional(self, row: Row, key: str) -> object:
+        """Return a field of a row, its objects with the keys that they have in JSON Lines: Parquet gives each object
+        the keys of all others, too, with null for a value. None: it is missing or null.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        for number in (row.number, None):
+            if (reason := self.unread.get((number, key))) is not None:
+                raise ConfigError(f"{self.where(row)}: the column {key!r} cannot be read: {reason}")
+        found = row.values.get(key)
+        return found if self._known is None else _without_nulls(found)
 
     def text(self, row: Row, key: str) -> str:
         """Return a field that must be a text which is not empty.
@@ -123,7 +199,8 @@ class RowFile:
         Raises:
             ConfigError: it is neither.
         """
-        value = self.value(row, key)
+        self.value(row, key)
+        value = self.optional(row, key)
         if not isinstance(value, list):
             if isinstance(value, str):
                 return self.text(row, key)
@@ -142,56 +219,81 @@ class RowFile:
                     f"{self.where(row)}: message {number} of the field {key!r} must be an object with the texts "
                     f"'role' and 'content'"
                 )
-        return tuple(value)
+        return tuple(chat_message(message) for message in value)
+
+
+def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat message without keys that are null; one that calls tools and says nothing has an empty text, which most
+    chat templates take, and few take null or no content.
+    """
+    found = {key: value for key, value in message.items() if value is not None}
+    return found | {"content": found.get("content", "")} if found.get("tool_calls") else found
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _begins(file: IO[bytes], start: bytes) -> bool:
+    found = file.read(len(start))
+    file.seek(0)
+    return found == start
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _kind(value: object) -> str:
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                # a byte order mark, which some editors write, may stand before the first line
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                value = json.loads(text, object_pairs_hook=_object)
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{path}:{number}: not UTF-8 (byte {error.start} of the line)") from error
-            except json.JSONDecodeError as error:
-                advice = _ONE_PER_LINE if text.strip() in ("[", "{") else ""
-                raise ConfigError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}{advice}") from error
-            except _RepeatedError as error:
-                raise ConfigError(f"{path}:{number}: the field {error.key!r} is there twice") from error
-            if not isinstance(value, dict):
-                advice = _ONE_PER_LINE if isinstance(value, list) else ""
-                raise ConfigError(f"{path}:{number}: {_kind(value)}; each line must be a JSON object{advice}")
-            yield Row(number, value)
+def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        text = ""
+        try:
+            # a byte order mark, which some editors write, may stand before the first line
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            _check_depth(text)
+            value = json.loads(text, object_pairs_hook=_object)
+        except UnicodeDecodeError as error:
+            column = len(line[: error.start].decode(errors="replace")) + 1
+            raise ConfigError(f"{path}:{number}: not UTF-8 at column {column}") from error
+        except json.JSONDecodeError as error:
+            advice = _ONE_PER_LINE if text.strip() in ("[", "{") else ""
+            raise ConfigError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}{advice}") from error
+        except ValueError as error:
+            long = next((one.start() + 1 for one in _LONG_NUMBER.finditer(text) if one[0][0] != '"'), None)
+            if long is None:
+                raise ConfigError(f"{path}:{number}: {error}") from error
+            raise ConfigError(f"{path}:{number}: a number of more than {_DIGITS} digits at column {long}") from error
+        if not isinstance(value, dict):
+            advice = _ONE_PER_LINE if isinstance(value, list) else ""
+            raise ConfigError(f"{path}:{number}: {_kind(value)}; each line must be a JSON object{advice}")
+        yield Row(number, value)
 
 
-class _RepeatedError(Exception):
-    def __init__(self, key: str) -> None:
-        self.key = key
+def _check_depth(text: str) -> None:
+    """Raises:
+    ValueError: lists and objects are too deep within one another.
+    """
+    if text.count("[") + text.count("{") <= _DEEPEST:
+        return
+    depth = 0
+    for one in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(one[0], 0)
+        if depth > _DEEPEST:
+            raise ValueError(f"more than {_DEEPEST} lists and objects within one another at column {one.start() + 1}")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _RepeatedError(next(key for key in keys if keys.count(key) > 1))
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the field {repeated!r} is there twice")
     return found
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with path.open("rb") as file:
-            table = parquet.read_table(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
-    for number, values in enumerate(table.to_pylist(), start=1):
-        yield Row(number, values)

@@ -86,7 +86,7 @@ def _loaded(path: str | None, name: str) -> Callable[..., object]:
 
 class VerlTask(FilePrompts):
     """One prompt per row, with verl's columns: ``prompt``, ``data_source``, ``reward_model`` with a ``ground_truth``
-    in it and, where there is one, ``extra_info``. Further columns go to `Prompt.fields`.
+    in it and, where there is one, ``extra_info``. Further columns are not read.
 
     Args:
         path: the file; see `RowFile`.
@@ -122,7 +122,8 @@ class VerlTask(FilePrompts):
         self._reward = _reward(reward)
         self.reward_name = self._reward.name
         self.reward_judge = RewardProcesses(self._reward, judging or Judging(), self.reward_name)
-        super().__init__(RowFile(path, seed=seed, shuffle=shuffle), prompt_key)
+        columns = (prompt_key, _SOURCE, _MODEL, _EXTRA)
+        super().__init__(RowFile(path, seed=seed, shuffle=shuffle, columns=columns), prompt_key)
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         """Return what the function gives for the response, called in this process."""
@@ -133,9 +134,9 @@ class VerlTask(FilePrompts):
         model = self._file.value(row, _MODEL)
         if not isinstance(model, dict) or model.get(_TRUTH) is None:
             raise ConfigError(f"{self._file.where(row)}: the field {_MODEL!r} must be an object with a {_TRUTH!r}")
-        if not isinstance(row.values.get(_EXTRA), dict | None):
+        if not isinstance(self._file.optional(row, _EXTRA), dict | None):
             raise ConfigError(f"{self._file.where(row)}: the field {_EXTRA!r} must be an object")
-        return model[_TRUTH], {key: value for key, value in row.values.items() if key != self._prompt_key}
+        return model[_TRUTH], {key: row.values[key] for key in (_SOURCE, _MODEL, _EXTRA) if key in row.values}
 
 
 def _reward(settings: Mapping[str, Any]) -> VerlReward:

@@ -1,0 +1,172 @@
+"""A tokenizer's chat template: texts of chats, the parts of a text that the template marks as the assistant's, and the
+tokens of such parts. Under the encoders; nothing heavy is imported, the tokenizer is handed in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trinity_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
+
+class MarkedText(NamedTuple):
+    """A text with parts that are learnt.
+
+    Attributes:
+        text: all of it.
+        learnt: first character and the one after the last of each part, in order.
+    """
+
+    text: str
+    learnt: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with arguments of the user's own.
+
+    Args:
+        tokenizer: whose template it is; it may have none.
+        arguments: what the template is given beside the messages (`task.chat_template`).
+
+    Attributes:
+        present: whether there is one.
+        end_of_text: the text of the tokenizer's end-of-text token; empty: it has none.
+
+    Raises:
+        ConfigError: there are arguments, and no template; or one that the template does not read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> None:
+        self._apply = partial(tokenizer.apply_chat_template, **arguments)
+        self._arguments = arguments
+        self._tokenizer = tokenizer
+        self.present = bool(getattr(tokenizer, "chat_template", None))
+        self.end_of_text = str(tokenizer.eos_token or "")
+        if arguments:
+            self._check(tokenizer, arguments)
+
+    @staticmethod
+    def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError("task.chat_template is given, but the model's tokenizer has no chat template")
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters
+        read = _variables(tokenizer.get_chat_template())
+        for name in arguments:
+            if name in taken:
+                raise ConfigError(f"task.chat_template.{name} is set by the program itself; leave it out")
+            if read is not None and name not in read:
+                known = ", ".join(sorted(read - taken.keys() - {"messages"} - set(tokenizer.special_tokens_map)))
+                raise ConfigError(
+                    f"task.chat_template.{name} is nothing that the tokenizer's chat template reads; "
+                    f"it reads: {known or 'no argument at all'}"
+                )
+
+    def render(self, messages: Sequence[Mapping[str, object]], *, ask: bool, **more: object) -> str:
+        """The text of a chat.
+
+        Args:
+            messages: with ``role`` and ``content``.
+            ask: end with the generation prompt, which makes the model answer.
+            more: further arguments of the template, of this chat alone.
+
+        Raises:
+            ValueError: the template does not take the chat, or leaves out all texts of the user's.
+        """
+        chat = [dict(message) for message in messages]
+        with _refusals():
+            text = str(self._apply(chat, add_generation_prompt=ask, tokenize=False, **more))
+        asked = [one["content"] for one in chat if one["role"] == "user" and isinstance(one["content"], str)]
+        if asked and not any(has_words(text, said) for said in asked):
+            raise ValueError("the chat template leaves out the texts of the messages")
+        return text
+
+    def marked(self, messages: Sequence[Mapping[str, object]], tools: Any, **more: object) -> MarkedText | None:
+        """The text of a chat with the parts between the template's ``{% generation %}`` marks; None: it has no marks.
+
+        Args:
+            messages, more: as for `render`.
+            tools: what the template is told of tools, a list or None; it chooses among several templates.
+        """
+        template = self._tokenizer.get_chat_template(None, tools)
+        if not _GENERATION.search(template):
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusals():
+            (text,), (parts,) = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **{**self._tokenizer.special_tokens_map, **self._arguments, **more},
+            )
+        return MarkedText(text, parts)
+
+    def tokens(self, rendered: Sequence[str]) -> list[list[int]]:
+        """The tokens of the texts of chats, whose special tokens are in them."""
+        return list(self._tokenizer(list(rendered), add_special_tokens=False)["input_ids"]) if rendered else []
+
+    def marked_tokens(self, rendered: Sequence[MarkedText]) -> list[tuple[list[int], list[bool]]]:
+        """The tokens of the texts of chats, and which of them are learnt. A token that begins before a part and ends in
+        it is learnt; one that begins in a part and ends after it is not.
+        """
+        if not rendered:
+            return []
+        rows = self._tokenizer([one.text for one in rendered], add_special_tokens=False)
+        found = []
+        for row, (ids, one) in enumerate(zip(rows["input_ids"], rendered, strict=True)):
+            learnt = [False] * len(ids)
+            for part in one.learnt:
+                first, last = (self._token_at(rows, row, one.text, place) for place in part)
+                learnt[first:last] = [True] * (last - first)
+            found.append((list(ids), learnt))
+        return found
+
+    def _token_at(self, rows: Any, row: int, text: str, place: int) -> int:
+        """Number of the first token that has a character at a place or after it."""
+        ids = rows["input_ids"][row]
+        if not getattr(rows, "is_fast", False):  # tokenizers written in Python do not know the places of their tokens
+            return common_start(ids, self.tokens([text[:place]])[0])
+        found = (rows.char_to_token(row, character) for character in range(place, len(text)))
+        return next((token for token in found if token is not None), len(ids))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the chat template does not take it: {error}") from error
+
+
+def has_words(text: str, said: str) -> bool:
+    """Whether a text has at least one of the words that are said, if any are; templates may leave out some."""
+    words = said.split()
+    return not words or any(word in text for word in words)
+
+
+def common_start(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many characters or tokens two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _variables(template: str) -> set[str] | None:
+    """The names that a template reads from outside; None: that cannot be told."""
+    from jinja2 import Environment, TemplateError, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError:  # it has tags that only its library knows
+        return None
