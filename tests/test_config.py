@@ -25,9 +25,9 @@ from trinity_sync.config import (
     config_digest,
     instantiate_target,
 )
-from trinity_sync.config.model_type import is_known
-from trinity_sync.config.sources import dataclass_fields
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.package_source import dataclass_fields
+from trinity_sync.models.families import is_known
 from trinity_sync.protocol.retention import POLICIES, make_policies
 
 

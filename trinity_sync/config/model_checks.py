@@ -11,11 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trinity_sync.config.model_type import folder_problems, is_known, suggestion
+from trinity_sync.config.model_type import folder_problems
 from trinity_sync.config.model_weights import weights_problems
 from trinity_sync.config.options import LABELS
 from trinity_sync.config.problems import Get, Problem
-from trinity_sync.config.sources import lacks_sdpa
+from trinity_sync.models.attention import attention_problem
+from trinity_sync.models.families import is_known, suggestion
 
 _SIZES = frozenset(
     {
@@ -60,7 +61,7 @@ def check_model(get: Get) -> Iterator[Problem]:
 
 
 def check_attention(get: Get) -> Iterator[Problem]:
-    """That the attention is installed, and that the model's family has it."""
+    """That the attention is installed, and computes the model as its config says."""
     chosen = get("model.attn_implementation")
     if get("workload.kind") == "bytes":
         return
@@ -70,11 +71,10 @@ def check_attention(get: Get) -> Iterator[Problem]:
             "is flash_attention_2, but the package flash_attn is not installed; install flash-attn, or set "
             "model.attn_implementation=sdpa",
         )
-    elif chosen == "sdpa" and lacks_sdpa(family := str(model_fields(get).get("model_type", ""))):
-        yield Problem(
-            "model.attn_implementation",
-            f"is sdpa, which transformers does not have for {family}; set model.attn_implementation=eager",
-        )
+        return
+    where = "model.architecture" if get("model.path") is None else str(Path(get("model.path")) / "config.json")
+    if text := attention_problem(model_fields(get), chosen, where):
+        yield Problem("model.attn_implementation", text)
 
 
 def _has(package: str) -> bool:

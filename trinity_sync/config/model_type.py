@@ -1,18 +1,13 @@
-"""What can be said of a model before transformers is imported, which takes seconds: whether that knows its family."""
+"""What can be said of a model's config.json before transformers is imported, which takes seconds."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from trinity_sync.config.problems import Problem
-
-_TABLES = ("auto_mappings.py", "configuration_auto.py")
+from trinity_sync.models.families import class_problem, is_known, suggestion
 
 
 def folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Problem]:
@@ -39,6 +34,8 @@ def folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Proble
         )
         return
     if family is None or is_known(str(family)):
+        if text := class_problem(config):
+            yield Problem("model.path", f"is {folder}, whose {text}")
         return
     brings_code = isinstance(config.get("auto_map"), Mapping)
     if brings_code and not trust_remote_code:
@@ -53,28 +50,3 @@ def folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Proble
             f"is {folder}, whose config.json has model_type {family!r}, which transformers does not know"
             f"{suggestion(str(family))}; name a model of another family, or install a transformers that has it",
         )
-
-
-def is_known(model_type: str) -> bool:
-    """Whether transformers has this family, as far as its own tables tell; they are read, not imported."""
-    known = _known()
-    return not known or model_type in known
-
-
-def suggestion(model_type: str) -> str:
-    """The known family that is meant, as words to put behind the unknown one; empty where none is close."""
-    close = difflib.get_close_matches(model_type, _known(), n=1)
-    return f" (meant {close[0]}?)" if close else ""
-
-
-@cache
-def _known() -> frozenset[str]:
-    """All that may be families; empty where there is no transformers, or one that has its tables elsewhere."""
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
-        return frozenset()
-    tables = [Path(found.origin).parent / "models" / "auto" / name for name in _TABLES]
-    if not all(table.is_file() for table in tables):
-        return frozenset()
-    names = (re.findall(r'"([^"\s]+)"', table.read_text(encoding="utf-8")) for table in tables)
-    return frozenset(name for of_one in names for name in of_one)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.families import auto_class
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch
@@ -48,13 +49,17 @@ def held_model(
         )
     else:
         # What is kept whole must not have been rounded before.
-        model = AutoModelForCausalLM.from_pretrained(
-            weights,
-            config=config,
-            dtype=dtype if keep_fp32 is None else torch.float32,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-        ).to(device)
+        model = (
+            getattr(transformers, auto_class(config.to_dict()))
+            .from_pretrained(
+                weights,
+                config=config,
+                dtype=dtype if keep_fp32 is None else torch.float32,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+            .to(device)
+        )
         if keep_fp32 is not None:
             cast_model(model, dtype, keep_fp32)
         model.eval().requires_grad_(False)

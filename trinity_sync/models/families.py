@@ -1,0 +1,100 @@
+"""What transformers makes of a model family: whether it knows the family, and with which class.
+
+The tables of transformers are read as source: importing them takes seconds, and the checks of a configuration ask, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from trinity_sync.host.package_source import source_of
+
+WITH_IMAGES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+"""Families for images and text that were tried on texts alone."""
+
+_TEXTS, _IMAGES = "AutoModelForCausalLM", "AutoModelForImageTextToText"
+_TABLES = {_TEXTS: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _IMAGES: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
+_MODULES = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
+
+
+def is_known(model_type: str) -> bool:
+    """Whether transformers has this family; true also where its tables cannot be found."""
+    known = _known()
+    return not known or model_type in known
+
+
+def suggestion(model_type: str) -> str:
+    """The known family that is meant, as words to put behind the unknown one; empty where none is close."""
+    close = difflib.get_close_matches(model_type, _known(), n=1)
+    return f" (meant {close[0]}?)" if close else ""
+
+
+def auto_class(fields: Mapping[str, Any]) -> str:
+    """Name the auto class of transformers that makes a model: for the trainer, the explorers and the checks.
+
+    The choice is that of verl, whose engines choose by themselves (`verl.utils.model.get_hf_auto_model_class`).
+
+    Args:
+        fields: of the model's config.json. A model for which `class_problem` has a text may fail to be made.
+    """
+    if (code := _code_class(fields)) is not None:
+        return code
+    return _IMAGES if fields.get("model_type") in _table("modeling_auto.py", _TABLES[_IMAGES]) else _TEXTS
+
+
+def class_problem(fields: Mapping[str, Any]) -> str | None:
+    """Tell why no class makes a model that can be trained on texts; None: one does.
+
+    Args:
+        fields: of the model's config.json.
+    """
+    family, named, chosen = fields.get("model_type"), fields.get("architectures"), auto_class(fields)
+    if not named:
+        return "config.json has no `architectures`, by which verl chooses the model's class"
+    if _code_class(fields) is None and chosen == _IMAGES and family not in WITH_IMAGES:
+        return (
+            f"config.json has model_type {family}, a family for images and text that was not tried on texts alone; "
+            f"of those {', '.join(WITH_IMAGES)} were"
+        )
+    if _code_class(fields) is None and chosen == _TEXTS:
+        table = _table("modeling_auto.py", _TABLES[_TEXTS])
+        if table and family not in table:
+            return f"config.json has model_type {family}, of which transformers has no causal language model"
+        if "ForCausalLM" not in named[0]:
+            chosen = "AutoModel"
+    if chosen not in _TABLES:
+        return (
+            f"config.json has architectures [{named[0]}], which verl makes without its output layer, so it cannot be "
+            "trained; choose a model whose architecture is one ...ForCausalLM"
+        )
+    return None
+
+
+def modeling_source(model_type: str) -> str | None:
+    """Return the source of a family's models; None: transformers has it elsewhere."""
+    module = _table("auto_mappings.py", _MODULES).get(model_type, model_type.replace("-", "_"))
+    return source_of("transformers", f"models/{module}/modeling_{module}.py")
+
+
+def _code_class(fields: Mapping[str, Any]) -> str | None:
+    """The auto class for which code comes with the model; None: none does."""
+    named, code = (fields.get("architectures") or [""])[0], fields.get("auto_map") or {}
+    return next((kind for kind, value in code.items() if named and value is not None and named in value), None)
+
+
+@cache
+def _known() -> frozenset[str]:
+    """All that may be families; empty where transformers is missing, or has its tables elsewhere."""
+    sources = [source_of("transformers", f"models/auto/{n}") for n in ("auto_mappings.py", "configuration_auto.py")]
+    return frozenset(name for source in sources if all(sources) for name in re.findall(r'"([^"\s]+)"', str(source)))
+
+
+@cache
+def _table(file: str, name: str) -> dict[str, str]:
+    """A table of names in the source of transformers' auto classes; empty where it is elsewhere."""
+    found = re.search(rf"^{name} = OrderedDict\(\n(.*?)^\)", source_of("transformers", f"models/auto/{file}") or "", 24)
+    return dict(re.findall(r'\(\s*"([^"]+)",\s*"([^"]+)"', found[1])) if found else {}
