@@ -274,6 +274,7 @@ def test_without_a_generation_config_the_tokenizer_names_the_end(path: Path, cop
 
 def test_a_model_without_an_end_token_is_refused(copy: Path) -> None:
     (copy / "generation_config.json").unlink()
+    edit(copy / "config.json", eos_token_id=None)
     edit(copy / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ConfigError, match="names no end-of-sequence token"):
         engine_of(copy)

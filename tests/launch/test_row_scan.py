@@ -117,7 +117,9 @@ def test_the_tokenizer_is_that_of_the_model(tmp_path: Path) -> None:
 def chat_model(folder: Path) -> str:
     model = folder / "model"
     chat_tokenizer(TEMPLATE).save_pretrained(model)
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 128}))
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 128})
+    )
     return f"model.path={model}"
 
 

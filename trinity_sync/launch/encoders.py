@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
+    from trinity_sync.models.tokens import ModelTokens
     from trinity_sync.tasks.encoding import PromptEncoder
     from trinity_sync.tasks.pair_encoding import PairEncoder
 
 
-def prompt_encoder(
-    task: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
-) -> PromptEncoder:
+def prompt_encoder(task: Mapping[str, Any], tokens: ModelTokens) -> PromptEncoder:
     """For tasks with prompts; explorers have theirs in `explorer.texts.Texts`.
 
     Args:
         task: the keys of `task`; those of a user's own class need not be ours.
-        tokenizer, config: of the model.
+        tokens: of the model.
 
     Raises:
         ConfigError: the keys do not fit the model.
@@ -27,25 +24,28 @@ def prompt_encoder(
     from trinity_sync.tasks.encoding import PromptEncoder, positions_of
 
     return PromptEncoder(
-        tokenizer,
+        tokens.tokenizer,
         response_length=task["response_length"],
         prompt_length=task.get("prompt_length"),
-        positions=positions_of(config),
+        positions=positions_of(tokens.config),
         truncate=task.get("too_long") == "truncate",
         chat_template=task.get("chat_template"),
+        embedded=tokens.embedded,
     )
 
 
-def pair_encoder(task: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> PairEncoder:
+def pair_encoder(task: Mapping[str, Any], tokens: ModelTokens) -> PairEncoder:
     """For tasks with pairs or conversations; arguments and errors as for `prompt_encoder`."""
     from trinity_sync.tasks.encoding import positions_of
     from trinity_sync.tasks.pair_encoding import PairEncoder
 
     return PairEncoder(
-        tokenizer,
+        tokens.tokenizer,
         max_length=task["max_length"],
-        positions=positions_of(config),
+        positions=positions_of(tokens.config),
         truncate=task.get("too_long") == "truncate",
         chat_template=task.get("chat_template"),
         ignore_mismatch=bool(task.get("ignore_input_ids_mismatch")),
+        ends=tokens.ends,
+        embedded=tokens.embedded,
     )

@@ -23,15 +23,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig
 
+from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import build_task, typed, validation_items, validation_task
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.models.attention import check_attention
+from trinity_sync.models.families import class_problem
+from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.shared_rows import Item, shared_rows
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from trinity_sync.models.tokens import ModelTokens
 
 _CHUNK = 1000
 _TELL_S = 3.0
@@ -98,6 +102,8 @@ class _Request:
         prompts: the rows are prompts; else pairs or conversations.
         model_path: of the model; None: it is made from `architecture`.
         trust_remote_code: whether code that comes with the model may run.
+        attention: as transformers names it.
+        vllm: how explorers that are vLLM run: ``cpu`` or ``gpu``; None: there are none.
         rows: places and rows.
     """
 
@@ -106,14 +112,17 @@ class _Request:
     model_path: str | None
     architecture: Mapping[str, object]
     trust_remote_code: bool
+    attention: str
+    vllm: str | None
     rows: list[tuple[str, Item]]
 
 
 class _Found(NamedTuple):
-    """The child's answer: numbers of the rows that are too long, from 0."""
+    """The child's answer: numbers of the rows that are too long, from 0; and what is to be said of the model."""
 
-    counts: RowCounts
+    counts: RowCounts | None
     too_long: list[int]
+    note: str | None
 
 
 class _UnreadableModel(NamedTuple):
@@ -140,7 +149,8 @@ def scanned_task(cfg: DictConfig) -> Scanned:
     validating = validation_task(cfg)
     if validating is None:
         return Scanned(task, counts, ())
-    _look_through(cfg, validating, cfg.task.validation.get("path"))
+    if hasattr(validating, "all_rows"):
+        _look_through(cfg, validating, cfg.task.validation.get("path"))
     items = validation_items(cfg, validating)
     _tell_shared(cfg, task, validating, len(items))
     return Scanned(task, counts, items)
@@ -171,24 +181,28 @@ def _named(node: Any) -> str:
 
 
 def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | None:
-    """Look through the rows of a task that was built of the settings, with the file at a path, and have it leave out
-    what it is to.
+    """Look at the model, look through the rows of a task that was built of the settings, with the file at a path, and
+    have it leave out what it is to.
     """
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
-    if all_rows is None:
-        return None
     settings = typed(cfg)
-    prompts = algorithm_of(settings.algorithm).explores
+    explores, vllm = algorithm_of(settings.algorithm).explores, settings.explorer.kind == "vllm"
+    if all_rows is None and settings.model.path is None and not (explores and vllm):
+        return None  # the model is made, with a tokenizer of ours
     request = _Request(
         task=settings.task,
-        prompts=prompts,
+        prompts=explores,
         model_path=settings.model.path,
         architecture=settings.model.architecture or {},
         trust_remote_code=settings.model.trust_remote_code,
-        rows=[(place, _plain(item) if prompts else item) for place, item in all_rows()],
+        attention=settings.model.attn_implementation,
+        vllm=_vllm_device(cfg) if explores and vllm else None,
+        rows=[(place, _plain(item) if explores else item) for place, item in (all_rows() if all_rows else ())],
     )
     answer = _ask(request, path or "the task")
     if isinstance(answer, _UnreadableModel):
+        if all_rows is None:
+            return None
         if request.task.get("too_long", "refuse") == "filter":
             raise ConfigError(
                 f"model.path={request.model_path} has no tokenizer that can be read here ({answer.reason}), by which "
@@ -197,12 +211,21 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
         return None
     counts = answer.counts
+    if answer.note:
+        _note(answer.note)
+    if counts is None:
+        return None
     if counts.policy == "filter" and answer.too_long:
         task.leave_out(answer.too_long)
     if counts.too_long:
         done = "left out" if counts.policy == "filter" else "cut"
         _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
     return counts
+
+
+def _vllm_device(cfg: DictConfig) -> str:
+    """Where vLLM runs, as far as this machine can tell: of other machines nothing is said."""
+    return "cpu" if cfg.cluster.address is None and accelerator_count() == 0 else "gpu"
 
 
 def _plain(item: Item) -> Item:
@@ -238,7 +261,7 @@ def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel
             raise message
         if not isinstance(message, int):
             return cast("_Found | _UnreadableModel", message)
-        if time.monotonic() - told > _TELL_S:
+        if time.monotonic() - told > _TELL_S and message < rows:
             told = time.monotonic()
             _note(f"looking through {path}: {message} of {rows} rows")
     raise RunError(f"the process that looks through the rows of {path} said nothing for {_LIMIT_S:.0f} s")
@@ -271,11 +294,14 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
     from trinity_sync.launch.encoders import pair_encoder, prompt_encoder
 
     try:
-        tokenizer, config = _model(request)
+        tokens = _tokens(request)
     except (OSError, ValueError) as error:
         return _UnreadableModel(" ".join(str(error).split()))
+    _check_model(request, tokens)
+    if not request.rows:
+        return _Found(None, [], tokens.difference)
     make = prompt_encoder if request.prompts else pair_encoder
-    encoder = cast(_Encoder, make(request.task, tokenizer, config))
+    encoder = cast(_Encoder, make(request.task, tokens))
     least = _at_least(request, encoder)
     lengths = dict(least)
     left = [number for number in range(len(request.rows)) if number not in least]
@@ -287,7 +313,25 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
         except RunError as error:
             raise ConfigError(str(error)) from error
         tell(len(lengths))
-    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))])
+    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], tokens.difference)
+
+
+def _check_model(request: _Request, tokens: ModelTokens) -> None:
+    """Check that trainer and explorers make the same of the model, of which the hub may have the config.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    fields = tokens.config.to_dict()
+    if request.vllm is not None and (problem := model_problem(fields, on_cpu=request.vllm == "cpu")):
+        raise ConfigError(f"explorer=vllm {problem}")
+    if request.model_path is None:
+        return
+    if problem := class_problem(fields):
+        raise ConfigError(f"model.path is {request.model_path}, whose {problem}")
+    check_attention(fields, request.attention)
+    if request.prompts:
+        tokens.needed_ends(request.model_path)
 
 
 def _at_least(request: _Request, encoder: _Encoder) -> dict[int, int]:
@@ -326,22 +370,18 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _model(request: _Request) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+def _tokens(request: _Request) -> ModelTokens:
+    from trinity_sync.models.tokens import model_tokens, read_tokens
+
     if request.model_path is None:
         from trinity_sync.models.architecture import architecture_config, character_tokenizer
 
         config = architecture_config(request.architecture)
-        return character_tokenizer(config.vocab_size), config
-    from transformers import AutoConfig, AutoTokenizer
-
-    trusted = request.trust_remote_code
-    return (
-        AutoTokenizer.from_pretrained(request.model_path, trust_remote_code=trusted),
-        AutoConfig.from_pretrained(request.model_path, trust_remote_code=trusted),
-    )
+        return model_tokens(character_tokenizer(config.vocab_size), config, {})
+    return read_tokens(request.model_path, trust_remote_code=request.trust_remote_code)
 
 
-def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int]) -> _Found:
+def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int], note: str | None) -> _Found:
     """What the policy makes of rows of so many tokens."""
     policy = request.task.get("too_long", "refuse")
     limit = encoder.limit
@@ -355,4 +395,4 @@ def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int]) -> _Fo
         )
     if len(too_long) == len(lengths) and policy == "filter":
         raise ConfigError(f"task.too_long is filter, but all {len(lengths)} rows are too long; {encoder.limit_text}")
-    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long)
+    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long, note)

@@ -74,6 +74,13 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
+def made_class(fields: Mapping[str, Any]) -> str | None:
+    """Name the class that transformers makes of a config; None: the model comes with code, or the tables lack it."""
+    if _code_class(fields) is not None:
+        return None
+    return _table("modeling_auto.py", _TABLES[auto_class(fields)]).get(str(fields.get("model_type")))
+
+
 def modeling_source(model_type: str) -> str | None:
     """Return the source of a family's models; None: transformers has it elsewhere."""
     module = _table("auto_mappings.py", _MODULES).get(model_type, model_type.replace("-", "_"))

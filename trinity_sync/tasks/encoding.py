@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.tokens import added_behind, beyond_embedding
 from trinity_sync.samples.record import Prompt
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PromptEncoder:
         positions: of the model, in tokens; None: unknown.
         truncate: cut what is too long on its left, rather than refuse it.
         chat_template: arguments of the tokenizer's chat template.
+        embedded: rows of the model's embedding; None: unknown.
 
     Attributes:
         limit: longest prompt, in tokens; None: any.
@@ -96,8 +98,10 @@ class PromptEncoder:
         positions: int | None = None,
         truncate: bool = False,
         chat_template: Mapping[str, object] | None = None,
+        embedded: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._embedded = embedded
         self._response_length = response_length
         self._prompt_length = prompt_length
         self._positions = positions
@@ -162,7 +166,7 @@ class PromptEncoder:
             raise RunError(f"{where} is a chat, but the tokenizer has no chat template; give prompts as texts")
         try:
             ids = (
-                list(self._tokenizer(prompt.text)["input_ids"])
+                prompt_tokens(self._tokenizer, [prompt.text])[0]
                 if prompt.messages is None
                 else self._template.tokens([self._template.render(prompt.messages, ask=True)])[0]
             )
@@ -178,7 +182,7 @@ class PromptEncoder:
             raise RunError("a chat without a template")
         rendered = [self._template.render(chat, ask=True) for chat in chats]
         of_chats = iter(self._template.tokens(rendered))
-        of_texts = iter(self._tokenizer(texts)["input_ids"] if texts else ())
+        of_texts = iter(prompt_tokens(self._tokenizer, texts))
         return [next(of_texts if prompt.messages is None else of_chats) for prompt in prompts]
 
     def _check(self, prompt: Prompt, where: str, ids: Sequence[int]) -> None:
@@ -186,6 +190,8 @@ class PromptEncoder:
             raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
         if not ids:
             raise RunError(f"{where} has no token")
+        if text := beyond_embedding(self._tokenizer, ids, self._embedded):
+            raise RunError(f"{where} {text}")
 
     def _has_unknown(self, prompt: Prompt) -> bool:
         """Whether the unknown token in a prompt stands for what the tokenizer does not know. Some tokenizers begin each
@@ -210,6 +216,13 @@ class PromptEncoder:
         except Exception:
             return False
         return bool(ids) and self._tokenizer.unk_token_id not in ids
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of texts that are gone on from: without those that the tokenizer puts behind each text."""
+    rows = tokenizer(list(texts))["input_ids"] if texts else []
+    behind = added_behind(tokenizer) if texts else 0
+    return [list(row[: len(row) - behind]) for row in rows]
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:

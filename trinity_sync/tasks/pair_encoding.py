@@ -14,8 +14,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import RunError
+from trinity_sync.models.tokens import beyond_embedding
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.encoding import ChatTemplate
+from trinity_sync.tasks.encoding import ChatTemplate, prompt_tokens
 from trinity_sync.tasks.pairs import Pair
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class PairEncoder:
         chat_template: arguments of the tokenizer's chat template.
         ignore_mismatch: learn the turns as they are rendered one by one, also where the whole conversation has other
             tokens.
+        ends: tokens that end a text, the one that is taught first; None: the tokenizer's.
+        embedded: rows of the model's embedding; None: unknown.
 
     Attributes:
         limit: longest sequence, in tokens.
@@ -79,8 +82,12 @@ class PairEncoder:
         truncate: bool = False,
         chat_template: Mapping[str, object] | None = None,
         ignore_mismatch: bool = False,
+        ends: Sequence[int] | None = None,
+        embedded: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._ends = [one for one in (tokenizer.eos_token_id,) if one is not None] if ends is None else ends
+        self._embedded = embedded
         self._max_length = max_length
         self._positions = positions
         self._truncate = truncate
@@ -163,19 +170,19 @@ class PairEncoder:
     # -- pairs
 
     def _pairs(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], list[bool]]]:
-        responses = self._ids([pair.response for pair in pairs], add_special_tokens=False)
-        of_texts = iter(self._ids([pair.prompt for pair in pairs if isinstance(pair.prompt, str)]))
+        if pairs and not self._ends:
+            raise RunError(f"{pairs[0].where}: the model names no end-of-sequence token to put behind a response")
+        texts = [pair.response for pair in pairs]
+        responses = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        of_texts = iter(prompt_tokens(self._tokenizer, [pair.prompt for pair in pairs if isinstance(pair.prompt, str)]))
         chats = [(pair.where, pair.prompt) for pair in pairs if not isinstance(pair.prompt, str)]
         for where, _ in chats:
             self._check_template(where)
         of_chats = iter(self._template.tokens([self._template.render(chat, ask=True) for _, chat in chats]))
-        end = self._tokenizer.eos_token_id
-        for pair, response in zip(pairs, responses, strict=True):
+        for pair, spoken in zip(pairs, responses, strict=True):
             prompt = next(of_texts if isinstance(pair.prompt, str) else of_chats)
-            yield [*prompt, *response, end], [False] * len(prompt) + [True] * (len(response) + 1)
-
-    def _ids(self, texts: list[str], **how: bool) -> list[list[int]]:
-        return list(self._tokenizer(texts, **how)["input_ids"]) if texts else []
+            response = [*spoken, *([] if spoken and spoken[-1] in self._ends else self._ends[:1])]
+            yield [*prompt, *response], [False] * len(prompt) + [True] * len(response)
 
     # -- conversations
 
@@ -248,3 +255,5 @@ class PairEncoder:
         )
         if unknown is not None and not stands_for_more and unknown in ids:
             raise RunError(f"{where} cannot be tokenised: the tokenizer does not know a part of it")
+        if text := beyond_embedding(self._tokenizer, ids, self._embedded):
+            raise RunError(f"{where} {text}")
