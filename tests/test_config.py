@@ -328,6 +328,20 @@ def test_an_architecture_of_an_unknown_family_is_refused() -> None:
     )
 
 
+def test_a_model_that_no_class_makes_for_texts_is_refused(tmp_path: Path) -> None:
+    bare_model(tmp_path, model_type="llava", architectures=["LlavaForConditionalGeneration"])
+    told = refused(f"model.path={tmp_path}")
+    assert told.startswith(f"model.path is {tmp_path}, whose config.json has model_type llava, a family for images")
+
+
+def test_a_soft_cap_of_the_attention_is_refused_by_file_and_field(tmp_path: Path) -> None:
+    bare_model(tmp_path, model_type="gemma2", architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=2.0)
+    told = refused(f"model.path={tmp_path}")
+    assert told.startswith("model.attn_implementation is sdpa, which leaves out attn_logit_softcapping (2.0) of ")
+    assert f"{tmp_path}/config.json" in told
+    check(compose([f"model.path={tmp_path}", "model.attn_implementation=eager"]))
+
+
 def test_all_families_of_transformers_are_known() -> None:
     from transformers import CONFIG_MAPPING
 

@@ -156,6 +156,51 @@ def test_without_a_tokenizer_here_rows_are_left_to_those_who_have_one(
         scanned(tmp_path, asked(LONG), model, "task.too_long=filter")
 
 
+@pytest.mark.usefixtures("here")
+def test_a_model_without_an_end_is_refused_also_where_the_task_has_no_file(tmp_path: Path) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ConfigError, match=r"^model\.path=.* names no end-of-sequence token"):
+        scanned_task(compose([model]))
+
+
+@pytest.mark.usefixtures("here")
+def test_ends_that_differ_are_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "config.json", eos_token_id=5)
+    scanned_task(compose([model]))
+    assert "note: the model names its end-of-sequence tokens in several ways (" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"attn_logit_softcapping": 2.0, "model_type": "gemma2"}, r"^model\.attn_implementation is sdpa, which leaves"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, r"^model\.path is .*, whose config\.json has archit"),
+    ],
+    ids=["attention", "class"],
+)
+def test_the_config_of_a_model_is_looked_at_where_transformers_reads_it(
+    tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "config.json", **fields)
+    with pytest.raises(ConfigError, match=told):
+        scanned_task(compose([model]))
+
+
+@pytest.mark.usefixtures("here")
+def test_heads_that_vllm_does_not_take_are_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_scan, "accelerator_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"^explorer=vllm cannot run a model with heads of 24 on a CPU"):
+        scanned_task(compose(["explorer=vllm", "model.architecture.head_dim=24"]))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def test_a_task_without_a_file_is_not_looked_through() -> None:
     task, counts, validation = scanned_task(compose([]))
     assert (type(task).__name__, counts, validation) == ("CopyDigits", None, ())

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trinity_sync.errors import ConfigError
 from trinity_sync.models.tokens import read_tokens
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
@@ -35,8 +36,8 @@ class Texts:
         positions: of the model, in tokens; None where its config does not say.
 
     Raises:
-        OSError, ValueError: transformers cannot read the config or the tokenizer.
-        ConfigError: there is no end-of-sequence token; or as `PromptEncoder`.
+        ConfigError: transformers cannot read the config or the tokenizer; there is no end-of-sequence token; or as
+            `PromptEncoder`.
     """
 
     def __init__(
@@ -49,7 +50,11 @@ class Texts:
         truncate_prompts: bool = False,
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
-        tokens = read_tokens(model_path, trust_remote_code=trust_remote_code)
+        try:
+            tokens = read_tokens(model_path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
         self._tokenizer, self.config = tokens.tokenizer, tokens.config
         self.positions = positions_of(self.config)
         self._encoder = PromptEncoder(

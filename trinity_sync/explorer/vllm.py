@@ -21,8 +21,8 @@ from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.made import Made, joined
-from trinity_sync.explorer.policy import asked_for, log_probs_mode, open_texts, shapes_of
-from trinity_sync.explorer.texts import scored
+from trinity_sync.explorer.policy import asked_for, log_probs_mode, shapes_of
+from trinity_sync.explorer.texts import Texts, scored
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
@@ -109,7 +109,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self._seed = seed
         self._tp = tp
-        self._texts = open_texts(
+        self._texts = Texts(
             model_path,
             response_length=response_length,
             prompt_length=prompt_length,

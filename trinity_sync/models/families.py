@@ -13,8 +13,8 @@ from typing import Any
 
 from trinity_sync.host.package_source import source_of
 
-WITH_IMAGES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
-"""Families for images and text that were tried on texts alone."""
+WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl")
+"""Families for images and text that were tried on texts alone. verl's Qwen2-VL and Qwen2.5-VL want images."""
 
 _TEXTS, _IMAGES = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 _TABLES = {_TEXTS: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _IMAGES: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
@@ -57,8 +57,8 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
         return "config.json has no `architectures`, by which verl chooses the model's class"
     if _code_class(fields) is None and chosen == _IMAGES and family not in WITH_IMAGES:
         return (
-            f"config.json has model_type {family}, a family for images and text that was not tried on texts alone; "
-            f"of those {', '.join(WITH_IMAGES)} were"
+            f"config.json has model_type {family}, a family for images and text that is not known to train on texts "
+            f"alone; those that are: {', '.join(WITH_IMAGES)}"
         )
     if _code_class(fields) is None and chosen == _TEXTS:
         table = _table("modeling_auto.py", _TABLES[_TEXTS])
