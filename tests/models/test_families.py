@@ -54,3 +54,12 @@ def test_code_that_comes_with_a_model_names_its_class(kind: str) -> None:
     fields = fields_of("own", "OwnModel") | {"auto_map": {"AutoConfig": "code.OwnConfig", kind: "code.OwnModel"}}
     assert auto_class(fields) == kind
     assert class_problem(fields) is None
+
+
+@pytest.mark.parametrize(
+    "odd", [{"architectures": "Qwen3ForCausalLM"}, {"architectures": []}, {"model_type": ["qwen3"]}, {"auto_map": 3}]
+)
+def test_fields_of_another_kind_than_they_should_be_break_nothing(odd: dict[str, Any]) -> None:
+    fields = fields_of("qwen3", "Qwen3ForCausalLM") | odd
+    assert auto_class(fields) == "AutoModelForCausalLM"
+    assert (class_problem(fields) is None) == ("auto_map" in odd)

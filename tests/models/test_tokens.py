@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import character_tokenizer
-from trinity_sync.models.tokens import ModelTokens, added_behind, beyond_embedding, model_tokens, read_tokens
+from trinity_sync.models.tokens import ModelTokens, beyond_embedding, prompt_tokens, read_tokens
 
 BEGIN, END, DIGIT = "␂", "␃", "3"
 
@@ -21,7 +21,7 @@ def tokens_of(end: str | None = END, **files: dict[str, Any]) -> ModelTokens:
     tokenizer = character_tokenizer(32)
     tokenizer.eos_token = end
     named = {f"{name}.json": fields for name, fields in files.items()}
-    return model_tokens(tokenizer, CONFIG_MAPPING["qwen3"](vocab_size=32), named)
+    return ModelTokens(tokenizer, CONFIG_MAPPING["qwen3"](vocab_size=32), named)
 
 
 def adding(single: str) -> PreTrainedTokenizerFast:
@@ -34,7 +34,7 @@ def adding(single: str) -> PreTrainedTokenizerFast:
 
 def test_all_that_a_source_names_ends_a_text_and_the_tokenizers_is_taught() -> None:
     found = tokens_of(DIGIT, generation_config={"eos_token_id": [2, 4]}, config={"eos_token_id": 5})
-    assert found.ends == (character_tokenizer(32).convert_tokens_to_ids(DIGIT), 2, 4, 5)
+    assert found.ends == (6, 2, 4, 5)
 
 
 def test_the_config_of_the_language_model_inside_counts_too() -> None:
@@ -76,8 +76,10 @@ def test_a_folder_names_its_ends_in_its_files_whatever_transformers_makes_of_the
 @pytest.mark.parametrize(
     ("single", "behind"), [(f"{BEGIN} $A {END}", 1), (f"$A {END} {END}", 2), (f"{BEGIN} $A", 0), ("$A", 0)]
 )
-def test_the_tokens_that_a_tokenizer_puts_behind_a_text_are_counted(single: str, behind: int) -> None:
-    assert added_behind(adding(single)) == behind
+def test_the_tokens_that_a_tokenizer_puts_behind_a_text_are_no_part_of_a_prompt(single: str, behind: int) -> None:
+    tokenizer = adding(single)
+    whole = tokenizer("61")["input_ids"]
+    assert prompt_tokens(tokenizer, ["61", "61"]) == [whole[: len(whole) - behind]] * 2
 
 
 def test_a_token_without_a_row_is_named() -> None:

@@ -49,17 +49,14 @@ def held_model(
         )
     else:
         # What is kept whole must not have been rounded before.
-        model = (
-            getattr(transformers, auto_class(config.to_dict()))
-            .from_pretrained(
-                weights,
-                config=config,
-                dtype=dtype if keep_fp32 is None else torch.float32,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
-            .to(device)
-        )
+        kind = getattr(transformers, auto_class(config.to_dict()))
+        model = kind.from_pretrained(
+            weights,
+            config=config,
+            dtype=dtype if keep_fp32 is None else torch.float32,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        ).to(device)
         if keep_fp32 is not None:
             cast_model(model, dtype, keep_fp32)
         model.eval().requires_grad_(False)

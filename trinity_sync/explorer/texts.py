@@ -66,7 +66,7 @@ class Texts:
             chat_template=chat_template,
             embedded=tokens.embedded,
         )
-        self.ends = list(tokens.needed_ends(model_path))
+        self.ends = tokens.needed_ends(model_path)
         pad = self._tokenizer.pad_token_id
         self.pad: int = self.ends[0] if pad is None else pad
 

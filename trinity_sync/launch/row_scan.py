@@ -103,7 +103,7 @@ class _Request:
         model_path: of the model; None: it is made from `architecture`.
         trust_remote_code: whether code that comes with the model may run.
         attention: as transformers names it.
-        vllm: how explorers that are vLLM run: ``cpu`` or ``gpu``; None: there are none.
+        vllm_on_cpu: whether explorers that are vLLM run there, as far as this machine can tell; None: there are none.
         rows: places and rows.
     """
 
@@ -113,7 +113,7 @@ class _Request:
     architecture: Mapping[str, object]
     trust_remote_code: bool
     attention: str
-    vllm: str | None
+    vllm_on_cpu: bool | None
     rows: list[tuple[str, Item]]
 
 
@@ -186,8 +186,9 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
     """
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     settings = typed(cfg)
-    explores, vllm = algorithm_of(settings.algorithm).explores, settings.explorer.kind == "vllm"
-    if all_rows is None and settings.model.path is None and not (explores and vllm):
+    explores = algorithm_of(settings.algorithm).explores
+    vllm = explores and settings.explorer.kind == "vllm"
+    if all_rows is None and settings.model.path is None and not vllm:
         return None  # the model is made, with a tokenizer of ours
     request = _Request(
         task=settings.task,
@@ -196,7 +197,7 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         architecture=settings.model.architecture or {},
         trust_remote_code=settings.model.trust_remote_code,
         attention=settings.model.attn_implementation,
-        vllm=_vllm_device(cfg) if explores and vllm else None,
+        vllm_on_cpu=cfg.cluster.address is None and accelerator_count() == 0 if vllm else None,
         rows=[(place, _plain(item) if explores else item) for place, item in (all_rows() if all_rows else ())],
     )
     answer = _ask(request, path or "the task")
@@ -221,11 +222,6 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         done = "left out" if counts.policy == "filter" else "cut"
         _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
     return counts
-
-
-def _vllm_device(cfg: DictConfig) -> str:
-    """Where vLLM runs, as far as this machine can tell: of other machines nothing is said."""
-    return "cpu" if cfg.cluster.address is None and accelerator_count() == 0 else "gpu"
 
 
 def _plain(item: Item) -> Item:
@@ -323,7 +319,8 @@ def _check_model(request: _Request, tokens: ModelTokens) -> None:
         ConfigError: names the key.
     """
     fields = tokens.config.to_dict()
-    if request.vllm is not None and (problem := model_problem(fields, on_cpu=request.vllm == "cpu")):
+    on_cpu = request.vllm_on_cpu
+    if on_cpu is not None and (problem := model_problem(fields, on_cpu=on_cpu)):
         raise ConfigError(f"explorer=vllm {problem}")
     if request.model_path is None:
         return
@@ -371,13 +368,13 @@ def _characters(value: object) -> int:
 
 
 def _tokens(request: _Request) -> ModelTokens:
-    from trinity_sync.models.tokens import model_tokens, read_tokens
+    from trinity_sync.models.tokens import ModelTokens, read_tokens
 
     if request.model_path is None:
         from trinity_sync.models.architecture import architecture_config, character_tokenizer
 
         config = architecture_config(request.architecture)
-        return model_tokens(character_tokenizer(config.vocab_size), config, {})
+        return ModelTokens(character_tokenizer(config.vocab_size), config)
     return read_tokens(request.model_path, trust_remote_code=request.trust_remote_code)
 
 

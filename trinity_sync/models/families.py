@@ -43,7 +43,7 @@ def auto_class(fields: Mapping[str, Any]) -> str:
     """
     if (code := _code_class(fields)) is not None:
         return code
-    return _IMAGES if fields.get("model_type") in _table("modeling_auto.py", _TABLES[_IMAGES]) else _TEXTS
+    return _IMAGES if str(fields.get("model_type")) in _table("modeling_auto.py", _TABLES[_IMAGES]) else _TEXTS
 
 
 def class_problem(fields: Mapping[str, Any]) -> str | None:
@@ -52,23 +52,20 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
     Args:
         fields: of the model's config.json.
     """
-    family, named, chosen = fields.get("model_type"), fields.get("architectures"), auto_class(fields)
-    if not named:
+    family, named, code, chosen = str(fields.get("model_type")), _named(fields), _code_class(fields), auto_class(fields)
+    if named is None:
         return "config.json has no `architectures`, by which verl chooses the model's class"
-    if _code_class(fields) is None and chosen == _IMAGES and family not in WITH_IMAGES:
+    if code is None and chosen == _IMAGES and family not in WITH_IMAGES:
         return (
             f"config.json has model_type {family}, a family for images and text that is not known to train on texts "
             f"alone; those that are: {', '.join(WITH_IMAGES)}"
         )
-    if _code_class(fields) is None and chosen == _TEXTS:
-        table = _table("modeling_auto.py", _TABLES[_TEXTS])
-        if table and family not in table:
-            return f"config.json has model_type {family}, of which transformers has no causal language model"
-        if "ForCausalLM" not in named[0]:
-            chosen = "AutoModel"
-    if chosen not in _TABLES:
+    table = _table("modeling_auto.py", _TABLES[_TEXTS])
+    if code is None and chosen == _TEXTS and table and family not in table:
+        return f"config.json has model_type {family}, of which transformers has no causal language model"
+    if chosen not in _TABLES or (code is None and chosen == _TEXTS and "ForCausalLM" not in named):
         return (
-            f"config.json has architectures [{named[0]}], which verl makes without its output layer, so it cannot be "
+            f"config.json has architectures [{named}], which verl makes without its output layer, so it cannot be "
             "trained; choose a model whose architecture is one ...ForCausalLM"
         )
     return None
@@ -87,10 +84,18 @@ def modeling_source(model_type: str) -> str | None:
     return source_of("transformers", f"models/{module}/modeling_{module}.py")
 
 
+def _named(fields: Mapping[str, Any]) -> str | None:
+    """The class that the config names, by which verl and vLLM go."""
+    named = fields.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
 def _code_class(fields: Mapping[str, Any]) -> str | None:
     """The auto class for which code comes with the model; None: none does."""
-    named, code = (fields.get("architectures") or [""])[0], fields.get("auto_map") or {}
-    return next((kind for kind, value in code.items() if named and value is not None and named in value), None)
+    named, code = _named(fields), fields.get("auto_map")
+    if named is None or not isinstance(code, Mapping):
+        return None
+    return next((kind for kind, value in code.items() if value is not None and named in value), None)
 
 
 @cache

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,40 +15,44 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-_CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation_config.json", "the tokenizer"
+_FILES = ("generation_config.json", "config.json")
 _PROBES = ("0", "a", " a")
 """Texts by which added tokens are found; a tokenizer need not know each."""
 
 
-@dataclass(frozen=True)
 class ModelTokens:
     """Answers about the tokens of a model.
 
-    Attributes:
+    Args:
         tokenizer, config: of the model, as transformers reads them.
-        sources: the end tokens of each source that names one, by its name; the tokenizer's first.
+        files: the fields of its files that may name end tokens, by the file's name.
+
+    Attributes:
+        embedded: rows of the embedding; None: the config does not say.
+        ends: tokens that end a text: all that a source names and the embedding has. SFT teaches the first, which is the
+            tokenizer's where that has one.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-    sources: Mapping[str, tuple[int, ...]]
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PreTrainedConfig,
+        files: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+        self.embedded = rows if isinstance(rows, int) else None
+        named = {"the tokenizer": [tokenizer.eos_token_id]} | {
+            name: _ends(body) for name, body in (files or {}).items()
+        }
+        self._named = {name: tokens for name, found in named.items() if (tokens := list(filter(self._has, found)))}
+        self.ends = tuple(dict.fromkeys(token for tokens in self._named.values() for token in tokens))
 
-    @property
-    def embedded(self) -> int | None:
-        """How many tokens the embedding has; None: the config does not say."""
-        found = getattr(self.config.get_text_config(), "vocab_size", None)
-        return found if isinstance(found, int) else None
+    def _has(self, token: object) -> bool:
+        return type(token) is int and 0 <= token < (self.embedded or token + 1)
 
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Tokens that end a text: all that a source names and the embedding has. SFT teaches the first, which is the
-        tokenizer's where it has one.
-        """
-        found = dict.fromkeys(token for tokens in self.sources.values() for token in tokens)
-        return tuple(token for token in found if self.embedded is None or token < self.embedded)
-
-    def needed_ends(self, path: str) -> tuple[int, ...]:
-        """Return `ends`, of which there has to be one.
+    def needed_ends(self, path: str) -> list[int]:
+        """Return `ends`.
 
         Args:
             path: of the model, for errors.
@@ -59,22 +61,19 @@ class ModelTokens:
             ConfigError: there is none.
         """
         if not self.ends:
-            named = "".join(f"; {name} has {list(tokens)}" for name, tokens in self.sources.items())
             raise ConfigError(
                 f"model.path={path} names no end-of-sequence token that its embedding has: set eos_token_id in its "
-                f"{_GENERATION} or {_CONFIG}, or eos_token in its tokenizer_config.json{named}"
+                f"{' or '.join(_FILES)}, or eos_token in its tokenizer_config.json"
             )
-        return self.ends
+        return list(self.ends)
 
     @property
     def difference(self) -> str | None:
         """Words on which source names which ends; None: all that name some name the same."""
-        if len({frozenset(tokens) for tokens in self.sources.values()}) < 2:
+        if len({frozenset(tokens) for tokens in self._named.values()}) < 2:
             return None
-        named = "; ".join(
-            f"{name} {', '.join(f'{self.tokenizer.convert_ids_to_tokens(one)!r} ({one})' for one in tokens)}"
-            for name, tokens in self.sources.items()
-        )
+        shown = {token: f"{self.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.ends}
+        named = "; ".join(f"{name} {', '.join(shown[one] for one in ends)}" for name, ends in self._named.items())
         return f"the model names its end-of-sequence tokens in several ways ({named}); each of them ends a text"
 
 
@@ -92,29 +91,33 @@ def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    return model_tokens(tokenizer, config, {name: _fields(model_path, name) for name in (_GENERATION, _CONFIG)})
+    return ModelTokens(tokenizer, config, {name: _fields(model_path, name) for name in _FILES})
 
 
-def model_tokens(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, files: Mapping[str, Mapping[str, Any]]
-) -> ModelTokens:
-    """Make the answers.
-
-    Args:
-        tokenizer, config: of the model.
-        files: the fields of its files that may name end tokens, by the file's name.
-    """
-    named = {_TOKENIZER: (tokenizer.eos_token_id,)} | {name: tuple(_named(fields)) for name, fields in files.items()}
-    usable = {name: tuple(one for one in tokens if _is_token(one)) for name, tokens in named.items()}
-    return ModelTokens(tokenizer, config, {name: tokens for name, tokens in usable.items() if tokens})
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts that are gone on from, without those that the tokenizer puts behind each text."""
+    if not texts:
+        return []
+    behind = _added_behind(tokenizer)
+    return [list(row[: len(row) - behind]) for row in tokenizer(list(texts))["input_ids"]]
 
 
-def added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens a tokenizer puts behind each text of its own accord: an end token, as a rule."""
+def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], embedded: int | None) -> str | None:
+    """Name the first token of a text for which the embedding has no row; None: it has all of them."""
+    if embedded is None or max(ids, default=-1) < embedded:
+        return None
+    token = next(one for one in ids if one >= embedded)
+    return (
+        f"has token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the embedding of the model has {embedded} "
+        "rows (vocab_size in its config.json): the tokenizer has tokens that the model was not trained with"
+    )
+
+
+def _added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens a tokenizer puts behind each text of its own accord: an end token, as a rule."""
     for text in _PROBES:
         try:
-            plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            whole = list(tokenizer(text)["input_ids"])
+            plain, whole = (list(tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (False, True))
         except Exception:  # it has no token for this text
             continue
         for start in range(len(whole) - len(plain) + 1):
@@ -123,26 +126,8 @@ def added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], embedded: int | None) -> str | None:
-    """Name the first of the tokens for which the embedding has no row; None: it has all of them.
-
-    Args:
-        tokenizer: of the model.
-        ids: tokens of a text.
-        embedded: rows of the embedding; None: unknown.
-    """
-    if embedded is None or not ids or max(ids) < embedded:
-        return None
-    token = next(one for one in ids if one >= embedded)
-    name = tokenizer.convert_ids_to_tokens(token)
-    return (
-        f"has token {token} ({name!r}), but the embedding of the model has {embedded} rows (vocab_size in its "
-        f"{_CONFIG}): the tokenizer has tokens that the model was not trained with"
-    )
-
-
 def _fields(model_path: str, name: str) -> dict[str, Any]:
-    """The fields of a file of the model; none where it is missing or cannot be read."""
+    """The fields of a file of the model as they are written; none where it is missing or cannot be read."""
     from transformers.utils.hub import cached_file
 
     try:
@@ -153,13 +138,9 @@ def _fields(model_path: str, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _named(fields: Mapping[str, Any]) -> Iterator[Any]:
+def _ends(fields: Mapping[str, Any]) -> Iterator[Any]:
     """The end tokens that the fields of a file name."""
     text = fields.get("text_config")
     for part in (fields, text if isinstance(text, Mapping) else {}):
         ends = part.get("eos_token_id")
         yield from ends if isinstance(ends, list) else [ends]
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

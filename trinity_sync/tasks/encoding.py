@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.tokens import added_behind, beyond_embedding
+from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
 from trinity_sync.samples.record import Prompt
 
 if TYPE_CHECKING:
@@ -216,13 +216,6 @@ class PromptEncoder:
         except Exception:
             return False
         return bool(ids) and self._tokenizer.unk_token_id not in ids
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of texts that are gone on from: without those that the tokenizer puts behind each text."""
-    rows = tokenizer(list(texts))["input_ids"] if texts else []
-    behind = added_behind(tokenizer) if texts else 0
-    return [list(row[: len(row) - behind]) for row in rows]
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:

@@ -14,9 +14,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import RunError
-from trinity_sync.models.tokens import beyond_embedding
+from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.encoding import ChatTemplate, prompt_tokens
+from trinity_sync.tasks.encoding import ChatTemplate
 from trinity_sync.tasks.pairs import Pair
 
 if TYPE_CHECKING:
