@@ -703,3 +703,9 @@ def test_shapes_of_a_file_count_from_where_the_run_was_started_and_names_are_non
     for name, meant in (("mine.json", str(tmp_path / "mine.json")), ("qwen3-8b", "qwen3-8b")):
         cfg = compose(["workload=bytes", f"model.shapes={name}"])
         assert anchored(cfg, tmp_path).model.shapes == meant
+
+
+def test_a_vision_tower_is_not_joined_to_what_is_trained(tmp_path: Path) -> None:
+    bare_model(tmp_path, model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
+    assert refused("backend=fsdp", f"model.path={tmp_path}").startswith("backend is fsdp, which joins the vision tower")
+    check(compose(["backend=fsdp2", f"model.path={tmp_path}"]))

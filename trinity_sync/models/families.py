@@ -16,8 +16,9 @@ from trinity_sync.host.package_source import source_of
 WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl")
 """Families for images and text that were tried on texts alone. verl's Qwen2-VL and Qwen2.5-VL want images."""
 
-_TEXTS, _IMAGES = "AutoModelForCausalLM", "AutoModelForImageTextToText"
-_TABLES = {_TEXTS: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _IMAGES: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
+TEXTS, IMAGES = "AutoModelForCausalLM", "AutoModelForImageTextToText"
+"""Classes of transformers: of language models, and of those that also take images."""
+_TABLES = {TEXTS: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", IMAGES: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
 _MODULES = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 
 
@@ -43,7 +44,7 @@ def auto_class(fields: Mapping[str, Any]) -> str:
     """
     if (code := _code_class(fields)) is not None:
         return code
-    return _IMAGES if str(fields.get("model_type")) in _table("modeling_auto.py", _TABLES[_IMAGES]) else _TEXTS
+    return IMAGES if str(fields.get("model_type")) in _table("modeling_auto.py", _TABLES[IMAGES]) else TEXTS
 
 
 def class_problem(fields: Mapping[str, Any]) -> str | None:
@@ -55,15 +56,15 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
     family, named, code, chosen = str(fields.get("model_type")), _named(fields), _code_class(fields), auto_class(fields)
     if named is None:
         return "config.json has no `architectures`, by which verl chooses the model's class"
-    if code is None and chosen == _IMAGES and family not in WITH_IMAGES:
+    if code is None and chosen == IMAGES and family not in WITH_IMAGES:
         return (
             f"config.json has model_type {family}, a family for images and text that is not known to train on texts "
             f"alone; those that are: {', '.join(WITH_IMAGES)}"
         )
-    table = _table("modeling_auto.py", _TABLES[_TEXTS])
-    if code is None and chosen == _TEXTS and table and family not in table:
+    table = _table("modeling_auto.py", _TABLES[TEXTS])
+    if code is None and chosen == TEXTS and table and family not in table:
         return f"config.json has model_type {family}, of which transformers has no causal language model"
-    if chosen not in _TABLES or (code is None and chosen == _TEXTS and "ForCausalLM" not in named):
+    if chosen not in _TABLES or (code is None and chosen == TEXTS and "ForCausalLM" not in named):
         return (
             f"config.json has architectures [{named}], which verl makes without its output layer, so it cannot be "
             "trained; choose a model whose architecture is one ...ForCausalLM"

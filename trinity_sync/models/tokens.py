@@ -108,8 +108,8 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], emb
         return None
     token = next(one for one in ids if one >= embedded)
     return (
-        f"has token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the embedding of the model has {embedded} "
-        "rows (vocab_size in its config.json): the tokenizer has tokens that the model was not trained with"
+        f"has token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the embedding of the model has "
+        f"{embedded} rows (vocab_size in its config.json): the tokenizer has tokens that the model was not trained with"
     )
 
 
