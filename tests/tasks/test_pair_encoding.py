@@ -198,6 +198,18 @@ def test_a_row_that_is_no_conversation_is_refused_at_once(tmp_path: Path, row: d
 # ends of texts
 
 
+def test_an_answer_that_the_template_ends_with_no_end_token_is_told_of() -> None:
+    told = encoder().unended(conversation(said("61=", "61")))
+    assert str(told).startswith(
+        "train.jsonl:3: the chat template ends an answer with '61>', which has none of the model"
+    )
+
+
+@pytest.mark.parametrize("example", [conversation(said("61=", "61␃")), Pair("61=", "61", HERE)], ids=["turns", "pair"])
+def test_an_answer_that_ends_with_an_end_token_is_not_told_of(example: Any) -> None:
+    assert encoder().unended(example) is None
+
+
 def test_a_pair_has_one_end_token_though_the_tokenizer_adds_its_own() -> None:
     (found,) = encoder(ending_tokenizer()).encode([Pair("61=", "61", HERE)])
     assert (spoken(found.prompt), spoken(found.response)) == ("␂61=", "61␃")

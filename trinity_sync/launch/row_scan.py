@@ -36,6 +36,7 @@ from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from trinity_sync.models.tokens import ModelTokens
+    from trinity_sync.tasks.pair_encoding import PairEncoder
 
 _CHUNK = 1000
 _TELL_S = 3.0
@@ -122,7 +123,7 @@ class _Found(NamedTuple):
 
     counts: RowCounts | None
     too_long: list[int]
-    note: str | None
+    notes: list[str]
 
 
 class _UnreadableModel(NamedTuple):
@@ -212,8 +213,8 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
         return None
     counts = answer.counts
-    if answer.note:
-        _note(answer.note)
+    for note in answer.notes:
+        _note(note)
     if counts is None:
         return None
     if counts.policy == "filter" and answer.too_long:
@@ -295,7 +296,7 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
         return _UnreadableModel(" ".join(str(error).split()))
     _check_model(request, tokens)
     if not request.rows:
-        return _Found(None, [], tokens.difference)
+        return _Found(None, [], [tokens.difference] if tokens.difference else [])
     make = prompt_encoder if request.prompts else pair_encoder
     encoder = cast(_Encoder, make(request.task, tokens))
     least = _at_least(request, encoder)
@@ -309,7 +310,9 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
         except RunError as error:
             raise ConfigError(str(error)) from error
         tell(len(lengths))
-    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], tokens.difference)
+    unended = None if request.prompts else cast("PairEncoder", encoder).unended(cast(Any, request.rows[0][1]))
+    notes = [note for note in (tokens.difference, unended) if note]
+    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], notes)
 
 
 def _check_model(request: _Request, tokens: ModelTokens) -> None:
@@ -378,7 +381,7 @@ def _tokens(request: _Request) -> ModelTokens:
     return read_tokens(request.model_path, trust_remote_code=request.trust_remote_code)
 
 
-def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int], note: str | None) -> _Found:
+def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
     """What the policy makes of rows of so many tokens."""
     policy = request.task.get("too_long", "refuse")
     limit = encoder.limit
@@ -392,4 +395,4 @@ def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int], note: 
         )
     if len(too_long) == len(lengths) and policy == "filter":
         raise ConfigError(f"task.too_long is filter, but all {len(lengths)} rows are too long; {encoder.limit_text}")
-    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long, note)
+    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long, notes)

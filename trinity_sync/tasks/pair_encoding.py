@@ -22,6 +22,8 @@ from trinity_sync.tasks.pairs import Pair
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TAIL = 3
+"""Tokens at the end of an answer among which its end token is; templates put a line break behind it."""
 _EMPTY = {"role": "user", "content": ""}
 
 
@@ -117,6 +119,18 @@ class PairEncoder:
         for example, (ids, learnt) in zip(examples, found, strict=True):
             usable(example.where, ids, learnt)
         return [len(ids) for ids, _ in found]
+
+    def unended(self, example: Pair | Conversation) -> str | None:
+        """Words on an answer that is learnt without a token that ends a text; None: it has one."""
+        ids, learnt = self._all([example])[0]
+        tail = [token for token, mark in zip(ids, learnt, strict=True) if mark][-_TAIL:]
+        if not tail or not self._ends or not set(tail).isdisjoint(self._ends):
+            return None
+        return (
+            f"{example.where}: the chat template ends an answer with {self._tokenizer.decode(tail)!r}, which has none "
+            "of the model's end-of-sequence tokens, so the trained model would not end its responses; name the template's "
+            "token in eos_token_id of generation_config.json"
+        )
 
     @property
     def limit_text(self) -> str:
