@@ -36,7 +36,6 @@ from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from trinity_sync.models.tokens import ModelTokens
-    from trinity_sync.tasks.pair_encoding import PairEncoder
 
 _CHUNK = 1000
 _TELL_S = 3.0
@@ -288,7 +287,8 @@ def serve(descriptor: int) -> None:
 
 
 def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
-    from trinity_sync.launch.encoders import pair_encoder, prompt_encoder
+    from trinity_sync.tasks.encoding import PromptEncoder
+    from trinity_sync.tasks.pair_encoding import PairEncoder
 
     try:
         tokens = _tokens(request)
@@ -297,8 +297,8 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
     _check_model(request, tokens)
     if not request.rows:
         return _Found(None, [], [tokens.difference] if tokens.difference else [])
-    make = prompt_encoder if request.prompts else pair_encoder
-    encoder = cast(_Encoder, make(request.task, tokens))
+    kind = PromptEncoder if request.prompts else PairEncoder
+    encoder = cast(_Encoder, kind.of_task(request.task, tokens))
     least = _at_least(request, encoder)
     lengths = dict(least)
     left = [number for number in range(len(request.rows)) if number not in least]
@@ -310,7 +310,7 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
         except RunError as error:
             raise ConfigError(str(error)) from error
         tell(len(lengths))
-    unended = None if request.prompts else cast("PairEncoder", encoder).unended(cast(Any, request.rows[0][1]))
+    unended = encoder.unended(cast(Any, request.rows[0][1])) if isinstance(encoder, PairEncoder) else None
     notes = [note for note in (tokens.difference, unended) if note]
     return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], notes)
 

@@ -16,15 +16,7 @@ _SDPA, _EAGER = "sdpa", "eager"
 
 
 def check_attention(fields: Mapping[str, Any], attention: str) -> None:
-    """Check that an attention computes the model.
-
-    Args:
-        fields: of the model's config.
-        attention: as transformers names it (`model.attn_implementation`).
-
-    Raises:
-        ConfigError: see `attention_problem`.
-    """
+    """Raise a ConfigError where `attention_problem` has a text."""
     if problem := attention_problem(fields, attention):
         raise ConfigError(f"model.attn_implementation {problem}")
 

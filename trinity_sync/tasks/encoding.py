@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
@@ -15,6 +15,8 @@ from trinity_sync.samples.record import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from trinity_sync.models.tokens import ModelTokens
 
 
 class ChatTemplate:
@@ -114,6 +116,19 @@ class PromptEncoder:
                 "positions of the model"
             )
         self.limit = min((limit for limit in (prompt_length, room) if limit is not None), default=None)
+
+    @classmethod
+    def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
+        """The encoder that the keys of `task` ask for; those of a user's own class need not be ours."""
+        return cls(
+            tokens.tokenizer,
+            response_length=task["response_length"],
+            prompt_length=task.get("prompt_length"),
+            positions=positions_of(tokens.config),
+            truncate=task.get("too_long") == "truncate",
+            chat_template=task.get("chat_template"),
+            embedded=tokens.embedded,
+        )
 
     def encode(self, prompt: Prompt, where: str) -> list[int]:
         """The tokens of a prompt.

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trinity_sync.errors import RunError
 from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.encoding import ChatTemplate
+from trinity_sync.tasks.encoding import ChatTemplate, positions_of
 from trinity_sync.tasks.pairs import Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from trinity_sync.models.tokens import ModelTokens
 
 _TAIL = 3
 """Tokens at the end of an answer among which its end token is; templates put a line break behind it."""
@@ -97,6 +99,20 @@ class PairEncoder:
         self._ignore_mismatch = ignore_mismatch
         self.limit = max_length if positions is None else min(max_length, positions)
 
+    @classmethod
+    def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
+        """The encoder that the keys of `task` ask for."""
+        return cls(
+            tokens.tokenizer,
+            max_length=task["max_length"],
+            positions=positions_of(tokens.config),
+            truncate=task.get("too_long") == "truncate",
+            chat_template=task.get("chat_template"),
+            ignore_mismatch=bool(task.get("ignore_input_ids_mismatch")),
+            ends=tokens.ends,
+            embedded=tokens.embedded,
+        )
+
     def encode(self, examples: Sequence[Pair | Conversation]) -> list[Encoded]:
         """The tokens of examples.
 
@@ -128,8 +144,8 @@ class PairEncoder:
             return None
         return (
             f"{example.where}: the chat template ends an answer with {self._tokenizer.decode(tail)!r}, which has none "
-            "of the model's end-of-sequence tokens, so the trained model would not end its responses; name the template's "
-            "token in eos_token_id of generation_config.json"
+            "of the model's end-of-sequence tokens, so the trained model would not end its responses; name the token "
+            "of the template in eos_token_id of generation_config.json"
         )
 
     @property
