@@ -44,6 +44,7 @@ def test_the_language_model_inside_another_is_looked_at() -> None:
         ({"model_type": "falcon", "alibi": True}, "flash_attention_2", "sdpa"),
         ({"model_type": "bloom"}, "sdpa", "eager"),
         ({"model_type": "gpt_oss"}, "sdpa", "eager"),
+        ({"model_type": "gpt_oss"}, "flash_attention_2", "eager"),
     ],
 )
 def test_windows_biases_and_sinks_are_refused_likewise(fields: dict[str, Any], attention: str, instead: str) -> None:

@@ -52,6 +52,8 @@ def _of_kernels(source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, t
     for field in re.findall(r"\bsoftcap=self\.(\w+)", source):
         if fields.get(field, True):
             yield field, (_EAGER, "flash_attention_2")
+    if "s_aux=self.sinks" in source:
+        yield "the sinks", (_EAGER,)
     in_kernel = "sliding_window=getattr(self.config" in source and "sliding_window_causal_mask" not in source
     if in_kernel and fields.get("sliding_window"):  # elsewhere the mask has the window
         yield "sliding_window", ("flash_attention_2",)
