@@ -109,5 +109,6 @@ def _known() -> frozenset[str]:
 @cache
 def _table(file: str, name: str) -> dict[str, str]:
     """A table of names in the source of transformers' auto classes; empty where it is elsewhere."""
-    found = re.search(rf"^{name} = OrderedDict\(\n(.*?)^\)", source_of("transformers", f"models/auto/{file}") or "", 24)
+    source = source_of("transformers", f"models/auto/{file}") or ""
+    found = re.search(rf"(?ms)^{name} = OrderedDict\(\n(.*?)^\)", source)
     return dict(re.findall(r'\(\s*"([^"]+)",\s*"([^"]+)"', found[1])) if found else {}
