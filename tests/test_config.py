@@ -705,7 +705,8 @@ def test_shapes_of_a_file_count_from_where_the_run_was_started_and_names_are_non
         assert anchored(cfg, tmp_path).model.shapes == meant
 
 
-def test_a_vision_tower_is_not_joined_to_what_is_trained(tmp_path: Path) -> None:
+def test_weight_decay_that_would_change_a_vision_tower_is_refused(tmp_path: Path) -> None:
     bare_model(tmp_path, model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
-    assert refused("backend=fsdp", f"model.path={tmp_path}").startswith("backend is fsdp, which joins the vision tower")
-    check(compose(["backend=fsdp2", f"model.path={tmp_path}"]))
+    given = f"model.path={tmp_path}"
+    assert refused("trainer.weight_decay=0.1", given).startswith("trainer.weight_decay is 0.1, which would shrink the")
+    check(compose(["trainer.weight_decay=0", given]))

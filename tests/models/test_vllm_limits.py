@@ -41,6 +41,11 @@ def test_heads_that_it_has_no_attention_for_on_a_cpu_are_refused(fields: dict[st
     assert model_problem(QWEN | fields, on_cpu=False) is None
 
 
+def test_a_model_for_images_and_text_is_refused() -> None:
+    fields = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    assert str(model_problem(fields, on_cpu=False)).startswith("was not tried on models for images and text")
+
+
 def test_an_architecture_of_another_family_than_the_trainers_is_refused() -> None:
     told = model_problem(QWEN | {"architectures": ["LlamaForCausalLM"]}, on_cpu=False)
     assert str(told).startswith(

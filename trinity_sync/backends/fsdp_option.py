@@ -30,13 +30,13 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
 
 
 def _check_images(get: Get) -> Iterator[Problem]:
-    """That a vision tower, which texts do not train, stays as it is."""
-    model = model_fields(get)
-    if get("backend.strategy") == "fsdp" and auto_class(model) == IMAGES:
+    """That a vision tower, to which texts give gradients of zero at most, stays as it is."""
+    model, decay = model_fields(get), get("trainer.weight_decay")
+    if decay and auto_class(model) == IMAGES:
         yield Problem(
-            "backend",
-            f"is fsdp, which joins the vision tower of model_type {model['model_type']} to what is trained, so that "
-            "weight decay would change it; choose backend=fsdp2",
+            "trainer.weight_decay",
+            f"is {decay}, which would shrink the vision tower of model_type {model['model_type']}, as texts do not "
+            "train it; set it to 0",
         )
 
 

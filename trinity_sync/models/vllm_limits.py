@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity_sync.host.package_source import source_of
-from trinity_sync.models.families import made_class
+from trinity_sync.models.families import IMAGES, auto_class, made_class
 
 _COLDEST, _HOTTEST = 0.01, 2.0
 
@@ -35,6 +35,10 @@ def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
         return (
             f"goes by architectures [{named}] of config.json, where the trainer makes {made} by its model_type "
             f"{fields.get('model_type')}; correct config.json"
+        )
+    if auto_class(fields) == IMAGES:
+        return (
+            f"was not tried on models for images and text (model_type {fields.get('model_type')}); choose explorer=hf"
         )
     return _heads_problem(fields) if on_cpu else None
 
