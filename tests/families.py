@@ -70,8 +70,8 @@ EXPERTS = [
 ]
 """What makes the default model of a run one with experts, on the command line."""
 
-EAGER = {"gpt_oss"}
-"""Those that transformers computes with `attn_implementation=eager` only, on a CPU."""
+EAGER = {"gemma2", "gpt_oss"}
+"""Those that transformers computes as their config says with `attn_implementation=eager` only, on a CPU."""
 
 
 def architecture(family: str) -> dict[str, Any]:

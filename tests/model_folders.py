@@ -9,6 +9,8 @@ from pathlib import Path
 def bare_model(folder: Path, **fields: object) -> Path:
     """Write a config.json, of a Qwen3 unless `fields` say otherwise, and weights without a tensor."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **fields}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **fields})
+    )
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder

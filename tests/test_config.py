@@ -26,9 +26,9 @@ from trinity_sync.config import (
     config_digest,
     instantiate_target,
 )
-from trinity_sync.config.model_type import is_known
-from trinity_sync.config.sources import dataclass_fields
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.package_source import dataclass_fields
+from trinity_sync.models.families import is_known
 from trinity_sync.protocol.retention import POLICIES, make_policies
 
 
@@ -336,6 +336,20 @@ def test_an_architecture_of_an_unknown_family_is_refused() -> None:
     assert "model.architecture.model_type is qwen33, which transformers does not know (meant qwen3?)" in refused(
         "model.architecture.model_type=qwen33"
     )
+
+
+def test_a_model_that_no_class_makes_for_texts_is_refused(tmp_path: Path) -> None:
+    bare_model(tmp_path, model_type="llava", architectures=["LlavaForConditionalGeneration"])
+    told = refused(f"model.path={tmp_path}")
+    assert told.startswith(f"model.path is {tmp_path}, whose config.json has model_type llava, a family for images")
+
+
+def test_a_soft_cap_of_the_attention_is_refused_by_file_and_field(tmp_path: Path) -> None:
+    bare_model(tmp_path, model_type="gemma2", architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=2.0)
+    told = refused(f"model.path={tmp_path}")
+    assert told.startswith("model.attn_implementation is sdpa, which leaves out attn_logit_softcapping (2.0) of ")
+    assert f"{tmp_path}/config.json" in told
+    check(compose([f"model.path={tmp_path}", "model.attn_implementation=eager"]))
 
 
 def test_all_families_of_transformers_are_known() -> None:
@@ -699,3 +713,10 @@ def test_shapes_of_a_file_count_from_where_the_run_was_started_and_names_are_non
     for name, meant in (("mine.json", str(tmp_path / "mine.json")), ("qwen3-8b", "qwen3-8b")):
         cfg = compose(["workload=bytes", f"model.shapes={name}"])
         assert anchored(cfg, tmp_path).model.shapes == meant
+
+
+def test_weight_decay_that_would_change_a_vision_tower_is_refused(tmp_path: Path) -> None:
+    bare_model(tmp_path, model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
+    given = f"model.path={tmp_path}"
+    assert refused("trainer.weight_decay=0.1", given).startswith("trainer.weight_decay is 0.1, which would shrink the")
+    check(compose(["trainer.weight_decay=0", given]))

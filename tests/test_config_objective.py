@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
@@ -106,12 +107,39 @@ def test_bounds_that_pass_are_what_verl_takes(rules: str, bounds: str) -> None:
     assert _parse_rollout_rs_thresholds(rules.split(","), bounds)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "algorithm.kl.reference is {path}, whose config.json has",
+        ),
+        (
+            {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+            "model.attn_implementation is sdpa, which leaves out attn_logit_softcapping (by default) of {path}/config",
+        ),
+    ],
+    ids=["class", "attention"],
+)
+def test_a_reference_that_would_compute_something_else_is_refused(
+    tmp_path: Path, fields: dict[str, object], told: str
+) -> None:
+    bare_model(tmp_path, **fields)
+    with pytest.raises(ConfigError) as refused:
+        config.check(config.compose([f"algorithm.kl.reference={tmp_path}", "algorithm.kl.coeff=0.1"]))
+    assert str(refused.value).startswith(told.format(path=tmp_path))
+
+
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     asked = [f"algorithm.kl.reference={tmp_path}", "algorithm.kl.coeff=0.1"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 33}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 33})
+    )
     with pytest.raises(ConfigError, match="a vocabulary of 33 tokens, the trained model has one of 32"):
         config.check(config.compose(asked))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 32}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32})
+    )
     config.check(config.compose(asked))
 
 

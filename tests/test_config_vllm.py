@@ -72,6 +72,12 @@ def test_log_probs_that_vllm_does_not_tell_are_refused(truncation: str) -> None:
     config.check(config.compose(["explorer=vllm", "explorer.temperature=0.7"]))
 
 
+@pytest.mark.parametrize("temperature", ["0.005", "3.0"])
+@pytest.mark.parametrize("key", ["explorer.temperature", "task.validation.temperature"])
+def test_temperatures_beyond_its_bounds_are_refused_by_their_key(key: str, temperature: str) -> None:
+    assert refusal(f"{key}={temperature}").startswith(f"{key} is {float(temperature)}, at which vLLM ")
+
+
 def test_an_adapter_that_travels_alone_is_refused() -> None:
     assert refusal("model.lora.rank=4").startswith("sync.what has adapters travel alone")
     assert refusal("model.lora.rank=4", "sync.what=adapter").startswith("sync.what has adapters travel alone")

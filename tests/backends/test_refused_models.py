@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families import architecture
 from trinity_sync.backends.fsdp import FsdpBackend
-from trinity_sync.backends.saved import check_causal
+from trinity_sync.backends.saved import check_class
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.saved_views import Saved
 
@@ -90,11 +90,14 @@ def test_what_the_engine_holds_and_no_version_would_have_is_refused(fsdp1: bool)
 
 @pytest.mark.parametrize(
     ("architectures", "words"),
-    [(["GPT2LMHeadModel"], "verl makes GPT2LMHeadModel without its output layer"), (None, "has no `architectures`")],
+    [
+        (["GPT2LMHeadModel"], r"\[GPT2LMHeadModel\], which verl makes without its output layer"),
+        (None, "has no `architectures`"),
+    ],
 )
 def test_a_model_that_verl_would_make_without_its_output_layer_is_refused(architectures: Any, words: str) -> None:
     engine: Any = SimpleNamespace(hf_config=CONFIG_MAPPING["gpt2"](architectures=architectures))
     with pytest.raises(ConfigError, match=words):
-        check_causal(engine)
+        check_class(engine)
     engine.hf_config = CONFIG_MAPPING["llama"](architectures=["LlamaForCausalLM"])
-    check_causal(engine)
+    check_class(engine)

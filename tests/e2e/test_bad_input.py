@@ -17,7 +17,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "61=", "answer": "61"}) + "\n")
     (tmp_path / "bad_rewards_of_mine.py").write_text(REWARDS)
     (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 33}))
+    (tmp_path / "reference" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 33})
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 

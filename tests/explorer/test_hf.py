@@ -60,7 +60,7 @@ def edit(file: Path, **changes: Any) -> None:
         {},
         {"tie_word_embeddings": True},
         {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-        {"model_type": "gemma2", "query_pre_attn_scalar": 32},
+        {"model_type": "gemma2", "query_pre_attn_scalar": 32, "attn_logit_softcapping": None},
         {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     ],
     ids=["qwen3", "tied", "llama", "gemma2", "qwen3_moe"],
@@ -274,6 +274,7 @@ def test_without_a_generation_config_the_tokenizer_names_the_end(path: Path, cop
 
 def test_a_model_without_an_end_token_is_refused(copy: Path) -> None:
     (copy / "generation_config.json").unlink()
+    edit(copy / "config.json", eos_token_id=None)
     edit(copy / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ConfigError, match="names no end-of-sequence token"):
         engine_of(copy)

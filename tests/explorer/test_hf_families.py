@@ -52,5 +52,5 @@ def _log_probs(engine: HFEngine, sample: Sample) -> np.ndarray:
 
 def test_an_attention_that_the_family_does_not_have_is_refused_by_its_key(tmp_path: Path) -> None:
     path = make_model(architecture("gpt_oss"), 0, tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model\.attn_implementation is sdpa.*GptOss.*set model\.attn_imp.*=eager"):
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation is sdpa.*gpt_oss.*set model\.attn_imp.*=eager"):
         engine_of(path)

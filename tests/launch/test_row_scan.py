@@ -119,7 +119,9 @@ def test_the_tokenizer_is_that_of_the_model(tmp_path: Path) -> None:
 def chat_model(folder: Path) -> str:
     model = folder / "model"
     chat_tokenizer(TEMPLATE).save_pretrained(model)
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 128}))
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 128})
+    )
     return f"model.path={model}"
 
 
@@ -196,6 +198,48 @@ def test_a_value_that_rewards_do_not_get_is_told(tmp_path: Path, capsys: pytest.
     told = [line for line in capsys.readouterr().err.splitlines() if "'when'" in line]
     assert len(told) == 1
     assert "rows.parquet: row 2: the column 'when' cannot be read, and rewards do not get it: date value" in told[0]
+def test_a_model_without_an_end_is_refused_also_where_the_task_has_no_file(tmp_path: Path) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ConfigError, match=r"^model\.path=.* names no end-of-sequence token"):
+        scanned_task(compose([model]))
+
+
+@pytest.mark.usefixtures("here")
+def test_ends_that_differ_are_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "config.json", eos_token_id=5)
+    scanned_task(compose([model]))
+    assert "note: the model names its end-of-sequence tokens in several ways (" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"attn_logit_softcapping": 2.0, "model_type": "gemma2"}, r"^model\.attn_implementation is sdpa, which leaves"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, r"^model\.path is .*, whose config\.json has archit"),
+    ],
+    ids=["attention", "class"],
+)
+def test_the_config_of_a_model_is_looked_at_where_transformers_reads_it(
+    tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "config.json", **fields)
+    with pytest.raises(ConfigError, match=told):
+        scanned_task(compose([model]))
+
+
+@pytest.mark.usefixtures("here")
+def test_heads_that_vllm_does_not_take_are_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_scan, "accelerator_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"^explorer=vllm cannot run a model with heads of 24 on a CPU"):
+        scanned_task(compose(["explorer=vllm", "model.architecture.head_dim=24"]))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_a_task_without_a_file_is_not_looked_through() -> None:

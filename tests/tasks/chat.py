@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from trinity_sync.models.architecture import character_tokenizer
@@ -22,6 +23,15 @@ TEMPLATE = (
 def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = character_tokenizer(32)
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def ending_tokenizer() -> PreTrainedTokenizerFast:
+    """One that puts an end token behind each text."""
+    tokenizer = chat_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="␂ $A ␃", special_tokens=[("␂", 1), ("␃", 2)]
+    )
     return tokenizer
 
 

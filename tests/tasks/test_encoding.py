@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.tasks.chat import chat_tokenizer, said
+from tests.tasks.chat import chat_tokenizer, ending_tokenizer, said
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.encoding import PromptEncoder
@@ -115,3 +115,23 @@ def test_a_prompt_that_the_template_leaves_out_is_named() -> None:
     silent = chat_tokenizer("{{ '' }}")
     with pytest.raises(RunError, match=r"^b cannot be tokenised: the chat template leaves out the texts of the mess"):
         encoder(tokenizer=silent).lengths([text("1"), chat("2")], ["a", "b"])
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_no_part_of_a_prompt() -> None:
+    ends = encoder(tokenizer=ending_tokenizer())
+    assert ends.encode(text("61="), HERE) == encoder().encode(text("61="), HERE)
+    assert ends.lengths([text("61="), text("1=")], [HERE, HERE]) == [4, 3]
+
+
+def test_an_end_token_that_stands_in_a_prompt_stays() -> None:
+    assert encoder(tokenizer=ending_tokenizer()).encode(text("61␃"), HERE)[-1] == 2
+
+
+@pytest.mark.parametrize("prompt", [text("61="), chat("61=")], ids=["text", "chat"])
+def test_a_prompt_with_a_token_beyond_the_embedding_is_refused_by_place_and_token(prompt: Prompt) -> None:
+    few = encoder(embedded=8)
+    told = r"^train\.jsonl:3 has token \d+ \('.'\), but the embedding of the model has 8 rows"
+    with pytest.raises(RunError, match=told):
+        few.encode(prompt, HERE)
+    with pytest.raises(RunError, match=told):
+        few.lengths([prompt], [HERE])

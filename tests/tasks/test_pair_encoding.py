@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from tests.tasks.chat import TEMPLATE, chat_tokenizer, said
+from tests.tasks.chat import TEMPLATE, chat_tokenizer, ending_tokenizer, said
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tasks.conversations import Conversation, ConversationsTask
 from trinity_sync.tasks.pair_encoding import Encoded, PairEncoder
@@ -305,3 +305,44 @@ def test_a_row_that_is_no_conversation_is_refused_at_once(tmp_path: Path, row: d
     path.write_text("".join(json.dumps(one) + "\n" for one in (CHATS["one turn"], {"text": "x", **row})))
     with pytest.raises(ConfigError, match=rf"chats\.jsonl:2: .*{told}"):
         ConversationsTask(path, "messages", 0)
+
+
+# ends of texts
+
+
+def test_an_answer_that_the_template_ends_with_no_end_token_is_told_of() -> None:
+    told = encoder().unended(conversation(said("61=", "61")))
+    assert str(told).startswith(
+        "train.jsonl:3: the chat template ends an answer with '61>', which has none of the model"
+    )
+
+
+@pytest.mark.parametrize("example", [conversation(said("61=", "61␃")), Pair("61=", "61", HERE)], ids=["turns", "pair"])
+def test_an_answer_that_ends_with_an_end_token_is_not_told_of(example: Any) -> None:
+    assert encoder().unended(example) is None
+
+
+def test_a_pair_has_one_end_token_though_the_tokenizer_adds_its_own() -> None:
+    (found,) = encoder(ending_tokenizer()).encode([Pair("61=", "61", HERE)])
+    assert (spoken(found.prompt), spoken(found.response)) == ("␂61=", "61␃")
+
+
+def test_a_response_that_ends_itself_gets_no_second_end() -> None:
+    (found,) = encoder(ends=[2]).encode([Pair("61=", "61␃", HERE)])
+    assert spoken(found.response) == "61␃"
+
+
+def test_the_first_of_the_ends_is_taught() -> None:
+    (found,) = encoder(ends=[5, 2]).encode([Pair("61=", "61", HERE)])
+    assert found.response[-1] == 5
+
+
+def test_a_pair_is_refused_by_its_place_where_the_model_names_no_end() -> None:
+    with pytest.raises(RunError, match=r"^train\.jsonl:3: the model names no end-of-sequence token"):
+        encoder(ends=[]).encode([Pair("61=", "61", HERE)])
+
+
+@pytest.mark.parametrize("example", [Pair("61=", "61", HERE), conversation(said("61=", "61"))], ids=["pair", "turns"])
+def test_a_token_beyond_the_embedding_is_refused_by_place_and_token(example: Any) -> None:
+    with pytest.raises(RunError, match=r"^train\.jsonl:3 has token \d+ \('.'\), but the embedding of the model has 8"):
+        encoder(embedded=8).encode([example])

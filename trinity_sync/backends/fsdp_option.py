@@ -11,8 +11,10 @@ from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, sha
 from trinity_sync.backends.packing import unpackable
 from trinity_sync.backends.token_checks import check_packing, check_sharing, refused
 from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, FsdpConfig
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.families import IMAGES, auto_class
 
 
 def _check_fsdp_size(get: Get) -> Iterator[Problem]:
@@ -27,11 +29,22 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
         )
 
 
+def _check_images(get: Get) -> Iterator[Problem]:
+    """That a vision tower, to which texts give gradients of zero at most, stays as it is."""
+    model, decay = model_fields(get), get("trainer.weight_decay")
+    if decay and auto_class(model) == IMAGES:
+        yield Problem(
+            "trainer.weight_decay",
+            f"is {decay}, which would shrink the vision tower of model_type {model['model_type']}, as texts do not "
+            "train it; set it to 0",
+        )
+
+
 @dataclass(kw_only=True)
 class FsdpOption(FsdpConfig, BackendOption):
     """FSDP1 and FSDP2; `strategy` says which."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size, check_sharing, check_packing)
+    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size, _check_images, check_sharing, check_packing)
     engine_config: ClassVar[str | None] = "FSDPEngineConfig"
     engine_keys: ClassVar[Mapping[str, str]] = {
         "dtype": "backend.param_dtype",

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from trinity_sync.backends.token_checks import check_max_tokens
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import BackendConfig, Config
-from trinity_sync.config.sources import dataclass_fields
+from trinity_sync.host.package_source import dataclass_fields
 
 _BATCH_KEYS = {
     "micro_batch_size_per_gpu": "trainer.micro_batch_size",

@@ -15,7 +15,9 @@ import torch
 
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.families import auto_class, class_problem
 from trinity_sync.models.model_folder import left_out
+from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.tensors import saved_list
 from trinity_sync.weights.wire import Wire, kept_names
@@ -60,15 +62,15 @@ def meta_model(model_config: ModelConfig) -> PreTrainedModel:
     Args:
         model_config: the model config of verl's engine.
     """
-    from verl.utils.model import get_hf_auto_model_class
-
     config = copy.deepcopy(model_config.hf_config)
-    with torch.device("meta"):
-        # it computes nothing, so it does without the kernels that the engine's config may name
-        model: PreTrainedModel = get_hf_auto_model_class(hf_config=config).from_config(
-            config, trust_remote_code=model_config.trust_remote_code, attn_implementation="eager"
-        )
-    return model
+    # it computes nothing, so it does without the kernels that the engine's config may name
+    return unfilled_model(
+        config,
+        config.dtype or torch.float32,
+        "meta",
+        attn_implementation="eager",
+        trust_remote_code=model_config.trust_remote_code,
+    )
 
 
 def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
@@ -92,8 +94,8 @@ def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str],
     return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
 
 
-def check_causal(model_config: ModelConfig) -> None:
-    """Check that verl makes the model with its output layer: it goes by the architecture's name.
+def check_class(model_config: ModelConfig) -> None:
+    """Check that verl makes the model with the class that explorers and checks choose, its output layer included.
 
     Args:
         model_config: the model config of verl's engine, which need not be initialised.
@@ -101,15 +103,12 @@ def check_causal(model_config: ModelConfig) -> None:
     Raises:
         ConfigError: it would make something else.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from verl.utils.model import get_hf_auto_model_class
 
     config = model_config.hf_config
-    named = config.architectures or ()
-    if not named:
-        raise ConfigError("model.path: its config.json has no `architectures`, by which verl chooses the model's class")
-    if get_hf_auto_model_class(hf_config=config) not in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        raise ConfigError(
-            f"model.path: verl makes {named[0]} without its output layer, so it cannot be trained; choose a model "
-            "whose architecture is one ...ForCausalLM"
-        )
+    fields = config.to_dict()
+    if problem := class_problem(fields):
+        raise ConfigError(f"model.path: its {problem}")
+    made, chosen = get_hf_auto_model_class(hf_config=config).__name__, auto_class(fields)
+    if made != chosen:
+        raise ConfigError(f"model.path: verl makes {config.architectures[0]} with {made}, but explorers with {chosen}")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from trinity_sync.config.model_type import folder_problems, is_known, suggestion
 from trinity_sync.config.model_weights import weights_problems
 from trinity_sync.config.options import LABELS
 from trinity_sync.config.problems import Get, Problem
-from trinity_sync.config.sources import lacks_sdpa
+from trinity_sync.models.attention import attention_problem
+from trinity_sync.models.families import class_problem, is_known, suggestion
 
 _SIZES = frozenset(
     {
@@ -55,12 +55,12 @@ def check_model(get: Get) -> Iterator[Problem]:
     if text := hub_or_folder_problem(path):
         yield Problem("model.path", text)
     elif Path(path).is_dir():
-        found = list(folder_problems(Path(path), trust_remote_code=bool(get("model.trust_remote_code"))))
+        found = list(_folder_problems(Path(path), trust_remote_code=bool(get("model.trust_remote_code"))))
         yield from found or weights_problems(Path(path), read_fields(Path(path)))
 
 
 def check_attention(get: Get) -> Iterator[Problem]:
-    """That the attention is installed, and that the model's family has it."""
+    """That the attention is installed, and computes the model as its config says."""
     chosen = get("model.attn_implementation")
     if get("workload.kind") == "bytes":
         return
@@ -70,11 +70,10 @@ def check_attention(get: Get) -> Iterator[Problem]:
             "is flash_attention_2, but the package flash_attn is not installed; install flash-attn, or set "
             "model.attn_implementation=sdpa",
         )
-    elif chosen == "sdpa" and lacks_sdpa(family := str(model_fields(get).get("model_type", ""))):
-        yield Problem(
-            "model.attn_implementation",
-            f"is sdpa, which transformers does not have for {family}; set model.attn_implementation=eager",
-        )
+        return
+    where = "model.architecture" if get("model.path") is None else str(Path(get("model.path")) / "config.json")
+    if text := attention_problem(model_fields(get), chosen, where):
+        yield Problem("model.attn_implementation", text)
 
 
 def _has(package: str) -> bool:
@@ -131,6 +130,54 @@ def read_fields(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Problem]:
+    """What is wrong with the config.json of a model folder.
+
+    Args:
+        folder: it has a config.json.
+        trust_remote_code: whether code that comes with the model may run.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield Problem("model.path", f"is {folder}, whose config.json cannot be read: {error}")
+        return
+    if not isinstance(config, Mapping):
+        yield Problem("model.path", f"is {folder}, whose config.json is no JSON object; it must be a model's config")
+        return
+    for name, fields in (("", config), ("text_config.", config.get("text_config"))):
+        key = "max_position_embeddings"
+        if isinstance(fields, Mapping) and key in fields and fields[key] is None and not config.get("auto_map"):
+            yield Problem(
+                "model.path", f"is {folder}, whose config.json has null for {name}{key}; it must be a whole number"
+            )
+    family = config.get("model_type")
+    if family is None and not config.get("architectures"):
+        yield Problem(
+            "model.path",
+            f"is {folder}, whose config.json names no model_type, by which transformers knows the family; name a model "
+            "in Hugging Face format",
+        )
+        return
+    if family is None or is_known(str(family)):
+        if text := class_problem(config):
+            yield Problem("model.path", f"is {folder}, whose {text}")
+        return
+    brings_code = isinstance(config.get("auto_map"), Mapping)
+    if brings_code and not trust_remote_code:
+        yield Problem(
+            "model.trust_remote_code",
+            f"is false, but transformers does not know model_type {family!r} of {folder} and the model comes with code "
+            f"of its own (auto_map in its config.json); read that code, then set model.trust_remote_code=true",
+        )
+    if not brings_code:
+        yield Problem(
+            "model.path",
+            f"is {folder}, whose config.json has model_type {family!r}, which transformers does not know"
+            f"{suggestion(str(family))}; name a model of another family, or install a transformers that has it",
+        )
 
 
 def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]:

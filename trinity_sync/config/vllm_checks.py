@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from trinity_sync.config.problems import Get, Problem
+from trinity_sync.models.vllm_limits import temperature_problem
 
 TESTED = "0.31"
 """The version of vLLM that this was tested with. Others may change what our half of a load relies on."""
@@ -64,6 +65,9 @@ def check_vllm(get: Get) -> Iterator[Problem]:
 def sampling_problems(get: Get) -> Iterator[Problem]:
     """What vLLM cannot do for a run, wherever it runs."""
     kind, temperature = get("explorer.kind"), get("explorer.temperature")
+    for key in ("explorer.temperature", "task.validation.temperature"):
+        if (drawn := get(key)) is not None and (text := temperature_problem(drawn)):
+            yield Problem(key, text)
     if temperature not in (0.0, 1.0) and (get("explorer.top_k") or get("explorer.top_p") != 1.0):
         yield Problem(
             "explorer.temperature",

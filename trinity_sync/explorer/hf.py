@@ -121,7 +121,7 @@ class HFEngine(RolloutEngine):
                 chat_template=chat_template,
             )
             config = self._texts.config
-            check_attention(config, attn_implementation)
+            check_attention(config.to_dict(), attn_implementation)
             self.model = held_model(
                 config,
                 to_torch(dtype_name(dtype)),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.adapter_layers import adapter_layers
+from trinity_sync.models.families import auto_class
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch
@@ -49,7 +50,8 @@ def held_model(
         )
     else:
         # What is kept whole must not have been rounded before.
-        model = AutoModelForCausalLM.from_pretrained(
+        kind = getattr(transformers, auto_class(config.to_dict()))
+        model = kind.from_pretrained(
             weights,
             config=config,
             dtype=dtype if keep_fp32 is None else torch.float32,

@@ -4,13 +4,12 @@ samples. vLLM itself is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from trinity_sync.config import dtype_name
-from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.sampling import sequence_keys
 from trinity_sync.explorer.texts import Texts
 from trinity_sync.models.unfilled import unfilled_model
@@ -23,34 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from trinity_sync.integrations.vllm.arrivals import Shapes
-
-
-def open_texts(
-    model_path: str,
-    *,
-    response_length: int,
-    prompt_length: int | None,
-    trust_remote_code: bool,
-    truncate_prompts: bool,
-    chat_template: Mapping[str, object] | None,
-) -> Texts:
-    """The `Texts` of a model.
-
-    Raises:
-        ConfigError: it has no config, or no tokenizer, that can be read.
-    """
-    try:
-        return Texts(
-            model_path,
-            response_length=response_length,
-            prompt_length=prompt_length,
-            trust_remote_code=trust_remote_code,
-            truncate_prompts=truncate_prompts,
-            chat_template=chat_template,
-        )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
 
 
 def shapes_of(

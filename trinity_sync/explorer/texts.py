@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.tokens import read_tokens
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
 from trinity_sync.samples.spans import VersionSpans
 from trinity_sync.tasks.base import Response, Task
 from trinity_sync.tasks.encoding import PromptEncoder, positions_of
 from trinity_sync.tasks.judging import judge
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class Texts:
@@ -39,8 +36,8 @@ class Texts:
         positions: of the model, in tokens; None where its config does not say.
 
     Raises:
-        OSError, ValueError: transformers cannot read the config or the tokenizer.
-        ConfigError: there is no end-of-sequence token; or as `PromptEncoder`.
+        ConfigError: transformers cannot read the config or the tokenizer; there is no end-of-sequence token; or as
+            `PromptEncoder`.
     """
 
     def __init__(
@@ -53,8 +50,12 @@ class Texts:
         truncate_prompts: bool = False,
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        self.config: PreTrainedConfig = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        try:
+            tokens = read_tokens(model_path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
+        self._tokenizer, self.config = tokens.tokenizer, tokens.config
         self.positions = positions_of(self.config)
         self._encoder = PromptEncoder(
             self._tokenizer,
@@ -63,8 +64,9 @@ class Texts:
             positions=self.positions,
             truncate=truncate_prompts,
             chat_template=chat_template,
+            embedded=tokens.embedded,
         )
-        self.ends = _end_tokens(model_path, self._tokenizer)
+        self.ends = tokens.needed_ends(model_path)
         pad = self._tokenizer.pad_token_id
         self.pad: int = self.ends[0] if pad is None else pad
 
@@ -150,17 +152,3 @@ def scored(
         spans=VersionSpans.whole(responses.rows.lengths, version[1]) if responses.spans is None else responses.spans,
         log_probs=responses.log_probs,
     )
-
-
-def _end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
-    try:
-        named = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:
-        named = None
-    ends = tokenizer.eos_token_id if named is None else named
-    if ends is None:
-        raise ConfigError(
-            f"model.path={model_path} names no end-of-sequence token, in its generation config nor in its tokenizer"
-        )
-    return list(ends) if isinstance(ends, list) else [ends]

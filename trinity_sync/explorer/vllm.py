@@ -21,13 +21,14 @@ from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.made import Made, joined
-from trinity_sync.explorer.policy import asked_for, log_probs_mode, open_texts, shapes_of
-from trinity_sync.explorer.texts import scored
+from trinity_sync.explorer.policy import asked_for, log_probs_mode, shapes_of
+from trinity_sync.explorer.texts import Texts, scored
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
+from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
@@ -36,7 +37,6 @@ from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import to_torch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -109,7 +109,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self._seed = seed
         self._tp = tp
-        self._texts = open_texts(
+        self._texts = Texts(
             model_path,
             response_length=response_length,
             prompt_length=prompt_length,
@@ -117,7 +117,8 @@ class VLLMEngine(RolloutEngine):
             truncate_prompts=truncate_prompts,
             chat_template=chat_template,
         )
-        _check_heads(self._texts.config)
+        if problem := model_problem(self._texts.config.to_dict(), on_cpu=not torch.cuda.is_available()):
+            raise ConfigError(f"explorer=vllm {problem}")
         kind = to_torch(dtype_name(dtype))
         self._shapes = shapes_of(self._texts.config, dtype, keep_fp32, trust_remote_code=trust_remote_code)
         eager = not torch.cuda.is_available() if eager is None else eager
@@ -318,22 +319,6 @@ class VLLMEngine(RolloutEngine):
         except Exception as error:  # of what went wrong in another process it says that it did
             why = said.last_error(but="Engine core initialization failed") or told(error)
             raise ConfigError(f"explorer=vllm cannot run model.path={arguments['model']}: {why}") from error
-
-
-def _check_heads(config: PreTrainedConfig) -> None:
-    """See whether vLLM has an attention for the model's heads on a processor; it says so in another process only."""
-    if torch.cuda.is_available():
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    text = config.get_text_config()
-    if getattr(text, "kv_lora_rank", None):
-        return  # latent attention has a backend of its own
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
-        sizes = ", ".join(map(str, known))
-        raise ConfigError(f"explorer=vllm cannot run a model with heads of {size} on a CPU; it knows {sizes} there")
 
 
 def _sampling(

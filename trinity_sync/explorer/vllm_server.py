@@ -17,8 +17,8 @@ from trinity_sync.config.vllm_checks import TESTED
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.made import Made, joined
-from trinity_sync.explorer.policy import asked_for, log_probs_mode, open_texts, shapes_of
-from trinity_sync.explorer.texts import scored
+from trinity_sync.explorer.policy import asked_for, log_probs_mode, shapes_of
+from trinity_sync.explorer.texts import Texts, scored
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.file_target import FileTarget
@@ -99,7 +99,7 @@ class VLLMServerEngine(RolloutEngine):
         self._seed = seed
         self._batch_size = batch_size
         self._response_length = response_length
-        self._texts = open_texts(
+        self._texts = Texts(
             model_path,
             response_length=response_length,
             prompt_length=prompt_length,

@@ -250,16 +250,12 @@ def free_data(
 
 
 def _pair_encoder(cfg: DictConfig, model_path: str) -> PairEncoder:
-    from transformers import AutoConfig, AutoTokenizer
-
     from trinity_sync.config import plain
-    from trinity_sync.launch.encoders import pair_encoder
+    from trinity_sync.models.tokens import read_tokens
+    from trinity_sync.tasks.pair_encoding import PairEncoder
 
-    tokenizer, config = (
-        of.from_pretrained(model_path, trust_remote_code=cfg.model.trust_remote_code)
-        for of in (AutoTokenizer, AutoConfig)
-    )
-    return pair_encoder(plain(cfg.task), tokenizer, config)
+    tokens = read_tokens(model_path, trust_remote_code=cfg.model.trust_remote_code)
+    return PairEncoder.of_task(plain(cfg.task), tokens)
 
 
 def _pair_batches(encoder: PairEncoder, rows: Examples, most: int) -> list[PairBatch]:

@@ -19,22 +19,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig
 
+from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import build_task, typed, validation_items, validation_task
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.models.attention import check_attention
+from trinity_sync.models.families import class_problem
+from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.shared_rows import Item, shared_rows
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from trinity_sync.models.tokens import ModelTokens
 
 _CHUNK = 1000
 _TELL_S = 3.0
@@ -102,6 +105,8 @@ class _Request:
         prompts: the rows are prompts; else pairs or conversations.
         model_path: of the model; None: it is made from `architecture`.
         trust_remote_code: whether code that comes with the model may run.
+        attention: as transformers names it.
+        vllm_on_cpu: whether explorers that are vLLM run there, as far as this machine can tell; None: there are none.
         rows: places and rows.
     """
 
@@ -110,14 +115,17 @@ class _Request:
     model_path: str | None
     architecture: Mapping[str, object]
     trust_remote_code: bool
+    attention: str
+    vllm_on_cpu: bool | None
     rows: list[tuple[str, Item]]
 
 
 class _Found(NamedTuple):
-    """The child's answer: numbers of the rows that are too long, from 0."""
+    """The child's answer: numbers of the rows that are too long, from 0; and what is to be said of the model."""
 
-    counts: RowCounts
+    counts: RowCounts | None
     too_long: list[int]
+    notes: list[str]
 
 
 class _UnreadableModel(NamedTuple):
@@ -144,7 +152,8 @@ def scanned_task(cfg: DictConfig) -> Scanned:
     validating = validation_task(cfg)
     if validating is None:
         return Scanned(task, counts, ())
-    _look_through(cfg, validating, cfg.task.validation.get("path"))
+    if hasattr(validating, "all_rows"):
+        _look_through(cfg, validating, cfg.task.validation.get("path"))
     items = validation_items(cfg, validating)
     _tell_shared(cfg, task, validating, len(items))
     return Scanned(task, counts, items)
@@ -175,25 +184,30 @@ def _named(node: Any) -> str:
 
 
 def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | None:
-    """Look through the rows of a task that was built of the settings, with the file at a path, and have it leave out
-    what it is to.
+    """Look at the model, look through the rows of a task that was built of the settings, with the file at a path, and
+    have it leave out what it is to.
     """
     settings = typed(cfg)
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
-    if all_rows is None:
-        return None
-    prompts = algorithm_of(settings.algorithm).explores
+    explores = algorithm_of(settings.algorithm).explores
+    vllm = explores and settings.explorer.kind == "vllm"
+    if all_rows is None and settings.model.path is None and not vllm:
+        return None  # the model is made, with a tokenizer of ours
     request = _Request(
         task=settings.task,
-        prompts=prompts,
+        prompts=explores,
         model_path=settings.model.path,
         architecture=settings.model.architecture or {},
         trust_remote_code=settings.model.trust_remote_code,
-        rows=[(place, _plain(item) if prompts else item) for place, item in all_rows()],
+        attention=settings.model.attn_implementation,
+        vllm_on_cpu=cfg.cluster.address is None and accelerator_count() == 0 if vllm else None,
+        rows=[(place, _plain(item) if explores else item) for place, item in (all_rows() if all_rows else ())],
     )
     answer = _ask(request, path or "the task")
     if isinstance(answer, _UnreadableModel):
+        if all_rows is None:
+            return None
         if request.task.get("too_long", "refuse") == "filter":
             raise ConfigError(
                 f"model.path={request.model_path} has no tokenizer that can be read here ({answer.reason}), by which "
@@ -202,6 +216,10 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
         return None
     counts = answer.counts
+    for note in answer.notes:
+        _note(note)
+    if counts is None:
+        return None
     unread: Mapping[tuple[int | None, str], str] = getattr(task, "unread", {})
     for (row, column), reason in {key[1]: (key, reason) for key, reason in reversed([*unread.items()])}.values():
         place = path if row is None else f"{path}: row {row}"
@@ -288,14 +306,18 @@ def serve(descriptor: int) -> None:
 
 
 def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
-    from trinity_sync.launch.encoders import pair_encoder, prompt_encoder
+    from trinity_sync.tasks.encoding import PromptEncoder
+    from trinity_sync.tasks.pair_encoding import PairEncoder
 
     try:
-        tokenizer, config = _model(request)
+        tokens = _tokens(request)
     except (OSError, ValueError) as error:
         return _UnreadableModel(" ".join(str(error).split()))
-    make = prompt_encoder if request.prompts else pair_encoder
-    encoder = cast(_Encoder, make(request.task, tokenizer, config))
+    _check_model(request, tokens)
+    if not request.rows:
+        return _Found(None, [], [tokens.difference] if tokens.difference else [])
+    kind = PromptEncoder if request.prompts else PairEncoder
+    encoder = cast(_Encoder, kind.of_task(request.task, tokens))
     least = _at_least(request, encoder)
     lengths = dict(least)
     left = [number for number in range(len(request.rows)) if number not in least]
@@ -307,7 +329,28 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
         except RunError as error:
             raise ConfigError(str(error)) from error
         tell(len(lengths))
-    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))])
+    unended = encoder.unended(cast(Any, request.rows[0][1])) if isinstance(encoder, PairEncoder) else None
+    notes = [note for note in (tokens.difference, unended) if note]
+    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], notes)
+
+
+def _check_model(request: _Request, tokens: ModelTokens) -> None:
+    """Check that trainer and explorers make the same of the model, of which the hub may have the config.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    fields = tokens.config.to_dict()
+    on_cpu = request.vllm_on_cpu
+    if on_cpu is not None and (problem := model_problem(fields, on_cpu=on_cpu)):
+        raise ConfigError(f"explorer=vllm {problem}")
+    if request.model_path is None:
+        return
+    if problem := class_problem(fields):
+        raise ConfigError(f"model.path is {request.model_path}, whose {problem}")
+    check_attention(fields, request.attention)
+    if request.prompts:
+        tokens.needed_ends(request.model_path)
 
 
 def _at_least(request: _Request, encoder: _Encoder) -> dict[int, int]:
@@ -346,38 +389,18 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _model(request: _Request) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+def _tokens(request: _Request) -> ModelTokens:
+    from trinity_sync.models.tokens import ModelTokens, read_tokens
+
     if request.model_path is None:
         from trinity_sync.models.architecture import architecture_config, character_tokenizer
 
         config = architecture_config(request.architecture)
-        return character_tokenizer(config.vocab_size), config
-    from transformers import AutoConfig, AutoTokenizer
-
-    read = partial(_read, request.model_path, request.trust_remote_code)
-    config = read(AutoConfig, "config.json")
-    tokenizer = read(AutoTokenizer, "tokenizer")
-    if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
-        # transformers makes one of the special tokens of the model's family
-        raise ConfigError(f"model.path={request.model_path}: its tokenizer has no tokens; copy all of its files there")
-    return tokenizer, config
+        return ModelTokens(character_tokenizer(config.vocab_size), config)
+    return read_tokens(request.model_path, trust_remote_code=request.trust_remote_code)
 
 
-def _read(model_path: str, trusted: bool, kind: Any, file: str) -> Any:
-    """Raises:
-    OSError, ValueError: the model is not here, but may be elsewhere.
-    ConfigError: it is here, and cannot be read.
-    """
-    try:
-        return kind.from_pretrained(model_path, trust_remote_code=trusted)
-    except Exception as error:
-        if isinstance(error, OSError | ValueError) and not Path(model_path).is_dir():
-            raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path={model_path}: its {file} cannot be read: {reason}") from error
-
-
-def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int]) -> _Found:
+def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
     """What the policy makes of rows of so many tokens."""
     policy = request.task.get("too_long", "refuse")
     limit = encoder.limit
@@ -391,4 +414,4 @@ def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int]) -> _Fo
         )
     if len(too_long) == len(lengths) and policy == "filter":
         raise ConfigError(f"task.too_long is filter, but all {len(lengths)} rows are too long; {encoder.limit_text}")
-    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long)
+    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long, notes)

@@ -1,34 +1,61 @@
-"""Which attention a family has in transformers."""
+"""Which attention computes a model in transformers as its config says. The source of transformers is read, not
+imported.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.families import modeling_source
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-_SUPPORT = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
+_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
+_SDPA, _EAGER = "sdpa", "eager"
 
 
-def check_attention(config: PreTrainedConfig, attn_implementation: str) -> None:
-    """Check that transformers has this attention for a causal language model.
+def check_attention(fields: Mapping[str, Any], attention: str) -> None:
+    """Raise a ConfigError where `attention_problem` has a text."""
+    if problem := attention_problem(fields, attention):
+        raise ConfigError(f"model.attn_implementation {problem}")
 
-    Code that comes with a model is not looked at.
+
+def attention_problem(fields: Mapping[str, Any], attention: str, where: str = "the model's config") -> str | None:
+    """Tell why an attention does not compute a model as its config says; None: it does, or the model comes with code.
 
     Args:
-        config: of the model.
-        attn_implementation: as transformers names it.
-
-    Raises:
-        ConfigError: it has not, as sdpa for gpt-oss.
+        fields: of the model's config.json; those that are absent have the default of their family.
+        attention: as transformers names it (`model.attn_implementation`).
+        where: names the config in the answer.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is not None and not getattr(kind, _SUPPORT.get(attn_implementation, ""), True):
-        raise ConfigError(
-            f"model.attn_implementation is {attn_implementation}, which transformers does not have for "
-            f"{kind.__name__}; set model.attn_implementation=eager"
-        )
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, Mapping) else {}):
+        family = str(part.get("model_type"))
+        source = modeling_source(family)
+        if source is None:
+            continue
+        if attention in _FLAGS and "True" not in re.findall(rf"^    {_FLAGS[attention]} = (\w+)", source, re.MULTILINE):
+            return f"is {attention}, which transformers does not have for {family}; set model.attn_implementation=eager"
+        for field, applied in _of_kernels(source, part):
+            if attention not in applied:
+                said = part.get(field, "by default")
+                return (
+                    f"is {attention}, which leaves out {field} ({said}) of {where}, so that explorers may compute "
+                    f"something else; set model.attn_implementation={applied[0]}"
+                )
+    return None
+
+
+def _of_kernels(source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Fields of a config that a family leaves to the attention's kernel, and which kernels apply each."""
+    for field in re.findall(r"\bsoftcap=self\.(\w+)", source):
+        if fields.get(field, True):
+            yield field, (_EAGER, "flash_attention_2")
+    if "s_aux=self.sinks" in source:
+        yield "the sinks", (_EAGER,)
+    in_kernel = "sliding_window=getattr(self.config" in source and "sliding_window_causal_mask" not in source
+    if in_kernel and fields.get("sliding_window"):  # elsewhere the mask has the window
+        yield "sliding_window", ("flash_attention_2",)
+    if fields.get("alibi"):
+        yield "alibi", (_SDPA, _EAGER)

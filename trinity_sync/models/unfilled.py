@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 from transformers.initialization import no_init_weights
+
+from trinity_sync.models.families import auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,8 +33,9 @@ def unfilled_model(
         attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
     """
+    kind = getattr(transformers, auto_class(config.to_dict()))
     with no_init_weights(), torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     # a part of the initialisation that was left out

@@ -5,14 +5,17 @@ for those who generate. Nothing heavy is imported; the tokenizer is handed in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from trinity_sync.models.tokens import ModelTokens
 
 
 class PromptEncoder:
@@ -25,6 +28,7 @@ class PromptEncoder:
         positions: of the model, in tokens; None: unknown.
         truncate: cut what is too long on its left, rather than refuse it.
         chat_template: arguments of the tokenizer's chat template.
+        embedded: rows of the model's embedding; None: unknown.
 
     Attributes:
         limit: longest prompt, in tokens; None: any.
@@ -45,8 +49,10 @@ class PromptEncoder:
         positions: int | None = None,
         truncate: bool = False,
         chat_template: Mapping[str, object] | None = None,
+        embedded: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._embedded = embedded
         self._response_length = response_length
         self._prompt_length = prompt_length
         self._positions = positions
@@ -59,6 +65,19 @@ class PromptEncoder:
                 "positions of the model"
             )
         self.limit = min((limit for limit in (prompt_length, room) if limit is not None), default=None)
+
+    @classmethod
+    def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
+        """The encoder that the keys of `task` ask for; those of a user's own class need not be ours."""
+        return cls(
+            tokens.tokenizer,
+            response_length=task["response_length"],
+            prompt_length=task.get("prompt_length"),
+            positions=positions_of(tokens.config),
+            truncate=task.get("too_long") == "truncate",
+            chat_template=task.get("chat_template"),
+            embedded=tokens.embedded,
+        )
 
     def encode(self, prompt: Prompt, where: str) -> list[int]:
         """The tokens of a prompt.
@@ -111,7 +130,7 @@ class PromptEncoder:
             raise RunError(f"{where} is a chat, but the tokenizer has no chat template; give prompts as texts")
         try:
             ids = (
-                list(self._tokenizer(prompt.text)["input_ids"])
+                prompt_tokens(self._tokenizer, [prompt.text])[0]
                 if prompt.messages is None
                 else self._template.tokens([self._template.render(prompt.messages, ask=True)])[0]
             )
@@ -127,7 +146,7 @@ class PromptEncoder:
             raise RunError("a chat without a template")
         rendered = [self._template.render(chat, ask=True) for chat in chats]
         of_chats = iter(self._template.tokens(rendered))
-        of_texts = iter(self._tokenizer(texts)["input_ids"] if texts else ())
+        of_texts = iter(prompt_tokens(self._tokenizer, texts))
         return [next(of_texts if prompt.messages is None else of_chats) for prompt in prompts]
 
     def _check(self, prompt: Prompt, where: str, ids: Sequence[int]) -> None:
@@ -135,6 +154,8 @@ class PromptEncoder:
             raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
         if not ids:
             raise RunError(f"{where} has no token")
+        if text := beyond_embedding(self._tokenizer, ids, self._embedded):
+            raise RunError(f"{where} {text}")
 
     def _has_unknown(self, prompt: Prompt) -> bool:
         """Whether the unknown token in a prompt stands for what the tokenizer does not know. Some tokenizers begin each

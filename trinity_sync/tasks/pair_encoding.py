@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trinity_sync.errors import RunError
+from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
 from trinity_sync.tasks.assistant_turns import assistant_turns
 from trinity_sync.tasks.chat_template import ChatTemplate
 from trinity_sync.tasks.conversations import Conversation
+from trinity_sync.tasks.encoding import positions_of
 from trinity_sync.tasks.pairs import Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from trinity_sync.models.tokens import ModelTokens
+
+_TAIL = 3
+"""Tokens at the end of an answer among which its end token is; templates put a line break behind it."""
 
 
 class Encoded(NamedTuple):
@@ -45,6 +52,8 @@ class PairEncoder:
         truncate: cut what is too long on its right, rather than refuse it.
         chat_template: arguments of the tokenizer's chat template.
         ignore_mismatch: learn turns as the whole conversation has them, also where they have another text as its last.
+        ends: tokens that end a text, the one that is taught first; None: the tokenizer's.
+        embedded: rows of the model's embedding; None: unknown.
 
     Attributes:
         limit: longest sequence, in tokens.
@@ -65,14 +74,32 @@ class PairEncoder:
         truncate: bool = False,
         chat_template: Mapping[str, object] | None = None,
         ignore_mismatch: bool = False,
+        ends: Sequence[int] | None = None,
+        embedded: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._ends = [one for one in (tokenizer.eos_token_id,) if one is not None] if ends is None else ends
+        self._embedded = embedded
         self._max_length = max_length
         self._positions = positions
         self._truncate = truncate
         self._template = ChatTemplate(tokenizer, chat_template or {})
         self._ignore_mismatch = ignore_mismatch
         self.limit = max_length if positions is None else min(max_length, positions)
+
+    @classmethod
+    def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
+        """The encoder that the keys of `task` ask for."""
+        return cls(
+            tokens.tokenizer,
+            max_length=task["max_length"],
+            positions=positions_of(tokens.config),
+            truncate=task.get("too_long") == "truncate",
+            chat_template=task.get("chat_template"),
+            ignore_mismatch=bool(task.get("ignore_input_ids_mismatch")),
+            ends=tokens.ends,
+            embedded=tokens.embedded,
+        )
 
     def encode(self, examples: Sequence[Pair | Conversation]) -> list[Encoded]:
         """The tokens of examples.
@@ -96,6 +123,18 @@ class PairEncoder:
         for example, (ids, learnt) in zip(examples, found, strict=True):
             usable(example.where, ids, learnt)
         return [len(ids) for ids, _ in found]
+
+    def unended(self, example: Pair | Conversation) -> str | None:
+        """Words on an answer that is learnt without a token that ends a text; None: it has one."""
+        ids, learnt = self._all([example])[0]
+        tail = [token for token, mark in zip(ids, learnt, strict=True) if mark][-_TAIL:]
+        if not tail or not self._ends or not set(tail).isdisjoint(self._ends):
+            return None
+        return (
+            f"{example.where}: the chat template ends an answer with {self._tokenizer.decode(tail)!r}, which has none "
+            "of the model's end-of-sequence tokens, so the trained model would not end its responses; name the token "
+            "of the template in eos_token_id of generation_config.json"
+        )
 
     @property
     def limit_text(self) -> str:
@@ -149,19 +188,19 @@ class PairEncoder:
     # -- pairs
 
     def _pairs(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], list[bool]]]:
-        responses = self._ids([pair.response for pair in pairs], add_special_tokens=False)
-        of_texts = iter(self._ids([pair.prompt for pair in pairs if isinstance(pair.prompt, str)]))
+        if pairs and not self._ends:
+            raise RunError(f"{pairs[0].where}: the model names no end-of-sequence token to put behind a response")
+        texts = [pair.response for pair in pairs]
+        responses = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        of_texts = iter(prompt_tokens(self._tokenizer, [pair.prompt for pair in pairs if isinstance(pair.prompt, str)]))
         chats = [(pair.where, pair.prompt) for pair in pairs if not isinstance(pair.prompt, str)]
         for where, _ in chats:
             self._check_template(where)
         of_chats = iter(self._template.tokens([self._template.render(chat, ask=True) for _, chat in chats]))
-        end = self._tokenizer.eos_token_id
-        for pair, response in zip(pairs, responses, strict=True):
+        for pair, spoken in zip(pairs, responses, strict=True):
             prompt = next(of_texts if isinstance(pair.prompt, str) else of_chats)
-            yield [*prompt, *response, end], [False] * len(prompt) + [True] * (len(response) + 1)
-
-    def _ids(self, texts: list[str], **how: bool) -> list[list[int]]:
-        return list(self._tokenizer(texts, **how)["input_ids"]) if texts else []
+            response = [*spoken, *([] if spoken and spoken[-1] in self._ends else self._ends[:1])]
+            yield [*prompt, *response], [False] * len(prompt) + [True] * len(response)
 
     # -- conversations
 
@@ -186,3 +225,5 @@ class PairEncoder:
         )
         if unknown is not None and not stands_for_more and unknown in ids:
             raise RunError(f"{where} cannot be tokenised: the tokenizer does not know a part of it")
+        if text := beyond_embedding(self._tokenizer, ids, self._embedded):
+            raise RunError(f"{where} {text}")

@@ -12,7 +12,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from trinity_sync.backends.engines import Engine, FsdpEngine
 from trinity_sync.backends.lora import adapter_off
-from trinity_sync.backends.saved import check_causal, left_out_by
+from trinity_sync.backends.saved import check_class, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading import WeightsError
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
@@ -39,7 +39,7 @@ class ReferenceModel:
         worker = TrainingWorker(config)
         self.engine: Engine = worker.engine
         try:
-            check_causal(self.engine.model_config)
+            check_class(self.engine.model_config)
             left_out_by(self.engine.model_config, local_folder(path))  # on each rank, so that all of them refuse
         except ConfigError as error:
             raise ConfigError(f"algorithm.kl.reference={path} cannot be used: {error}") from error

@@ -29,7 +29,7 @@ from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.engines import Engine
 from trinity_sync.backends.lora import adapter_targets
 from trinity_sync.backends.packing import ATTENTION
-from trinity_sync.backends.saved import check_causal, left_out_by
+from trinity_sync.backends.saved import check_class, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
 from trinity_sync.config.training_schema import InRewardConfig
@@ -87,8 +87,8 @@ class TrinityWorker(Member, TrainingWorker):
             ConfigError: transformers does not have `model.attn_implementation` for this model; or an adapter is trained
                 on another base than the model's folder has.
         """
-        check_attention(self.engine.model_config.hf_config, self._spec.attn_implementation)
-        check_causal(self.engine.model_config)
+        check_attention(self.engine.model_config.hf_config.to_dict(), self._spec.attn_implementation)
+        check_class(self.engine.model_config)
         folder = local_folder(self._spec.model_path)
         left_out = left_out_by(self.engine.model_config, folder)  # on each rank, so that all of them refuse
         torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks

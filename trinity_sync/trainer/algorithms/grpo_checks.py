@@ -9,6 +9,8 @@ from typing import Any
 
 from trinity_sync.config import Get, Problem
 from trinity_sync.config.model_checks import hub_or_folder_problem, model_fields, read_fields
+from trinity_sync.models.attention import attention_problem
+from trinity_sync.models.families import class_problem
 
 _RULES = frozenset(
     [f"{what}_k{kind}" for what in ("token", "seq_sum", "seq_mean") for kind in (1, 2, 3)]
@@ -144,6 +146,10 @@ def check_reference(get: Get) -> Iterator[Problem]:
         yield Problem(key, text)
         return
     reference, model = (read_fields(Path(path)) if Path(path).is_dir() else {}), model_fields(get)
+    if reference and (text := class_problem(reference)):
+        yield Problem(key, f"is {path}, whose {text}")
+    elif text := attention_problem(reference, get("model.attn_implementation"), f"{path}/config.json"):
+        yield Problem("model.attn_implementation", text)
     tokens, wanted = reference.get("vocab_size"), model.get("vocab_size")
     if tokens is not None and wanted is not None and tokens != wanted:
         yield Problem(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,11 +39,3 @@ def dataclass_fields(package: str, file: str, name: str) -> frozenset[str] | Non
         found |= {target.id for target in named if isinstance(target, ast.Name) and not target.id.startswith("_")}
         left += [base.id for base in body.bases if isinstance(base, ast.Name) and base.id in classes]
     return frozenset(found)
-
-
-def lacks_sdpa(model_type: str) -> bool:
-    """Whether transformers' source says of a family that it has no SDPA attention."""
-    family = model_type.replace("-", "_")
-    source = source_of("transformers", f"models/{family}/modeling_{family}.py")
-    said = set(re.findall(r"^    _supports_sdpa = (\w+)", source or "", re.MULTILINE))
-    return said == {"False"}

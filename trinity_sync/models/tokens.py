@@ -1,0 +1,158 @@
+"""What a model folder says of tokens: which end a text, which the tokenizer adds, how many the embedding has.
+
+Rollouts, SFT, scoring and the look at rows ask here. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_FILES = ("generation_config.json", "config.json")
+_PROBES = ("0", "a", " a")
+"""Texts by which added tokens are found; a tokenizer need not know each."""
+
+
+class ModelTokens:
+    """Answers about the tokens of a model.
+
+    Args:
+        tokenizer, config: of the model, as transformers reads them.
+        files: the fields of its files that may name end tokens, by the file's name.
+
+    Attributes:
+        embedded: rows of the embedding; None: the config does not say.
+        ends: tokens that end a text: all that a source names and the embedding has. SFT teaches the first, which is the
+            tokenizer's where that has one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PreTrainedConfig,
+        files: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+        self.embedded = rows if isinstance(rows, int) else None
+        named = {"the tokenizer": [tokenizer.eos_token_id]} | {
+            name: _ends(body) for name, body in (files or {}).items()
+        }
+        self._named = {name: tokens for name, found in named.items() if (tokens := list(filter(self._has, found)))}
+        self.ends = tuple(dict.fromkeys(token for tokens in self._named.values() for token in tokens))
+
+    def _has(self, token: object) -> bool:
+        return type(token) is int and 0 <= token < (self.embedded or token + 1)
+
+    def needed_ends(self, path: str) -> list[int]:
+        """Return `ends`.
+
+        Args:
+            path: of the model, for errors.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self.ends:
+            raise ConfigError(
+                f"model.path={path} names no end-of-sequence token that its embedding has: set eos_token_id in its "
+                f"{' or '.join(_FILES)}, or eos_token in its tokenizer_config.json"
+            )
+        return list(self.ends)
+
+    @property
+    def difference(self) -> str | None:
+        """Words on which source names which ends; None: all that name some name the same."""
+        if len({frozenset(tokens) for tokens in self._named.values()}) < 2:
+            return None
+        shown = {token: f"{self.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.ends}
+        named = "; ".join(f"{name} {', '.join(shown[one] for one in ends)}" for name, ends in self._named.items())
+        return f"the model names its end-of-sequence tokens in several ways ({named}); each of them ends a text"
+
+
+def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
+    """Read what a model says of tokens.
+
+    Args:
+        model_path: folder in Hugging Face format, or hub id.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        OSError, ValueError: it is not here, and cannot be had of the hub.
+        ConfigError: it is here, and transformers cannot read its config or its tokenizer.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    def read(kind: Any, file: str) -> Any:
+        try:
+            return kind.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            if isinstance(error, OSError | ValueError) and not Path(model_path).is_dir():
+                raise
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model.path={model_path}: its {file} cannot be read: {reason}") from error
+
+    config, tokenizer = read(AutoConfig, "config.json"), read(AutoTokenizer, "tokenizer")
+    if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
+        # transformers makes one of the special tokens of the model's family
+        raise ConfigError(f"model.path={model_path}: its tokenizer has no tokens; copy all of its files there")
+    return ModelTokens(tokenizer, config, {name: _fields(model_path, name) for name in _FILES})
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts that are gone on from, without those that the tokenizer puts behind each text."""
+    if not texts:
+        return []
+    behind = _added_behind(tokenizer)
+    return [list(row[: len(row) - behind]) for row in tokenizer(list(texts))["input_ids"]]
+
+
+def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], embedded: int | None) -> str | None:
+    """Name the first token of a text for which the embedding has no row; None: it has all of them."""
+    if embedded is None or max(ids, default=-1) < embedded:
+        return None
+    token = next(one for one in ids if one >= embedded)
+    return (
+        f"has token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the embedding of the model has "
+        f"{embedded} rows (vocab_size in its config.json): the tokenizer has tokens that the model was not trained with"
+    )
+
+
+def _added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens a tokenizer puts behind each text of its own accord: an end token, as a rule."""
+    for text in _PROBES:
+        try:
+            plain, whole = (list(tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (False, True))
+        except Exception:  # it has no token for this text
+            continue
+        for start in range(len(whole) - len(plain) + 1):
+            if plain and whole[start : start + len(plain)] == plain:
+                return len(whole) - start - len(plain)
+    return 0
+
+
+def _fields(model_path: str, name: str) -> dict[str, Any]:
+    """The fields of a file of the model as they are written; none where it is missing or cannot be read."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        path = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
+        found = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ends(fields: Mapping[str, Any]) -> Iterator[Any]:
+    """The end tokens that the fields of a file name."""
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, Mapping) else {}):
+        ends = part.get("eos_token_id")
+        yield from ends if isinstance(ends, list) else [ends]

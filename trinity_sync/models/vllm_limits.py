@@ -1,0 +1,58 @@
+"""What vLLM takes of a model and of a run. Its source is read, not imported, which takes seconds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_sync.host.package_source import source_of
+from trinity_sync.models.families import IMAGES, auto_class, made_class
+
+_COLDEST, _HOTTEST = 0.01, 2.0
+
+
+def temperature_problem(temperature: float) -> str | None:
+    """Tell why vLLM does not sample at a temperature; None: it does."""
+    if temperature == 0 or _COLDEST <= temperature <= _HOTTEST:
+        return None
+    done = f"samples at {_COLDEST} instead" if temperature < _COLDEST else "refuses"
+    return (
+        f"is {temperature}, at which vLLM {done}; set it to 0 or between {_COLDEST} and {_HOTTEST:g}, or choose "
+        "explorer=hf"
+    )
+
+
+def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
+    """Tell why vLLM does not compute what the trainer computes; None: it does.
+
+    Args:
+        fields: of the model's config, those with the default of the family included.
+        on_cpu: whether it runs there.
+    """
+    named, made = (fields.get("architectures") or [None])[0], made_class(fields)
+    if named is not None and made not in (None, named):
+        return (
+            f"goes by architectures [{named}] of config.json, where the trainer makes {made} by its model_type "
+            f"{fields.get('model_type')}; correct config.json"
+        )
+    if auto_class(fields) == IMAGES:
+        return (
+            f"was not tried on models for images and text (model_type {fields.get('model_type')}); choose explorer=hf"
+        )
+    return _heads_problem(fields) if on_cpu else None
+
+
+def _heads_problem(fields: Mapping[str, Any]) -> str | None:
+    nested = fields.get("text_config")
+    text = nested if isinstance(nested, Mapping) else fields
+    source = source_of("vllm", "v1/attention/backends/cpu_attn.py") or ""
+    known = re.search(r"def get_supported_head_sizes\(.*?return \[([\d, ]+)\]", source, re.DOTALL)
+    if known is None or text.get("kv_lora_rank"):
+        return None  # latent attention has a backend of its own
+    size = text.get("head_dim")
+    if not size and text.get("hidden_size") and text.get("num_attention_heads"):
+        size = text["hidden_size"] // text["num_attention_heads"]
+    if not size or str(size) in known[1].split(", "):
+        return None
+    return f"cannot run a model with heads of {size} on a CPU; it knows {known[1]} there"
