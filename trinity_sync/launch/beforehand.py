@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from sys import stderr
 
 from omegaconf import DictConfig
 
@@ -15,6 +16,7 @@ from trinity_sync.config import typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.characters import check_vocabulary
+from trinity_sync.models.files import CONFIG, MAX_FILE_BYTES, ModelFiles, check_alone
 from trinity_sync.models.hub import check_named
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
@@ -39,6 +41,9 @@ def check_beforehand(cfg: DictConfig) -> None:
         _check_transport(cfg)
         if cfg.model.path is not None:
             check_named(cfg.model.path)
+    for key, path in (("model.path", cfg.model.path), ("algorithm.reference", cfg.algorithm.get("reference"))):
+        if path is not None and Path(path).is_dir():
+            _check_folder(key, Path(path), trust_remote_code=cfg.model.trust_remote_code)
     if cfg.model.path is None and cfg.workload.kind != "bytes":
         size = (cfg.model.architecture or {}).get("vocab_size")
         if isinstance(size, int):
@@ -63,6 +68,23 @@ def _check_processors(cfg: DictConfig) -> None:
         raise ConfigError(
             f"cluster.num_cpus is {given}, but the run reserves {needed}: {parts} take one each; set "
             f"cluster.num_cpus={needed} or more, or null (Ray counts them as a number; there need not be as many)"
+        )
+
+
+def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
+    """Check that a model folder is one model, and that its files can be kept with each checkpoint."""
+    try:
+        files = ModelFiles.read(folder)
+        check_alone(folder)
+        missing = files.missing_code() if trust_remote_code else []
+        if missing:
+            raise ConfigError(f"{folder / CONFIG} names {missing[0]} in auto_map, which is not there")
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if key == "model.path" and files.too_large:
+        names = ", ".join(files.too_large)
+        print(
+            f"{key}: {names}: too large to be kept with each checkpoint (over {MAX_FILE_BYTES >> 20} MB)", file=stderr
         )
 
 
