@@ -92,13 +92,6 @@ def test_a_file_that_is_too_large_is_named_and_not_kept(tmp_path: Path, monkeypa
     assert (list(files.contents), files.too_large) == (["config.json"], ("film.mp4",))
 
 
-def test_a_folder_of_many_large_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
-    folder = folder_of(tmp_path, {f"{each}.txt": bytes(600_000) for each in "ab"})
-    with pytest.raises(ConfigError, match=r"model has more than 1 MB of files next to its weights.*b\.txt"):
-        ModelFiles.read(folder)
-
-
 CONFIG = """{
     "torch_dtype"  :  "float32",
   "rms_norm_eps": 1e-06, "name": "\\u00e4 {\\"torch_dtype\\": \\"float32\\"}", "eos_token_id": [1, 3],

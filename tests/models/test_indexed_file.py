@@ -54,3 +54,9 @@ def test_a_file_that_the_index_does_not_know_is_read_whole(strayed: tuple[Path, 
     save_file({name: right}, folder / "model.safetensors", {"format": "pt"})
     with IndexedFile(folder / "model.safetensors", framework="pt") as opened:
         assert list(opened.keys()) == [name]
+
+
+def test_a_broken_index_next_to_a_whole_file_does_not_matter(tmp_path: Path) -> None:
+    written.small_model("untied").save_pretrained(tmp_path)
+    (tmp_path / INDEX).write_text("{")
+    assert len(open_weights(tmp_path)) == len(load_file(tmp_path / "model.safetensors"))

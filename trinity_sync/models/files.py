@@ -20,9 +20,7 @@ from trinity_sync.weights.lora import CONFIG_FILE as ADAPTER_CONFIG
 CONFIG = "config.json"
 
 MAX_FILE_BYTES = 128 << 20
-"""A larger file is not kept. The largest tokenizers that are published have 35 MB."""
-MAX_BYTES = 1 << 30
-"""Of all files of a folder together: each checkpoint has a copy of them."""
+"""A larger file is not kept: each checkpoint has a copy. The largest tokenizers that are published have 35 MB."""
 
 _WEIGHTS = re.compile(
     r"(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|onnx[._]data(_\d+)?|ot|npz|tflite|nemo|distcp"
@@ -61,29 +59,20 @@ class ModelFiles:
             folder: of a model in Hugging Face format.
 
         Raises:
-            ConfigError: a file cannot be read, or the files are larger than `MAX_BYTES` together.
+            ConfigError: a file cannot be read.
         """
-        contents, too_large, total = {}, [], 0
+        contents, too_large = {}, []
         for name, path in sorted(_found(folder)):
             try:
                 found = path.stat()
                 if not S_ISREG(found.st_mode):  # to read a pipe would take for ever
                     continue
-                size = found.st_size
-                total += size if size <= MAX_FILE_BYTES else 0
-                if total > MAX_BYTES:
-                    raise ConfigError(
-                        f"{folder} has more than {MAX_BYTES >> 20} MB of files next to its weights, which every "
-                        f"checkpoint would repeat ({name} is one); name a folder with the model alone"
-                    )
-                if size > MAX_FILE_BYTES:
+                if found.st_size > MAX_FILE_BYTES:
                     too_large.append(name)
                 else:
                     contents[name] = path.read_bytes()
             except OSError as error:
-                raise ConfigError(
-                    f"{path} cannot be read, and so not be kept with the model: {error.strerror or error}"
-                ) from error
+                raise _unreadable(path, error) from error
         return cls(contents, tuple(too_large))
 
     def with_dtype(self, dtype: str) -> ModelFiles:
@@ -195,8 +184,12 @@ def _leads_up(folder: Path) -> bool:
     return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
 
 
+def _unreadable(path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be read, and so not be kept with the model: {error.strerror or error}")
+
+
 def _refuse(error: OSError) -> None:
-    raise ConfigError(f"{error.filename} cannot be read, and so not be kept with the model: {error.strerror}")
+    raise _unreadable(error.filename, error)
 
 
 def _dtype_keys(body: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

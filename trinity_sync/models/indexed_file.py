@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import safe_open
@@ -15,36 +13,35 @@ INDEX = "model.safetensors.index.json"
 
 
 class IndexedFile:
-    """A safetensors file without the tensors that the index next to it finds in another file; read as `safe_open`'s.
+    """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`.
 
     Args:
         path: the file.
-        settings: as for `safe_open`.
+        settings, named: as for `safe_open`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *settings: Any, **named: Any) -> None:
         self._opened = safe_open(path, *settings, **named)
-        self._name = Path(path).name
-        self._files = index_of(Path(path).parent) or {}
-        # a file that the index does not know is not read by it
-        self._by_index = self._name in self._files.values()
+        name = Path(path).name
+        try:
+            files = index_of(Path(path).parent) or {}
+        except (OSError, ValueError):  # of what was there before; the index that a model is loaded by has been read
+            files = {}
+        # a file that the index does not know is not loaded by it
+        self._elsewhere = {of for of, file in files.items() if file != name} if name in files.values() else set()
 
     def __enter__(self) -> IndexedFile:
-        self._opened.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
 
     def keys(self) -> list[str]:
         """Return the names of the file's tensors, but for stray copies."""
-        names: list[str] = list(self._opened.keys())
-        return [name for name in names if not self._by_index or self._files.get(name, self._name) == self._name]
+        return [name for name in self._opened.keys() if name not in self._elsewhere]  # noqa: SIM118 - it is no mapping
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
@@ -53,12 +50,14 @@ def index_of(folder: Path) -> dict[str, str] | None:
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    path = folder / INDEX
     try:
-        changed = path.stat().st_mtime_ns
+        body = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return _read(path, changed)
+    named = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(at, str) and Path(at).name == at for at in named.values()):
+        raise ValueError("it has no weight_map from names of tensors to names of files next to it")
+    return named
 
 
 def follow_indexes() -> None:
@@ -66,13 +65,3 @@ def follow_indexes() -> None:
     from transformers import modeling_utils
 
     modeling_utils.safe_open = IndexedFile
-
-
-@lru_cache(maxsize=2)
-def _read(path: Path, changed: int) -> dict[str, str]:
-    named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    if not isinstance(named, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in named.values()
-    ):
-        raise ValueError("it has no weight_map from names of tensors to names of files next to it")
-    return named
