@@ -41,7 +41,8 @@ def check_beforehand(cfg: DictConfig) -> None:
         _check_transport(cfg)
         if cfg.model.path is not None:
             check_named(cfg.model.path)
-    for key, path in (("model.path", cfg.model.path), ("algorithm.reference", cfg.algorithm.get("reference"))):
+    reference = algorithm_of(typed(cfg).algorithm).reference_path
+    for key, path in (("model.path", cfg.model.path), ("algorithm.kl.reference", reference)):
         if path is not None and Path(path).is_dir():
             _check_folder(key, Path(path), trust_remote_code=cfg.model.trust_remote_code)
     if cfg.model.path is None and cfg.workload.kind != "bytes":
