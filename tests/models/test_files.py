@@ -86,6 +86,13 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         ModelFiles.read(folder)
 
 
+def test_a_name_that_no_manifest_can_have_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"config.json": b"{}"})
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).touch()
+    with pytest.raises(ConfigError, match=r"model has a file whose name is not UTF-8: '\\udcff\.txt'"):
+        ModelFiles.read(folder)
+
+
 def test_a_file_that_is_too_large_is_named_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 5)
     files = ModelFiles.read(folder_of(tmp_path, {"config.json": b"{}", "film.mp4": b"123456"}))
@@ -114,7 +121,9 @@ def test_a_dtype_changes_where_it_stands_and_nothing_else(tmp_path: Path) -> Non
     assert changed["a.txt"] == b"a"
 
 
-@pytest.mark.parametrize("text", ['{"dtype":"bfloat16"}', '{"torch_dtype": null}', "{ }"])
+@pytest.mark.parametrize(
+    "text", ['{"dtype":"bfloat16", "vision_config": {"dtype": "float32"}}', '{"torch_dtype": null}', "{ }"]
+)
 def test_a_config_that_names_the_dtype_or_none_stays_as_it_is(tmp_path: Path, text: str) -> None:
     files = ModelFiles.read(folder_of(tmp_path, {"config.json": text.encode()}))
     assert files.with_dtype("bfloat16").contents["config.json"] == text.encode()

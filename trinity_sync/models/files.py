@@ -32,6 +32,7 @@ _TRAINING = re.compile(
     r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__)$"
 )
 _DTYPES = ("dtype", "torch_dtype")
+_NOTHING = object()
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -65,6 +66,7 @@ class ModelFiles:
         for name, path in sorted(_found(folder)):
             try:
                 found = path.stat()
+                name.encode()
                 if not S_ISREG(found.st_mode):  # to read a pipe would take for ever
                     continue
                 if found.st_size > MAX_FILE_BYTES:
@@ -73,11 +75,13 @@ class ModelFiles:
                     contents[name] = path.read_bytes()
             except OSError as error:
                 raise _unreadable(path, error) from error
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{folder} has a file whose name is not UTF-8: {name!a}; rename it") from error
         return cls(contents, tuple(too_large))
 
     def with_dtype(self, dtype: str) -> ModelFiles:
-        """Return the files of the same model with weights in another dtype: where config.json, or a config inside it,
-        names a dtype, it names this one.
+        """Return the files of the same model with weights in another dtype: where config.json and the configs inside it
+        name one, they name this one.
 
         Args:
             dtype: as torch names it, such as ``bfloat16``.
@@ -85,7 +89,10 @@ class ModelFiles:
         Raises:
             ConfigError: config.json is not a JSON object.
         """
-        return self.with_values({path: dtype for path in _dtype_keys(self.config)})
+        body = self.config
+        if {body[key] for key in _DTYPES if key in body} == {dtype}:
+            return self
+        return self.with_values({path: dtype for path in _dtype_keys(body)})
 
     def with_values(self, values: Mapping[tuple[str, ...], object]) -> ModelFiles:
         """Return these files with other values in config.json, whose other bytes stay as they are.
@@ -101,7 +108,7 @@ class ModelFiles:
         body = self.config
         text = self.contents[CONFIG].decode()
         for path, value in values.items():
-            if _at(body, path) != value or not _has(body, path):
+            if _at(body, path) != value:
                 text = _with_value(text, path, value)
         return replace(self, contents={**self.contents, CONFIG: text.encode()})
 
@@ -201,17 +208,10 @@ def _dtype_keys(body: Mapping[str, object], above: tuple[str, ...] = ()) -> Iter
             yield from _dtype_keys(value, (*above, key))
 
 
-def _has(body: object, path: tuple[str, ...]) -> bool:
-    for key in path:
-        if not isinstance(body, dict) or key not in body:
-            return False
-        body = body[key]
-    return True
-
-
 def _at(body: object, path: tuple[str, ...]) -> object:
+    """The value at these keys; of keys that are not there one that is equal to nothing."""
     for key in path:
-        body = body.get(key) if isinstance(body, dict) else None
+        body = body.get(key, _NOTHING) if isinstance(body, dict) else _NOTHING
     return body
 
 

@@ -22,7 +22,7 @@ Processing: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 
 _BY_VERL = {
     *("attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "use_cache"),
-    *("transformers_version", "_name_or_path"),
+    *("transformers_version", "_name_or_path", "auto_map"),
 }
 """Fields that verl sets for its own work, or transformers by itself."""
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
