@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import ModelFiles
-from trinity_sync.models.hub import local_folder
+from trinity_sync.models.hub import cached_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -44,7 +44,7 @@ def model_files(config: PretrainedConfig, processing: Processing | None) -> Mode
     Raises:
         ConfigError: a file of the folder cannot be read.
     """
-    folder = _folder(config.name_or_path)
+    folder = cached_folder(config.name_or_path)
     if folder is None:
         return ModelFiles({**_written(config).contents, **_written(processing).contents})
     files = ModelFiles.read(folder)
@@ -86,7 +86,7 @@ def _changes(
 def _with_tokenizer(files: ModelFiles, folder: Path, processing: Processing) -> ModelFiles:
     """Take the tokenizer's files from its own folder; from memory where the program has changed it."""
     tokenizer = getattr(processing, "tokenizer", processing)
-    source = _folder(tokenizer.name_or_path)
+    source = cached_folder(tokenizer.name_or_path)
     if source is not None and _is_as_it_came(processing, tokenizer, source):
         if source == folder:
             return files
@@ -112,14 +112,6 @@ def _encoding(tokenizer: PreTrainedTokenizerBase) -> object:
     body = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
     return {**body, "padding": None, "truncation": None, "special": special}  # the first two as of the last call
-
-
-def _folder(name_or_path: str) -> Path | None:
-    """Where files lie; None: nowhere that is known any more."""
-    try:
-        return local_folder(name_or_path) if name_or_path else None
-    except ConfigError:
-        return None
 
 
 def _written(held: PretrainedConfig | Processing | None) -> ModelFiles:
