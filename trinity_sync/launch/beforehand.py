@@ -5,9 +5,9 @@ model that is named, can do what is asked for.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
-from sys import stderr
 
 from omegaconf import DictConfig
 
@@ -84,9 +84,7 @@ def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
         raise ConfigError(f"{key}: {error}") from error
     if key == "model.path" and files.too_large:
         names = ", ".join(files.too_large)
-        print(
-            f"{key}: {names}: too large to be kept with each checkpoint (over {MAX_FILE_BYTES >> 20} MB)", file=stderr
-        )
+        print(f"{key}: checkpoints do not have {names} (over {MAX_FILE_BYTES >> 20} MB)", file=sys.stderr)
 
 
 def _check_sockets(cfg: DictConfig) -> None:
