@@ -31,6 +31,7 @@ _TRAINING = re.compile(
     r"(trainer_state\.json|zero_to_fp32\.py|latest|events\.out\.tfevents\..*|(optimizer|scheduler|rng_state|scaler).*\.pkl"
     r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__)$"
 )
+_LOADED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 _DTYPES = ("dtype", "torch_dtype")
 _NOTHING = object()
 _DECODER = json.JSONDecoder()
@@ -130,12 +131,13 @@ class ModelFiles:
         return body
 
     def missing_code(self) -> list[str]:
-        """Return the files of code that ``auto_map`` names in this folder, and that are not in it."""
+        """Return the files of code that ``auto_map`` names for what a run loads, and that are not in the folder."""
         named: list[object] = []
         for name in (CONFIG, "tokenizer_config.json"):
             try:
                 found = json.loads(self.contents.get(name, b"{}"))["auto_map"]
-                named += [each for value in found.values() for each in (value if isinstance(value, list) else [value])]
+                for value in (found.get(kind) for kind in _LOADED):
+                    named += value if isinstance(value, list) else [value]
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
         # a name with "--" is of another repository
