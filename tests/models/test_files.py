@@ -150,12 +150,8 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, data: bytes,
 
 
 def test_code_that_auto_map_names_is_missed(tmp_path: Path) -> None:
-    named = {
-        "AutoConfig": "configuration_mine.C",
-        "AutoModel": "modeling_mine.M",
-        "AutoBackbone": "you/it--m.M",
-    }
-    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_mine.T", None]}}
+    named = {"AutoConfig": "configuration_mine.C", "AutoModelForCausalLM": "modeling_mine.M", "AutoModel": "m.M"}
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_mine.T", None, "you/it--t.T"]}}
     contents = {
         "config.json": json.dumps({"auto_map": named}).encode(),
         "tokenizer_config.json": json.dumps(tokenizer).encode(),
