@@ -111,3 +111,9 @@ def test_a_tokenizer_that_cannot_be_written_is_refused(folder: Path, monkeypatch
     monkeypatch.setattr(model.tokenizer, "save_pretrained", refuse)
     with pytest.raises(ConfigError, match=r"cannot be written, so no checkpoint could have it: no$"):
         made(model)
+
+
+def test_a_folder_that_has_lost_its_config_is_none(folder: Path) -> None:
+    model = by_verl(folder)
+    (folder / "config.json").unlink()
+    assert made(model).config["vocab_size"] == SIZES["vocab_size"]

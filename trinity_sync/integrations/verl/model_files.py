@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.files import ModelFiles
+from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.hub import cached_folder
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def model_files(config: PretrainedConfig, processing: Processing | None) -> Mode
         ConfigError: a file of the folder cannot be read.
     """
     folder = cached_folder(config.name_or_path)
-    if folder is None:
+    if folder is None or not (folder / CONFIG).is_file():
         return ModelFiles({**_written(config).contents, **_written(processing).contents})
     files = ModelFiles.read(folder)
     if processing is not None:
@@ -99,10 +99,13 @@ def _with_tokenizer(files: ModelFiles, folder: Path, processing: Processing) -> 
 
 
 def _is_as_it_came(processing: Processing, tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    fresh = type(tokenizer).from_pretrained(folder)
-    templates = [fresh.chat_template]  # which verl gives to a processor that has none
-    if processing is not tokenizer:
-        templates.append(type(processing).from_pretrained(folder).chat_template)
+    try:
+        fresh = type(tokenizer).from_pretrained(folder)
+        templates = [fresh.chat_template]  # which verl gives to a processor that has none
+        if processing is not tokenizer:
+            templates.append(type(processing).from_pretrained(folder).chat_template)
+    except Exception:  # of a class that was made otherwise than by its folder
+        return False
     return processing.chat_template in templates and _encoding(tokenizer) == _encoding(fresh)
 
 
