@@ -284,6 +284,24 @@ _MODELS = [
         files=model(model_type="mine", auto_map={"AutoConfig": "c.C"}),
         says=["model.trust_remote_code is false", "auto_map"],
     ),
+    Bad(
+        given=MODEL,
+        files={**model(), "m/adapter_config.json": "{}"},
+        says=["model.path: m/adapter_config.json", "LoRA adapter", "remove that file"],
+        when="data",
+    ),
+    Bad(
+        given=["algorithm.kl.coeff=0.1", "algorithm.kl.reference=r"],
+        files={"r/config.json": model(vocab_size=32)["m/config.json"], "r/adapter_config.json": "{}"},
+        says=["algorithm.kl.reference: r/adapter_config.json", "LoRA adapter"],
+        when="data",
+    ),
+    Bad(
+        given=[*MODEL, "model.trust_remote_code=true"],
+        files=model(auto_map={"AutoModelForCausalLM": "modeling_mine.M"}),
+        says=["model.path: m/config.json names modeling_mine.py in auto_map", "not there"],
+        when="data",
+    ),
     Bad(given=MODEL, files=model(weights={}), says=["model.path", "no weights", "model.safetensors"]),
     Bad(
         given=MODEL,

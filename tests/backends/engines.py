@@ -285,8 +285,17 @@ def _examine(
         facts["metadata"] = sorted(
             str(path.relative_to(saves / "ours")) for path in backend.write_metadata(saves / "ours" / "actor")
         )
+        facts["came"] = text_of_files(Path(engine.model_config.local_path))
+        facts["kept"] = text_of_files(saves / "ours" / "actor" / "huggingface")
     dist.barrier()
     return facts | _distributed(backend, engine, case, saves, rank, shared)
+
+
+def text_of_files(folder: Path) -> dict[str, str]:
+    """The files of a model but its weights, as text by path."""
+    from trinity_sync.models.files import ModelFiles
+
+    return {name: data.decode() for name, data in ModelFiles.read(folder).contents.items()}
 
 
 def _experts(backend: Any, engine: Any, model: Path, saves: Path, rank: int) -> dict[str, Any]:

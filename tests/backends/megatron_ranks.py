@@ -18,7 +18,7 @@ from typing import Any
 from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
-from tests.backends.engines import drawn_pairs, join_group, refused
+from tests.backends.engines import drawn_pairs, join_group, refused, text_of_files
 from tests.backends.gradients import decays, gradients, passing_over
 from tests.backends.recomputing import recomputing
 from trinity_sync.host.file_digest import digest_file
@@ -346,6 +346,8 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     assert not writer.is_alive(), "the save does not end"
     if torch.distributed.get_rank() == 0:
         facts["read"] = open_weights(saved).digest("BF16")
+        facts["came"] = text_of_files(Path(engine.model_config.local_path))
+        facts["beside"] = text_of_files(saved / "model" / "huggingface")
     known = {file[0]: file[1:] for file in files if isinstance(file, tuple)}
     assert known == {name: digest_file(saved / name) for name in known}
     facts["files"] = sorted([*known, *(str(path.relative_to(saved)) for path in files if isinstance(path, Path))])

@@ -200,8 +200,12 @@ def test_the_files_have_verls_names(facts: Facts, case: str) -> None:
     for rank in facts[case]:
         assert rank["names"] == rank["verl_names"]
     assert "actor/fsdp_config.json" in facts[case][0]["metadata"]
-    assert "actor/huggingface/config.json" in facts[case][0]["metadata"]
-    assert "actor/huggingface/tokenizer.json" in facts[case][0]["metadata"]
+
+
+@every_case
+def test_the_models_files_are_kept_as_they_came(facts: Facts, case: str) -> None:
+    assert {"config.json", "generation_config.json", "tokenizer.json"} < set(facts[case][0]["came"])
+    assert facts[case][0]["kept"] == facts[case][0]["came"]
 
 
 @every_case

@@ -241,6 +241,12 @@ def test_each_rank_names_the_files_it_wrote(case_facts: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("save"))
+def test_the_models_files_are_kept_as_they_came(case_facts: list[dict[str, Any]]) -> None:
+    assert {"config.json", "tokenizer.json"} < set(case_facts[0]["came"])
+    assert case_facts[0]["beside"] == case_facts[0]["came"]
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("save"))
 def test_a_checkpoint_is_read_without_an_engine(case_facts: list[dict[str, Any]]) -> None:
     assert case_facts[0]["read"] == case_facts[0]["before_save"]
 

@@ -69,10 +69,31 @@ def test_config_generation_config_and_tokenizer_come_along(tmp_path: Path) -> No
     export_checkpoint(step, tmp_path / "out")
     assert left(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     GenerationConfig.from_pretrained(tmp_path / "out")
-    before, after = (
-        json.loads((folder / "config.json").read_text()) for folder in (step / "actor/huggingface", tmp_path / "out")
-    )
-    assert after == before | {"dtype": "bfloat16"}
+    before, after = ((folder / "config.json").read_text() for folder in (step / "actor/huggingface", tmp_path / "out"))
+    assert after == before.replace('"dtype": "float32"', '"dtype": "bfloat16"') != before
+
+
+def test_files_next_to_the_weights_come_along_as_they_are(tmp_path: Path) -> None:
+    step = committed(tmp_path)
+    files = {
+        "generation_config.json": b'{"do_sample": false, "temperature": 0.6}',  # which transformers refuses to write
+        "tokenizer_config.json": b'{"x": 1}  ',
+        "modeling_mine.py": b"from .parts import layers\n",
+        "parts/layers.py": b"",
+        "config.json": (step / "actor/huggingface/config.json").read_bytes().replace(b"\n", b"\r\n"),
+    }
+    for name, data in files.items():
+        (step / "actor/huggingface" / name).parent.mkdir(exist_ok=True)
+        (step / "actor/huggingface" / name).write_bytes(data)
+    export_checkpoint(step, tmp_path / "out", dtype="fp32")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
+
+
+def test_an_adapters_config_next_to_whole_weights_is_left_out(tmp_path: Path) -> None:
+    step = committed(tmp_path)
+    (step / "actor/huggingface/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    export_checkpoint(step, tmp_path / "out")
+    assert "adapter_config.json" not in left(tmp_path / "out")
 
 
 def test_large_models_get_an_index_and_files_below_the_limit(tmp_path: Path) -> None:

@@ -347,14 +347,21 @@ def test_a_distributed_checkpoint_without_a_model_is_refused(step: Path) -> None
     [
         (cut_short, "is damaged or no safetensors file"),
         (lambda files: files[1].unlink(), "is missing"),
-        (lambda files: shutil.copy(files[0], files[1]), "both hold"),
+        (
+            lambda files: (
+                shutil.copy(files[0], files[1]),
+                (files[0].parent / "model.safetensors.index.json").unlink(),
+            ),
+            "both hold",
+        ),
+        (lambda files: shutil.copy(files[0], files[1]), "says that"),
         (lambda files: save_file({"x": torch.ones(2)}, files[1]), "says that"),
         (lambda files: (files[0].parent / "model.safetensors.index.json").write_text("{}"), "cannot be read"),
         (
             lambda files: (files[0].parent / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"a": "../b"}}'
             ),
-            "names of files beside it",
+            "names of files next to it",
         ),
     ],
 )

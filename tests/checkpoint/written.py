@@ -55,6 +55,7 @@ def write_companions(model: PreTrainedModel, actor: Path) -> None:
     folder = actor / "huggingface"
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ class Adapted:
     """What a manager of verl knows of a model with an adapter."""
 
     should_save_lora_only = True
+    rank = 1
 
     def _has_lora(self) -> bool:
         return True
@@ -60,20 +62,21 @@ def test_adapters_alone_of_a_model_that_has_none_are_refused() -> None:
 
 @pytest.mark.parametrize(("alone", "has_some"), [(True, False), (False, True)])
 def test_of_all_other_models_everything_is_saved(alone: bool, has_some: bool) -> None:
-    manager: Any = SimpleNamespace(should_save_lora_only=alone, _has_lora=lambda: has_some)
+    manager: Any = SimpleNamespace(rank=1, should_save_lora_only=alone, _has_lora=lambda: has_some)
     state = {"base.weight": 1, "base.lora_A.weight": 2}
     assert Copies(manager, 1.0, lazily=False)._chosen(state) == state
 
 
 @pytest.fixture
 def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Take copies of these contents on a rank that is given; `made` are the ranks that have made metadata."""
+    """Take copies of these contents on a rank that is given; `made` are the ranks that have asked for metadata."""
     monkeypatch.setattr(module, "together", lambda what, work: [work()])
+    monkeypatch.setattr(module, "sharded", lambda *_, **__: nullcontext())
     made: list[int] = []
     monkeypatch.setattr(module.files, "metadata", lambda manager: made.append(manager.rank) or {"config.json": b"{}"})
     random = {"numpy": 3}
     managers: list[Any] = [
-        SimpleNamespace(rank=rank, world_size=2, model=None, lr_scheduler=None, get_rng_state=lambda: random)
+        SimpleNamespace(rank=rank, world_size=2, model=Mock(), lr_scheduler=None, get_rng_state=lambda: random)
         for rank in range(2)
     ]
     copies = [Copies(manager, 1.0, lazily=False) for manager in managers]
@@ -85,15 +88,13 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return take
 
 
-def test_metadata_are_made_once_and_written_by_rank_0_in_each_save(take: Any, tmp_path: Path) -> None:
+def test_metadata_are_read_at_once_and_written_by_rank_0_in_each_save(take: Any, tmp_path: Path) -> None:
+    assert take.made == [0]
     assert take(0) == take(1, "metadata") == {}
-    assert take.made == []
     for _ in range(2):
         take(0, "metadata")["metadata"]()
         assert (tmp_path / "actor/config.json").read_bytes() == b"{}"
         (tmp_path / "actor/config.json").unlink()
-    assert take.made == [0]
-    assert take(0) == {}
 
 
 def test_the_state_that_is_no_models_is_written_by_each_rank(take: Any, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_what_is_given_up_or_waited_for_is_the_copy(take: Any, monkeypatch: pyte
 
 def test_an_export_changes_no_more_when_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.files, "empty_model", lambda model, dtype, trust: dtype)
-    manager: Any = SimpleNamespace(model=None, trust_remote_code=False)
+    manager: Any = SimpleNamespace(rank=1, model=None, trust_remote_code=False)
     live = {"position_ids": torch.arange(3), "weight": torch.ones(3, dtype=torch.bfloat16)}
     dtype, state = Copies(manager, 1.0, lazily=False)._export(iter(live.items()))
     live["weight"] += 1

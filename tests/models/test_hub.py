@@ -12,7 +12,7 @@ import transformers.utils.hub
 from tests.backends.engines import SIZES
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.factory import make_model
-from trinity_sync.models.hub import local_folder
+from trinity_sync.models.hub import cached_folder, local_folder
 from trinity_sync.models.model_folder import _stored
 
 
@@ -53,3 +53,17 @@ def test_what_the_hub_does_not_give_is_refused_by_name(snapshot: Path) -> None:
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"^model\.path=org/tiny: "):
         local_folder("org/tiny")
+
+
+def test_the_cache_is_looked_into_without_a_question_to_the_hub(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cached_folder("org/tiny")
+    assert found is not None
+    assert found.samefile(snapshot)
+    (snapshot / "config.json").unlink()
+    assert cached_folder("org/tiny") == found  # a tokenizer's
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    assert cached_folder("m") == tmp_path / "m"
+    assert [cached_folder(name) for name in ("org/other", "", "no such/name/at all", "/nowhere")] == [None] * 4

@@ -21,20 +21,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def built(model: Path, *overrides: str) -> tuple[bool, str, str]:
-    """Whether without padding, with which attention, and what a checkpoint's config.json says of that."""
+def built(model: Path, *overrides: str) -> tuple[bool, str]:
+    """Whether without padding, and with which attention."""
     config = worker_config(worker_spec(typed(compose(list(overrides))), str(model), "logs")).model_config
-    said = config.hf_config.to_dict()["attn_implementation"]
-    return config.use_remove_padding, config.hf_config._attn_implementation, said
+    return config.use_remove_padding, config.hf_config._attn_implementation
 
 
-def test_sequences_are_packed_where_the_model_can_and_checkpoints_do_not_show_it(model: Path) -> None:
-    assert built(model) == (True, ATTENTION, "sdpa")
+def test_sequences_are_packed_where_the_model_can(model: Path) -> None:
+    assert built(model) == (True, ATTENTION)
 
 
 @pytest.mark.parametrize("override", ["trainer.remove_padding=never", "backend=megatron"])
 def test_they_are_padded_where_that_is_asked_for_or_the_engine_cannot(model: Path, override: str) -> None:
-    assert built(model, override) == (False, "sdpa", "sdpa")
+    assert built(model, override) == (False, "sdpa")
 
 
 def test_a_model_that_turns_out_not_to_pack_is_refused(model: Path) -> None:

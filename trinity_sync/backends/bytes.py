@@ -29,6 +29,7 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.safe_loading import load_file
 from trinity_sync.backends.saved import on_the_wire, travelling
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
@@ -74,7 +75,7 @@ class BytesBackend:
         device: str,
     ) -> None:
         model = empty_model(folder, None, "meta")
-        self._folder = folder
+        self._files = ModelFiles({CONFIG: (folder / CONFIG).read_bytes()})
         self._rank, self._ranks = rank, ranks
         self._seed, self._changed, self._device = seed, changed, device
         self._callbacks: list[Callable[[], None]] = []
@@ -188,11 +189,10 @@ class BytesBackend:
         self._callbacks.append(callback)
 
     def write_metadata(self, folder: Path) -> list[Path]:
-        config, sharding = folder / "huggingface" / "config.json", folder / "fsdp_config.json"
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text((self._folder / "config.json").read_text())
+        sharding = folder / "fsdp_config.json"
+        files = self._files.write(folder / "huggingface")
         sharding.write_text(json.dumps({"FSDP_version": 2, "world_size": self._ranks}))
-        return [config, sharding]
+        return [*files, sharding]
 
     def load(self, folder: Path) -> None:
         path, averages = folder / self._file("model"), folder / self._file("optim")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch.amp import GradScaler
     from torch.optim.lr_scheduler import LambdaLR
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
     from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
@@ -28,7 +28,6 @@ class ModelConfig(Protocol):
     hf_config: PretrainedConfig
     use_remove_padding: bool
     local_path: str
-    generation_config: GenerationConfig | None
     trust_remote_code: bool
 
     def get_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase | None:

@@ -30,6 +30,8 @@ from trinity_sync.backends.lora_merged import MergedSources
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.files import ModelFiles
+from trinity_sync.models.hub import local_folder
 from trinity_sync.weights.computed import Sources
 from trinity_sync.weights.lora import adapter_name, base_name
 from trinity_sync.weights.saved_views import Saved
@@ -37,7 +39,6 @@ from trinity_sync.weights.shards import Shard, listed
 from trinity_sync.weights.wire import FP32
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput
 
 
@@ -63,6 +64,8 @@ class FsdpBackend:
         offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
         self.deadline: Deadline = "now" if offloads else "optimizer_step"
         self._state = FsdpState(engine)
+        # read before anything is trained: what becomes of the folder then does not matter
+        self._files = ModelFiles.read(local_folder(engine.model_config.local_path)) if self._rank == 0 else None
         whole = saved_by(engine.model_config, wire_dtype, keep_fp32)
         _check_views(whole, engine.module)
         _check_kept(whole, wire_dtype, engine)
@@ -124,19 +127,11 @@ class FsdpBackend:
 
     def write_metadata(self, folder: Path) -> list[Path]:
         module = self._engine.module
-        version = fsdp_version(module)
-        model: PreTrainedModel = module._fsdp_wrapped_module if version == 1 else module
-        hugging_face = folder / "huggingface"
-        hugging_face.mkdir(parents=True, exist_ok=True)
-        model.config.save_pretrained(hugging_face)
-        if self._engine.model_config.generation_config is not None:
-            self._engine.model_config.generation_config.save_pretrained(hugging_face)
-        processing = self._engine.model_config.get_processor()
-        if processing is not None:
-            processing.save_pretrained(hugging_face)
+        assert self._files is not None, "rank 0 writes"
+        beside = self._files.write(folder / "huggingface")
         config = folder / "fsdp_config.json"
-        config.write_text(json.dumps(asdict(FSDPConfig(FSDP_version=version, world_size=self._world_size)), indent=4))
-        files = [config, *sorted(path for path in hugging_face.rglob("*") if path.is_file())]
+        config.write_text(json.dumps(asdict(FSDPConfig(fsdp_version(module), self._world_size)), indent=4))
+        files = [config, *beside]
         adapter = peft_config(module)
         return files if adapter is None else [*files, *write_adapter_config(adapter, folder)]
 

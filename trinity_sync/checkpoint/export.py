@@ -24,10 +24,11 @@ from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE
 from trinity_sync.checkpoint.places import check_free
-from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
-from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored
+from trinity_sync.checkpoint.reading import TensorInfo, Weights, open_weights
+from trinity_sync.checkpoint.reading.hugging_face import Stored
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder
+from trinity_sync.models.files import CONFIG, ModelFiles, is_weights
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.dtypes import is_floating
 from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE
@@ -39,8 +40,6 @@ DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "as-saved": None}
 
 Form = Literal["adapter", "merged"]
 """What a LoRA adapter is exported as."""
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,11 @@ def export_checkpoint(
         elif weights.config is not None:
             if config is None:
                 _check_links(weights.config, weights.config if weights is not opened else folder.absolute())
-            _copy_companions(weights.config, temporary, _main_dtype(infos))
+            dtype_name = _main_dtype(infos)
+            files_beside = ModelFiles.read(weights.config)
+            if dtype_name is not None:
+                files_beside = files_beside.with_dtype(str(to_torch(dtype_name)).removeprefix("torch."))
+            files_beside.write(temporary)
         digest, wire_digest = _write_weights(weights, wire, beside, infos, files, temporary, progress)
         checked = check_digest(weights, wire_digest) if weights is opened else None
         sync_folder(temporary)
@@ -260,7 +263,7 @@ def _check_links(config: Path, opened: Path) -> None:
         return
     bounds = (step or config).resolve()
     for path in (config, *sorted(config.rglob("*"))):
-        if path.name.endswith(_WEIGHTS) or not path.is_symlink():
+        if is_weights(path.name) or not path.is_symlink():
             continue
         target = path.resolve()
         if target.is_dir() or not target.is_relative_to(bounds):
@@ -268,34 +271,3 @@ def _check_links(config: Path, opened: Path) -> None:
                 f"{path} is a link to {target}, which is not followed out of a checkpoint; nothing was exported: name "
                 "a folder with the model's config and tokenizer with --config"
             )
-
-
-def _copy_companions(config: Path, folder: Path, dtype: str | None) -> None:
-    """Copy config, generation config, tokenizer and code of a model; all but weights."""
-    for source in sorted(config.iterdir()):
-        if source.name.endswith(_WEIGHTS) or source.name == INDEX or source.name.startswith("."):
-            continue
-        if source.is_dir():
-            shutil.copytree(
-                source, folder / source.name, ignore=shutil.ignore_patterns(*(f"*{end}" for end in _WEIGHTS))
-            )
-        else:
-            shutil.copyfile(source, folder / source.name)
-    path = folder / CONFIG
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        if dtype is not None:
-            _set_dtype(body, str(to_torch(dtype)).removeprefix("torch."))
-    except (ValueError, TypeError) as error:
-        raise WeightsError(f"{config / CONFIG} cannot be read: {error}") from error
-    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _set_dtype(body: dict[str, object], dtype: str) -> None:
-    """Let a config, and those inside it, say the dtype that the weights are in: loaders go by it."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in body]
-    for key in keys or ["dtype"]:
-        body[key] = dtype
-    for value in body.values():
-        if isinstance(value, dict) and ("dtype" in value or "torch_dtype" in value):
-            _set_dtype(value, dtype)

@@ -19,6 +19,7 @@ from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.characters import check_vocabulary
+from trinity_sync.models.files import CONFIG, MAX_FILE_BYTES, ModelFiles, check_alone
 from trinity_sync.models.hub import check_named
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.trainer.spec import lora_fields
@@ -45,6 +46,10 @@ def check_beforehand(cfg: DictConfig) -> None:
         _check_transport(cfg)
         if cfg.model.path is not None:
             check_named(cfg.model.path)
+    reference = algorithm_of(typed(cfg).algorithm).reference_path
+    for key, path in (("model.path", cfg.model.path), ("algorithm.kl.reference", reference)):
+        if path is not None and Path(path).is_dir():
+            _check_folder(key, Path(path), trust_remote_code=cfg.model.trust_remote_code)
     if cfg.model.path is None and cfg.workload.kind != "bytes":
         size = (cfg.model.architecture or {}).get("vocab_size")
         if isinstance(size, int):
@@ -115,6 +120,21 @@ def _check_processors(cfg: DictConfig) -> None:
             f"cluster.num_cpus is {given}, but the run reserves {needed}: {parts} take one each; set "
             f"cluster.num_cpus={needed} or more, or null (Ray counts them as a number; there need not be as many)"
         )
+
+
+def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
+    """Check that a model folder is one model, and that its files can be kept with each checkpoint."""
+    try:
+        files = ModelFiles.read(folder)
+        check_alone(folder)
+        missing = files.missing_code() if trust_remote_code else []
+        if missing:
+            raise ConfigError(f"{folder / CONFIG} names {missing[0]} in auto_map, which is not there")
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if key == "model.path" and files.too_large:
+        names = ", ".join(files.too_large)
+        print(f"{key}: checkpoints do not have {names} (over {MAX_FILE_BYTES >> 20} MB)", file=sys.stderr)
 
 
 def _check_sockets(cfg: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
@@ -46,6 +47,25 @@ def _is_busy(error: Exception) -> bool:
     """Whether the hub is there and only slow, or has too much to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return type(error).__name__.endswith("Timeout") or status == 429 or (status or 0) >= 500
+
+
+def cached_folder(name_or_path: str) -> Path | None:
+    """Return the folder of a model's or tokenizer's files as they are on this machine, absolute; None: there is none.
+    The hub is not asked.
+
+    Args:
+        name_or_path: a folder or a hub id.
+    """
+    if name_or_path and Path(name_or_path).is_dir():
+        return Path(name_or_path).absolute()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for name in ("config.json", "tokenizer_config.json"):
+        with contextlib.suppress(HFValidationError):
+            if isinstance(found := try_to_load_from_cache(name_or_path, name), str):
+                return Path(found).parent
+    return None
 
 
 def local_folder(model_path: str) -> Path:

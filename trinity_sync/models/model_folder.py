@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed
 
@@ -64,17 +65,17 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
 
 def _stored(folder: Path) -> dict[str, Path]:
     """The file of each tensor that transformers would load; none where the folder has no safetensors of a model."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    index, path = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, path = folder / INDEX, folder / "model.safetensors"
     files = [path] if path.is_file() else []  # it goes before an index
     stored: dict[str, Path] = {}
     try:
         if not files and index.is_file():
-            path, body = index, json.loads(index.read_text(encoding="utf-8"))
-            files = sorted({folder / file for file in body["weight_map"].values()})
+            path = index
+            files = sorted({folder / file for file in (index_of(folder) or {}).values()})
         for path in files:
-            with safe_open(path, framework="pt") as opened:
+            with IndexedFile(path, framework="pt") as opened:
                 stored |= dict.fromkeys(opened.keys(), path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(

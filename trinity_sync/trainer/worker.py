@@ -37,6 +37,7 @@ from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.deterministic import use_deterministic_kernels
 from trinity_sync.models.hub import local_folder
+from trinity_sync.models.indexed_file import follow_indexes
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
@@ -78,6 +79,7 @@ class TrinityWorker(Member, TrainingWorker):
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
         log_probs.install()
+        follow_indexes()
         super().__init__(worker_config(spec))
 
     def initialise(self) -> RankInfo:
@@ -257,11 +259,8 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
             use_remove_padding=packed,
             trust_remote_code=spec.trust_remote_code,
             enable_gradient_checkpointing=spec.gradient_checkpointing,
-            # the second is what checkpoints say of the model
-            override_config={
-                "attn_implementation": attention,
-                "model_config": {"attn_implementation": spec.attn_implementation},
-            },
+            # the second: verl would set all of it in the config too
+            override_config={"attn_implementation": attention, "model_config": {}},
             **lora,
         ),
         engine_config=engine,

@@ -20,6 +20,8 @@ from trinity_sync.backends.megatron.writer import Pending, finalise
 from trinity_sync.backends.optimizer_settings import settings_kept
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.errors import RunError
+from trinity_sync.models.files import ModelFiles
+from trinity_sync.models.hub import local_folder
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
 
@@ -38,6 +40,8 @@ class Checkpoints:
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
         self._trees = trees.Trees(self._manager)
+        # read before anything is trained: what becomes of the folder then does not matter
+        self._files = ModelFiles.read(local_folder(engine.model_config.local_path)) if dist.get_rank() == 0 else None
 
     def begin(
         self, folder: Path, meeting: Meeting, *, in_background: bool, durable: bool
@@ -68,13 +72,13 @@ class Checkpoints:
         return [*known, *small]
 
     def _write_metadata(self, folder: Path) -> list[Path]:
-        self._manager._save_hf_config_and_tokenizer(str(folder))
+        assert self._files is not None, "rank 0 writes"
+        made = self._files.write(folder / "model" / "huggingface")
         self._manager._save_transformer_config(str(folder))
         contents = self._manager._build_checkpoint_manifest(str(folder), 0, saved_any_dist_ckpt=True)
         contents["layout"] = trees.layout(self._manager)
         (folder / _CONTENTS).write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
-        made = [path for path in (folder / "model" / "huggingface").rglob("*") if path.is_file()]
-        return [*sorted(made), folder / "transformer_config.json", folder / _CONTENTS]
+        return [*made, folder / "transformer_config.json", folder / _CONTENTS]
 
     def load(self, folder: Path, *, restore_rng: bool = True) -> None:
         """Restore model, optimizer and the place in the schedule, whose settings stay as they are; with `restore_rng`,

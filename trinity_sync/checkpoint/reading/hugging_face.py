@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trinity_sync.checkpoint.reading.pieces import TensorInfo, WeightsError
+from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
 from trinity_sync.weights import dtypes
 
 WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,8 @@ def is_hugging_face(folder: Path) -> bool:
 
 def open_hugging_face(folder: Path) -> dict[str, Stored]:
     """Open the tensors of a model, under the names they are stored by, of the files that transformers would load: one
-    with the usual name goes before an index, and this before all others.
+    with the usual name goes before an index, and this before all others. Of a tensor that several files hold, the copy
+    that the index names.
 
     Raises:
         WeightsError: a file is missing or damaged, or the index and the files contradict each other.
@@ -60,28 +59,21 @@ def open_hugging_face(folder: Path) -> dict[str, Stored]:
                 raise WeightsError(f"{tensors[name].file} and {file} both hold {name}")
             tensors[name] = Stored(file, name, info)
     for name, file_name in (index or {}).items():
-        if name not in tensors or tensors[name].file.name != file_name:
+        if name not in tensors:
             raise WeightsError(f"{folder / INDEX} says that {name} is in {file_name}, but it is not")
     return tensors
 
 
 def _index(path: Path) -> dict[str, str] | None:
     try:
-        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except FileNotFoundError:
-        return None
+        return index_of(path.parent)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(named, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in named.values()
-    ):
-        raise WeightsError(f"{path} has no weight_map from names of tensors to names of files beside it")
-    return named
 
 
 def _infos(file: Path) -> dict[str, TensorInfo]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with IndexedFile(file, framework="pt") as opened:
             infos = {}
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 piece = opened.get_slice(name)

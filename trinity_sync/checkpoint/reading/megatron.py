@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from trinity_sync.checkpoint.reading.distributed import METADATA, open_distributed
-from trinity_sync.checkpoint.reading.hugging_face import CONFIG
 from trinity_sync.checkpoint.reading.pieces import Assembled, Source, TensorInfo, WeightsError
+from trinity_sync.models.files import CONFIG
 
 _LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.experts."

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.checkpoint.reading.hugging_face import CONFIG
 from trinity_sync.checkpoint.reading.pieces import Source, View, WeightsError
+from trinity_sync.models.files import CONFIG
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import saved_tensors
 

@@ -17,6 +17,7 @@ from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.state import StateCopy
 from trinity_sync.integrations.verl.weights import Pairs
+from trinity_sync.models.files import ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,8 @@ class Copies:
         self._timeout_s = timeout_s
         self._lazily = lazily
         self._copy = StateCopy()
-        self._metadata: dict[str, bytes] = {}
+        if manager.rank == 0 and manager.model is not None:
+            files.metadata(manager)  # before anything is trained
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         """See `interfaces.Copies`."""
@@ -61,13 +63,16 @@ class Copies:
             if name not in contents.OF_FIRST_RANK
         }
         if rank == 0 and contents.METADATA in todo:
-            found[contents.METADATA] = lambda: files.write_files(self._metadata, folder)
+            small = files.metadata(self._manager)
+            if contents.EXPORT in todo:
+                small = files.of_export(small, files.HUGGING_FACE, next(self._manager.model.parameters()).dtype)
+            found[contents.METADATA] = lambda: ModelFiles(small).write(folder)
         if contents.EXPORT in todo:
             tensors = files.full_tensors(self._manager.model)
             export = use_on_first_rank(f"gather the model of step {step}", tensors, self._export)
             if export is not None:
                 empty, weights = export
-                found[contents.EXPORT] = lambda: files.write_export(empty, weights, folder / "huggingface")
+                found[contents.EXPORT] = lambda: files.write_export(empty, weights, folder / files.HUGGING_FACE)
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
@@ -80,9 +85,6 @@ class Copies:
 
     def _take(self, step: int, todo: list[str]) -> None:
         live = {self._file(name): value for name, value in self._live(todo).items()}
-        if contents.METADATA in todo and self._manager.rank == 0 and not self._metadata:
-            # Made once, and on the thread that uses config and tokenizer: neither changes in a run.
-            self._metadata = files.metadata(self._manager)
         # Last: what comes after it shares the processor with it.
         self._copy.take(live, f"the state of step {step}", lazily=self._lazily)
 

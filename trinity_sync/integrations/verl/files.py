@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.core_model_loading import revert_weight_conversion
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
@@ -22,14 +23,25 @@ from verl.utils.fsdp_utils import (
     load_fsdp_model_to_gpu,
     offload_fsdp_model_to_cpu,
 )
-from verl.utils.transformers_compat import drop_tied_target_keys, get_auto_model_for_vision2seq
+from verl.utils.transformers_compat import get_auto_model_for_vision2seq
 
 from trinity_sync.backends.sharded import sharded
+from trinity_sync.checkpoint.hf_files import plan_files, write_file, write_index
+from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.integrations.verl.model_files import model_files
+from trinity_sync.models.files import CONFIG, ModelFiles
+from trinity_sync.models.indexed_file import INDEX
+from trinity_sync.weights.tensors import from_torch, saved_list
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+HUGGING_FACE = "huggingface"
+_MAX_SHARD_BYTES = 5 * 10**9
+_READ: WeakKeyDictionary[FSDPCheckpointManager, tuple[ModelFiles, dict[str, bytes]]] = WeakKeyDictionary()
+"""What `metadata` has read for a manager."""
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
@@ -37,59 +49,40 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     return model._fsdp_wrapped_module if fsdp_version(model) == 1 else model
 
 
-def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Write small files; returns their paths."""
-    written = []
-    for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        written.append(path)
-    return written
-
-
-def generation_config(model: torch.nn.Module) -> GenerationConfig | None:
-    """Return the generation config of a model that generates and came from a path that has one."""
-    inner = unwrapped(model)
-    origin = getattr(inner.config, "name_or_path", None)
-    if not inner.can_generate() or not origin:
-        return None
-    try:
-        return GenerationConfig.from_pretrained(origin)
-    except (OSError, ValueError):
-        return None
-
-
 def metadata(manager: FSDPCheckpointManager) -> dict[str, bytes]:
-    """The files by which others read the shards, relative path -> contents: Hugging Face config, tokenizer or
-    processor, generation config and code of the model's own in ``huggingface/``; ``fsdp_config.json``; verl's note on
-    LoRA.
+    """The files by which others read the shards, relative path -> contents: those of the model in ``huggingface/``;
+    ``fsdp_config.json``; verl's note on LoRA. Read once for a manager: later changes of the model's folder do not
+    matter.
 
     Args:
         manager: verl's checkpoint manager, ours or its own.
+
+    Raises:
+        ConfigError: a file of the model's folder cannot be read.
     """
-    inner = unwrapped(manager.model)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        hugging_face = folder / "huggingface"
-        hugging_face.mkdir()
-        config = inner.config
-        if None in (getattr(config, "auto_map", None) or {}):
-            config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
-        config.save_pretrained(hugging_face)
-        if manager.processing_class is not None:
-            manager.processing_class.save_pretrained(hugging_face)
-        generation = generation_config(manager.model)
-        if generation is not None:
-            generation.save_pretrained(hugging_face)
-        if hasattr(config, "auto_map"):
-            base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-            custom_object_save(base, hugging_face, config=config)
+    if manager not in _READ:
+        inner = unwrapped(manager.model)
+        with tempfile.TemporaryDirectory() as name:
+            manager._save_lora_train_meta(name, inner)
+            notes = {path.name: path.read_bytes() for path in Path(name).iterdir()}
         runtime = FSDPConfig(FSDP_version=fsdp_version(manager.model), world_size=manager.world_size)
-        (folder / "fsdp_config.json").write_text(json.dumps(asdict(runtime), indent=4))
-        manager._save_lora_train_meta(str(folder), inner)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        notes["fsdp_config.json"] = json.dumps(asdict(runtime), indent=4).encode()
+        _READ[manager] = model_files(inner.config, manager.processing_class), notes
+    files, notes = _READ[manager]
+    return {**{f"{HUGGING_FACE}/{path}": data for path, data in files.contents.items()}, **notes}
+
+
+def of_export(small: Mapping[str, bytes], folder: str, dtype: torch.dtype) -> dict[str, bytes]:
+    """The small files of a checkpoint with a model in Hugging Face format, whose config says the dtype of its weights.
+
+    Args:
+        small: relative path -> contents.
+        folder: of the model below the checkpoint's, with ``/``.
+        dtype: of the weights.
+    """
+    name = f"{folder}/{CONFIG}"
+    files = ModelFiles({CONFIG: small[name]}).with_dtype(str(dtype).removeprefix("torch."))
+    return {**small, name: files.contents[CONFIG]}
 
 
 # ---- full tensors
@@ -159,10 +152,7 @@ def empty_model(model: torch.nn.Module, dtype: torch.dtype, trust_remote_code: b
     """
     config = copy.deepcopy(unwrapped(model).config)
     with torch.device("meta"):
-        made = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    generation = generation_config(model)
-    if made.can_generate() and generation is not None:
-        made.generation_config = generation
+        made: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return made
 
 
@@ -172,12 +162,12 @@ def write_export(empty: PreTrainedModel, state: dict[str, torch.Tensor], folder:
     The other files in the folder (config, tokenizer) are `metadata`'s.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drop_tied_target_keys(state, empty, empty.config)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        empty.save_pretrained(name, state_dict=state)
-        written = []
-        for path in sorted(Path(name).iterdir()):
-            if "safetensors" in path.name:
-                path.rename(folder / path.name)
-                written.append(folder / path.name)
-    return written
+    tensors = revert_weight_conversion(empty, state)
+    saved = {name: tensors[name] for name in saved_list(empty)}
+    infos = {name: TensorInfo(from_torch(tensor.dtype), tuple(tensor.shape)) for name, tensor in saved.items()}
+    files = plan_files(infos, _MAX_SHARD_BYTES)
+    for file, names in files.items():
+        write_file(folder, file, {name: infos[name] for name in names}, saved.__getitem__)
+    if len(files) > 1:
+        write_index(folder, files, infos)
+    return sorted(folder / name for name in [*files, *([INDEX] if len(files) > 1 else [])])

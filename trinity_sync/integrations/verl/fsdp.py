@@ -15,6 +15,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl import files
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.state import StateCopy
+from trinity_sync.models.files import ModelFiles
 
 
 def fsdp_save_state_dict(
@@ -61,7 +62,7 @@ def fsdp_save_state_dict(
 
         def write() -> list[Path]:
             write_weights()
-            return [folder / name, *files.write_files(metadata, folder)]
+            return [folder / name, *ModelFiles(metadata).write(folder)]
 
         # Two roles in one process write at the same time.
         coordinator.save_async(parts[rank], write, global_step, True, part=parts[rank])

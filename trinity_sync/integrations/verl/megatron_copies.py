@@ -14,8 +14,10 @@ from trinity_sync.backends.megatron import trees
 from trinity_sync.backends.megatron.writer import finalise
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl.model_files import model_files
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.weights import Pairs
+from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
 
@@ -45,6 +47,7 @@ class Copies:
         self._trees = trees.Trees(manager)
         self._meetings = Meetings.of_default_group(timeout_s)
         self.meeting: Meeting | None = None
+        self._files = model_files(manager.hf_config, manager.processing_class) if manager.rank == 0 else ModelFiles({})
         self._small: dict[str, bytes] | None = None
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
@@ -61,14 +64,13 @@ class Copies:
             together(f"describe the contents of step {step}", self._read_small)
         small = self._small or {}
         if exports:
-            of_export = {name: data for name, data in small.items() if name.startswith(HUGGING_FACE)}
-            export = self._take_export(step, folder, of_export)
+            export = self._take_export(step, folder)
             if self._manager.rank == 0:
                 found[contents.EXPORT] = export
         if contents.METADATA in todo and self._manager.rank == 0:
             own = {name: data for name, data in small.items() if not (exports and name.startswith(HUGGING_FACE))}
             own["ckpt_contents.json"] = self._manifest(step, contents.STATE in todo)
-            found[contents.METADATA] = lambda: _write_small(own, folder)
+            found[contents.METADATA] = lambda: ModelFiles(own).write(folder)
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
@@ -107,41 +109,43 @@ class Copies:
 
     # ---- the model in Hugging Face format
 
-    def _take_export(self, step: int, folder: Path, small: dict[str, bytes]) -> SaveFn:
+    def _take_export(self, step: int, folder: Path) -> SaveFn:
         """What mbridge writes is gathered to rank 0 here, and written in the background. With options of its own in
         ``mbridge_config``, or by Megatron-Bridge, it is written here, by the bridge itself.
         """
         manager, place = self._manager, folder / HUGGING_FACE
         what = f"export the model of step {step}"
+        dtype = str(next(manager.model[0].parameters()).dtype).removeprefix("torch.")
         if manager.vanilla_bridge and not any(manager._get_bridge_extended_args().values()):
             state = use_on_first_rank(what, manager.bridge.export_weights(manager.model), _copied)
 
             def write() -> list[Path]:
-                _write_small(small, folder)
+                self._files.with_dtype(dtype).write(place)
                 _write_weights(manager.bridge, state or {}, place)
                 return _files(place)
 
             return write
-        together(f"begin to {what}", lambda: _write_small(small, folder))
+        together(f"begin to {what}", lambda: place.mkdir(parents=True, exist_ok=True))
         together(what, lambda: manager._save_model_as_hf_via_bridge(str(place)))
-        return lambda: _files(place)
+
+        def write_beside() -> list[Path]:
+            self._files.with_dtype(dtype).write(place)  # over what the bridge has written of these
+            return _files(place)
+
+        return write_beside
 
     # ---- the small files of rank 0
 
     def _read_small(self) -> None:
-        """Have the configs and the tokenizer as verl writes them, relative path -> bytes. Made once, and on the thread
-        that uses them: none changes in a run.
-        """
+        """Have the model's files and Megatron's config, relative path -> bytes. Made once: none changes in a run."""
         manager = self._manager
         if manager.rank != 0 or self._small is not None:
             return
         with tempfile.TemporaryDirectory() as name:
-            manager._save_hf_config_and_tokenizer(name)
-            if manager.bridge is not None and manager.vanilla_bridge:
-                manager.bridge.hf_config.save_pretrained(Path(name) / HUGGING_FACE)  # as the bridge's own save does
             if manager.should_save_extra:
                 manager._save_transformer_config(name)
-            self._small = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
+            own = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
+        self._small = own | {f"{HUGGING_FACE}/{path}": data for path, data in self._files.contents.items()}
 
     def _manifest(self, step: int, has_trees: bool) -> bytes:
         with tempfile.TemporaryDirectory() as name:  # verl makes folders when it names them
@@ -169,14 +173,6 @@ def _write_weights(bridge: LLMBridge, state: dict[str, torch.Tensor], place: Pat
     bridge.safetensor_io.save_hf_weight(iter(state.items()), str(place), bridge._get_hf_shared_weight_keys())
     if bridge.safetensor_io.origin_index:
         bridge.safetensor_io.save_index(str(place))
-
-
-def _write_small(small: dict[str, bytes], folder: Path) -> list[Path]:
-    for name, data in small.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return [folder / name for name in small]
 
 
 def _files(folder: Path) -> list[Path]:

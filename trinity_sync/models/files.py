@@ -1,0 +1,251 @@
+"""The files of a model folder except its weights, as bytes: what makes a checkpoint or an export the model that came.
+
+Read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them as they were, and
+change single values of config.json in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from stat import S_ISREG
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.lora import CONFIG_FILE as ADAPTER_CONFIG
+
+CONFIG = "config.json"
+
+MAX_FILE_BYTES = 128 << 20
+"""A larger file is not kept: each checkpoint has a copy. The largest tokenizers that are published have 35 MB."""
+
+_WEIGHTS = re.compile(
+    r"(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|onnx[._]data(_\d+)?|ot|npz|tflite|nemo|distcp"
+    r"|index\.json|index|data-\d+-of-\d+)|saved_model\.pb)$",
+    re.IGNORECASE,
+)
+_TRAINING = re.compile(
+    r"(trainer_state\.json|zero_to_fp32\.py|latest|events\.out\.tfevents\..*|(optimizer|scheduler|rng_state|scaler).*\.pkl"
+    r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__)$"
+)
+_LOADED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+_DTYPES = ("dtype", "torch_dtype")
+_NOTHING = object()
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Files of one model, without its weights.
+
+    Attributes:
+        contents: the bytes of each, by its path relative to the folder, with ``/``.
+        too_large: paths of files that are not kept for their size.
+    """
+
+    contents: Mapping[str, bytes]
+    too_large: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelFiles:
+        """Read the files of a folder and of those below it.
+
+        Weights of any format and their indexes are left out, and so are the files of an adapter, hidden files, and what
+        a trainer left for its own resume. Links are followed.
+
+        Args:
+            folder: of a model in Hugging Face format.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        contents, too_large = {}, []
+        for name, path in sorted(_found(folder)):
+            try:
+                found = path.stat()
+                name.encode()
+                if not S_ISREG(found.st_mode):  # to read a pipe would take for ever
+                    continue
+                if found.st_size > MAX_FILE_BYTES:
+                    too_large.append(name)
+                else:
+                    contents[name] = path.read_bytes()
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{folder} has a file whose name is not UTF-8: {name!a}; rename it") from error
+        return cls(contents, tuple(too_large))
+
+    def with_dtype(self, dtype: str) -> ModelFiles:
+        """Return the files of the same model with weights in another dtype: where config.json and the configs inside it
+        name one, they name this one.
+
+        Args:
+            dtype: as torch names it, such as ``bfloat16``.
+
+        Raises:
+            ConfigError: config.json is not a JSON object.
+        """
+        body = self.config
+        if {body[key] for key in _DTYPES if key in body} == {dtype}:
+            return self
+        return self.with_values({path: dtype for path in _dtype_keys(body)})
+
+    def with_values(self, values: Mapping[tuple[str, ...], object]) -> ModelFiles:
+        """Return these files with other values in config.json, whose other bytes stay as they are.
+
+        Args:
+            values: by keys, those of the outer objects first. A key that is not there is added to its object.
+
+        Raises:
+            ConfigError: config.json is not a JSON object.
+        """
+        if not values:
+            return self
+        body = self.config
+        text = self.contents[CONFIG].decode()
+        for path, value in values.items():
+            if _at(body, path) != value:
+                text = _with_value(text, path, value)
+        return replace(self, contents={**self.contents, CONFIG: text.encode()})
+
+    @property
+    def config(self) -> dict[str, object]:
+        """What config.json says.
+
+        Raises:
+            ConfigError: there is none, or it is not a JSON object.
+        """
+        try:
+            body = json.loads(self.contents[CONFIG].decode())
+        except KeyError:
+            raise ConfigError(f"the model has no {CONFIG}") from None
+        except ValueError as error:
+            raise ConfigError(f"{CONFIG} cannot be read: {error}") from error
+        if not isinstance(body, dict):
+            raise ConfigError(f"{CONFIG} is not a JSON object")
+        return body
+
+    def missing_code(self) -> list[str]:
+        """Return the files of code that ``auto_map`` names for what a run loads, and that are not in the folder."""
+        named: list[object] = []
+        for name in (CONFIG, "tokenizer_config.json"):
+            try:
+                found = json.loads(self.contents.get(name, b"{}"))["auto_map"]
+                for value in (found.get(kind) for kind in _LOADED):
+                    named += value if isinstance(value, list) else [value]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+        # a name with "--" is of another repository
+        files = {f"{each.rpartition('.')[0]}.py" for each in named if isinstance(each, str) and "--" not in each}
+        return sorted(files - self.contents.keys())
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the files into a folder, which is made; returns their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, data in self.contents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            written.append(path)
+        return written
+
+
+def check_alone(folder: Path) -> None:
+    """Check that a model folder holds no adapter: transformers would put it onto the model, or load its base instead.
+
+    Raises:
+        ConfigError: it does; names the file.
+    """
+    path = folder / ADAPTER_CONFIG
+    if path.is_file():
+        raise ConfigError(
+            f"{path} makes transformers load a LoRA adapter with this model: remove that file, or name the adapter's "
+            "base as model.path and the adapter's folder as model.lora.path"
+        )
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file holds weights, or is their index, by its name."""
+    return _WEIGHTS.search(name) is not None
+
+
+def _found(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The files to be kept: path relative to the folder, and path."""
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
+        here = Path(place)
+        folders[:] = [name for name in folders if _is_kept(name) and not _leads_up(here / name)]
+        for name in files:
+            if _is_kept(name) and not is_weights(name):
+                yield (here / name).relative_to(folder).as_posix(), here / name
+
+
+def _is_kept(name: str) -> bool:
+    return not name.startswith((".", "adapter_config.json")) and _TRAINING.match(name) is None
+
+
+def _leads_up(folder: Path) -> bool:
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+
+
+def _unreadable(path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be read, and so not be kept with the model: {error.strerror or error}")
+
+
+def _refuse(error: OSError) -> None:
+    raise _unreadable(error.filename, error)
+
+
+def _dtype_keys(body: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where a config, and those inside it, name the dtype of weights."""
+    for key, value in body.items():
+        if key in _DTYPES and isinstance(value, str):
+            yield (*above, key)
+        elif isinstance(value, dict) and key != "quantization_config":
+            yield from _dtype_keys(value, (*above, key))
+
+
+def _at(body: object, path: tuple[str, ...]) -> object:
+    """The value at these keys; of keys that are not there one that is equal to nothing."""
+    for key in path:
+        body = body.get(key, _NOTHING) if isinstance(body, dict) else _NOTHING
+    return body
+
+
+def _with_value(text: str, path: tuple[str, ...], value: object) -> str:
+    """A JSON text with another value at these keys, of which all but the last are there; laid out as it was."""
+    start, written = _after_space(text, 0), json.dumps(value, ensure_ascii=False)
+    for key in path[:-1]:
+        start = next(begin for name, begin, _ in reversed(list(_members(text, start))) if name == key)
+    members = list(_members(text, start))
+    for name, begin, end in reversed(members):
+        if name == path[-1]:
+            text = text[:begin] + written + text[end:]
+    if path[-1] not in {name for name, _, _ in members}:
+        first = _after_space(text, start + 1)
+        comma = f",{text[start + 1 : first] or ' '}" if members else ""
+        text = f"{text[:first]}{json.dumps(path[-1])}: {written}{comma}{text[first:]}"
+    return text
+
+
+def _members(text: str, start: int) -> Iterator[tuple[str, int, int]]:
+    """The members of the object that begins there: key, and where its value begins and ends."""
+    at = _after_space(text, start + 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        begin = _after_space(text, _after_space(text, at) + 1)
+        _, end = _DECODER.raw_decode(text, begin)
+        yield key, begin, end
+        at = _after_space(text, end)
+        at = _after_space(text, at + 1) if text[at] == "," else at
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it matches nothing, too"
+    return found.end()

@@ -1,0 +1,67 @@
+"""Of a tensor that several files of a model folder hold, the copy that the index names. transformers takes the last."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+INDEX = "model.safetensors.index.json"
+
+
+class IndexedFile:
+    """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`.
+
+    Args:
+        path: the file.
+        settings, named: as for `safe_open`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *settings: Any, **named: Any) -> None:
+        self._opened = safe_open(path, *settings, **named)
+        name = Path(path).name
+        try:
+            files = index_of(Path(path).parent) or {}
+        except (OSError, ValueError):  # of what was there before; the index that a model is loaded by has been read
+            files = {}
+        # a file that the index does not know is not loaded by it
+        self._elsewhere = {of for of, file in files.items() if file != name} if name in files.values() else set()
+
+    def __enter__(self) -> IndexedFile:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def keys(self) -> list[str]:
+        """Return the names of the file's tensors, but for stray copies."""
+        return [name for name in self._opened.keys() if name not in self._elsewhere]  # noqa: SIM118 - it is no mapping
+
+
+def index_of(folder: Path) -> dict[str, str] | None:
+    """Read which file of a folder has each tensor; None: there is no index.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    try:
+        body = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    named = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(at, str) and Path(at).name == at for at in named.values()):
+        raise ValueError("it has no weight_map from names of tensors to names of files next to it")
+    return named
+
+
+def follow_indexes() -> None:
+    """Have transformers, in this process, load the copies that indexes name."""
+    from transformers import modeling_utils
+
+    modeling_utils.safe_open = IndexedFile
