@@ -198,6 +198,8 @@ def test_a_value_that_rewards_do_not_get_is_told(tmp_path: Path, capsys: pytest.
     told = [line for line in capsys.readouterr().err.splitlines() if "'when'" in line]
     assert len(told) == 1
     assert "rows.parquet: row 2: the column 'when' cannot be read, and rewards do not get it: date value" in told[0]
+
+
 def test_a_model_without_an_end_is_refused_also_where_the_task_has_no_file(tmp_path: Path) -> None:
     model = chat_model(tmp_path)
     edit(tmp_path / "model" / "tokenizer_config.json", eos_token=None)

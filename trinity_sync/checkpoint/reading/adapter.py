@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.checkpoint.reading.hugging_face import CONFIG
 from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
 from trinity_sync.checkpoint.reading.saved_form import made_of
 from trinity_sync.errors import RunError
+from trinity_sync.models.files import CONFIG
 from trinity_sync.weights import lora
 from trinity_sync.weights.shards import listed
 
