@@ -10,7 +10,7 @@ import pytest
 
 from tests.backends.engines import Ranks
 from tests.backends.gradients import assert_as_by_hand
-from tests.backends.measuring import assert_measured
+from tests.backends.measuring import assert_gaps, assert_measured
 from tests.backends.recomputing import assert_recomputed
 from tests.backends.token_ranks import MAX_TOKENS, of_fsdp, of_megatron
 
@@ -64,6 +64,11 @@ def test_learning_is_the_same_however_sequences_are_batched(facts: Facts, case: 
 @pytest.mark.parametrize("case", named(FSDP | MEGATRON))
 def test_the_loss_of_a_validation_is_the_mean_over_tokens_however_it_is_batched(facts: Facts, case: str) -> None:
     assert_measured([rank["measuring"] for rank in facts[case]])
+
+
+@pytest.mark.parametrize("case", named(FSDP | MEGATRON))
+def test_the_gap_to_a_sampler_is_that_of_training_with_its_dropout(facts: Facts, case: str) -> None:
+    assert_gaps([rank["measuring"] for rank in facts[case]])
 
 
 @pytest.mark.parametrize("case", named({name: case for name, case in FSDP.items() if case["max_tokens"]}))

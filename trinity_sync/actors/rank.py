@@ -52,6 +52,24 @@ class LossSum(NamedTuple):
     tokens: int
 
 
+class GapSum(NamedTuple):
+    """How far a share of some samples is from the log-probs that training computes.
+
+    Attributes:
+        share: of which data-parallel rank; ranks that share a model compute the same.
+        tokens: of the responses.
+        gap, largest: absolute difference of a token's log-probs: sum and maximum, nats.
+        trained, sampled: sums of the log-probs in training, and under the sampler, nats.
+    """
+
+    share: int
+    tokens: int
+    gap: float
+    largest: float
+    trained: float
+    sampled: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """What a rank tells the driver once its engine is up.
@@ -156,6 +174,12 @@ class RankClient(RayClient):
         it. Collective.
         """
         return self._call("measure the loss of the validation", "measure_loss", batch)
+
+    def measure_gap(self, batch: ObjectRef[SampleBatch]) -> Call[GapSum | None]:
+        """Have it measure how far its share of samples is from the log-probs that training computes, without learning;
+        None: another stage of the pipeline has it. Collective.
+        """
+        return self._call("compare log-probs with the sampler's", "measure_gap", batch)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> Call[float]:
         """Have it copy its shards into a slot and tell the agent; the answer is how many seconds it stood still so far.

@@ -58,6 +58,10 @@ class Engine(Protocol):
         """How many shares there are."""
         ...
 
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Inside, the engine infers. Collective where it offloads."""
+        ...
+
     def eval_mode(self) -> AbstractContextManager[None]:
         """Inside, the engine infers. Collective where it offloads."""
         ...

@@ -69,6 +69,10 @@ class FsdpOption(FsdpConfig, BackendOption):
             return None  # said by `check_sharing`
         return ranks // sharing, "data-parallel ranks (backend.ranks / backend.sp)"
 
+    @property
+    def compute_dtype(self) -> str:
+        return self.param_dtype
+
     def engine_fields(self, cfg: Config) -> dict[str, Any]:
         return {
             "strategy": self.strategy,

@@ -69,6 +69,11 @@ class BackendOption(ABC):
 
     # -- in the driver
 
+    @property
+    def compute_dtype(self) -> str:
+        """In which dtype forward and backward compute: ``bf16``, ``fp16`` or ``fp32``."""
+        return "bf16"
+
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
         """Its own, and those of every engine."""

@@ -177,6 +177,7 @@ class ExplorerConfig:
     top_k: int = number(at_least=0)
     top_p: float = number(more_than=0, at_most=1)
     batch_size: int = number(at_least=1)
+    check_agreement: str = choice("refuse", "warn", "off")
     timeout_s: float = seconds(more_than=0)
 
 

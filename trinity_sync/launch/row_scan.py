@@ -30,7 +30,7 @@ from trinity_sync.config import build_task, typed, validation_items, validation_
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.models.attention import check_attention
-from trinity_sync.models.families import class_problem
+from trinity_sync.models.families import class_problem, noise
 from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.shared_rows import Item, shared_rows
@@ -314,8 +314,14 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
     except (OSError, ValueError) as error:
         return _UnreadableModel(" ".join(str(error).split()))
     _check_model(request, tokens)
+    notes = [tokens.difference] if tokens.difference else []
+    if request.prompts and (noisy := noise(tokens.config.to_dict())):
+        notes.append(
+            f"the model's config has {noisy}: the trainer computes with it, and the explorers do not; 0 in its "
+            "config.json turns it off"
+        )
     if not request.rows:
-        return _Found(None, [], [tokens.difference] if tokens.difference else [])
+        return _Found(None, [], notes)
     kind = PromptEncoder if request.prompts else PairEncoder
     encoder = cast(_Encoder, kind.of_task(request.task, tokens))
     least = _at_least(request, encoder)
@@ -330,7 +336,7 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
             raise ConfigError(str(error)) from error
         tell(len(lengths))
     unended = encoder.unended(cast(Any, request.rows[0][1])) if isinstance(encoder, PairEncoder) else None
-    notes = [note for note in (tokens.difference, unended) if note]
+    notes += [unended] if unended else []
     return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], notes)
 
 

@@ -72,6 +72,20 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
+def noise(fields: Mapping[str, Any]) -> str | None:
+    """Name the fields of a model's config by which training computes with noise that sampling has not: dropout and the
+    jitter of routers; None: there are none.
+    """
+    nested = fields.get("text_config")
+    found = {
+        name: value
+        for part in (fields, nested if isinstance(nested, Mapping) else {})
+        for name, value in part.items()
+        if re.search("drop|jitter", name) and isinstance(value, float) and value > 0
+    }
+    return ", ".join(f"{name}={value}" for name, value in found.items()) or None
+
+
 def made_class(fields: Mapping[str, Any]) -> str | None:
     """Name the class that transformers makes of a config; None: the model comes with code, or the tables lack it."""
     if _code_class(fields) is not None:

@@ -26,6 +26,7 @@ Record: TypeAlias = Mapping[str, object]
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
     **dict.fromkeys(("generate", "skipped_update", "failed_rewards", "filled_batch", "all_rejected"), "step"),
+    "agreement": "step",
     **dict.fromkeys(("save", "commit", "prune", "mirror"), "step"),
 }
 

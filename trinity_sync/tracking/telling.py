@@ -71,6 +71,11 @@ def told_event(event: Mapping[str, object]) -> str:
                 f"{'of its validation ' if event.get('validation') else ''}could not be judged, the first: "
                 f"{event['error']}"
             )
+        case "agreement":
+            text = (
+                f"step {event['step']}: log-probs of explorers and trainer differ by {event['mean']:.3g} on average, "
+                f"{event['largest']:.3g} at most, over {event['tokens']} tokens ({event['bound']:.3g} allowed)"
+            )
         case "filled_batch":
             text = (
                 f"step {event['step']}: {event['count']} of its prompts have samples without a difference, as too few "

@@ -30,6 +30,7 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
+from trinity_sync.trainer.agreement import Agreement
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.reward_penalty import RewardPenalty
 from trinity_sync.trainer.saves import FullSaves
@@ -161,6 +162,7 @@ class FreeLoop:
         log: takes what is reported.
         stop: once set, the step under way is finished and saved, and is the last.
         penalty: takes the divergence from the rewards; None: nothing is taken.
+        agreement: looks whether trainer and explorers compute the same; None: nobody does.
         validations: of versions; None: nothing is validated.
     """
 
@@ -177,11 +179,20 @@ class FreeLoop:
         log: Log,
         stop: threading.Event | None = None,
         penalty: RewardPenalty | None = None,
+        agreement: Agreement | None = None,
         validations: Validations | None = None,
     ) -> None:
         self._validations = validations
         self._validated: dict[int, Mapping[str, float]] = {}
-        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log, penalty=penalty)
+        self._steps = Steps(
+            settings,
+            trainer=trainer,
+            synchronizer=synchronizer,
+            parts=parts,
+            log=log,
+            penalty=penalty,
+            agreement=agreement,
+        )
         self._settings = settings
         self._source = source
         self._mode = mode

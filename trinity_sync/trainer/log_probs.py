@@ -41,17 +41,17 @@ def with_log_probs(
 
 
 def inferred(
-    engine: Engine, data: TensorDict, inside: AbstractContextManager[None] | None = None
+    engine: Engine, data: TensorDict, inside: AbstractContextManager[None] | None = None, *, training: bool = False
 ) -> torch.Tensor | None:
     """Return the log-prob that an engine gives each next token of a rank's sequences: nested, float32, on the CPU; None
     on pipeline stages before the last. Collective; arguments as of `with_log_probs`, where `data` may be from
-    `sft_batch`, too, and stays as it is.
+    `sft_batch`, too, and stays as it is; with `training` dropout is on, as when it trains.
     """
     asked = data.copy()  # the engine notes in it what it has found
     # a reference may be of a family that packs no sequences, or be one where the trained model is none
     packed = engine.model_config.use_remove_padding
     tu.assign_non_tensor(asked, calculate_entropy=False, use_remove_padding=packed)
-    with engine.eval_mode(), inside or nullcontext(), torch.no_grad():
+    with engine.train_mode() if training else engine.eval_mode(), inside or nullcontext(), torch.no_grad():
         output = engine.infer_batch(asked)
     if not output:
         return None

@@ -25,6 +25,7 @@ from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
+from trinity_sync.trainer.agreement import Agreement
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.reward_penalty import RewardPenalty
 from trinity_sync.trainer.saves import FullSaves
@@ -103,6 +104,7 @@ class TrainingLoop:
             slot with it.
         stop: once set, the step under way is finished and saved, and is the last.
         penalty: takes the divergence from the rewards; None: nothing is taken.
+        agreement: looks whether trainer and explorers compute the same; None: nobody does.
         validation: asked after each publish, while the explorers have nothing else to do; None: nobody is.
     """
 
@@ -120,9 +122,18 @@ class TrainingLoop:
         restored: tuple[int, Callable[[Version, int], None]] | None = None,
         stop: threading.Event | None = None,
         penalty: RewardPenalty | None = None,
+        agreement: Agreement | None = None,
         validation: Validation | None = None,
     ) -> None:
-        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log, penalty=penalty)
+        self._steps = Steps(
+            settings,
+            trainer=trainer,
+            synchronizer=synchronizer,
+            parts=parts,
+            log=log,
+            penalty=penalty,
+            agreement=agreement,
+        )
         self._stop = stop
         self._restored = restored
         self._settings = settings

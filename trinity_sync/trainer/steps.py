@@ -24,6 +24,7 @@ from trinity_sync.samples.filtering import Drawn
 from trinity_sync.samples.metrics import batch_metrics, drawn_metrics
 from trinity_sync.samples.staleness import staleness
 from trinity_sync.tracking.summary import SKIPPED
+from trinity_sync.trainer.agreement import Agreement
 from trinity_sync.trainer.algorithms.base import REJECTED
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.reward_penalty import RewardPenalty
@@ -133,6 +134,7 @@ class Steps:
         parts: names of the parts that make a version.
         log: takes what is reported.
         penalty: takes the divergence from the rewards; None: nothing is taken.
+        agreement: looks whether trainer and explorers compute the same; None: nobody does.
     """
 
     def __init__(
@@ -144,8 +146,10 @@ class Steps:
         parts: list[str],
         log: Log,
         penalty: RewardPenalty | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._penalty = penalty
+        self._agreement = agreement
         self._settings = settings
         self._trainer = trainer
         self._synchronizer = synchronizer
@@ -187,6 +191,10 @@ class Steps:
             RunError: the loss is not finite, or missing.
         """
         interrupts.check()
+        if self._agreement is not None and isinstance(batch, SampleBatch):
+            measured = self._agreement.measure(step, batch)
+            if measured is not None:
+                self._log.event("agreement", **measured)
         shared = ray.put(batch)
         judged, penalised = batch, dict[str, float]()
         if self._penalty is not None and isinstance(batch, SampleBatch):
