@@ -71,7 +71,7 @@ def test_experts_that_cannot_be_laid_out_so_are_refused(overrides: list[str], ke
         (["backend.ranks=4", "backend.pp=4"], "backend.pp", "num_hidden_layers (2)"),
         (["backend.tp=2", "model.architecture.intermediate_size=255"], "backend.tp", "intermediate_size (255)"),
         (["backend.ep=2"], "backend.ep", "has no experts; set it to 1"),
-        (["model.lora.rank=8"], "model.lora.rank", "backend=megatron trains no LoRA adapter"),
+        (["model.lora.rank=8"], "model.lora.rank", "mbridge, which has no LoRA"),
         (["backend.dtype=fp32"], "backend.dtype", "trains in bf16"),
         (["backend.dtype=fp16"], "backend.dtype", "trains in bf16"),
         (["sync.wire_dtype=fp32", "explorer.dtype=fp32"], "sync.wire_dtype", "set it to bf16"),

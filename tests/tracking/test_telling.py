@@ -46,6 +46,12 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         "step 12: 2 of the responses could not be judged, the first: the reward function f failed",
     ),
     (
+        "agreement",
+        {"step": 1, "tokens": 358, "mean": 0.0053696, "largest": 0.0176663, "bound": 0.06},
+        "step 1: log-probs of explorers and trainer differ by 0.00537 on average, 0.0177 at most, over 358 tokens (0.06 "
+        "allowed)",
+    ),
+    (
         "filled_batch",
         {"step": 12, "count": 3, "drawn": 40},
         "step 12: 3 of its prompts have samples without a difference, as too few of the 40 that were answered have one "
