@@ -34,7 +34,7 @@ model.ckpt.index original/consolidated.00.pth MODEL.SAFETENSORS saved_model/1/sa
 adapter_config.json adapter_model.safetensors draft/adapter_config.json .gitattributes
 .cache/huggingface/a.json optimizer.pt trainer_state.json rng_state_0.pth checkpoint-500/config.json
 checkpoint-500/optimizer.pt latest global_step5/zero.json runs/now/events.out.tfevents.1.host zero_to_fp32.py
-__pycache__/modeling_mine.py
+__pycache__/modeling_mine.py lost+found/x
 """
 
 
@@ -62,6 +62,9 @@ def test_what_is_written_does_not_depend_on_the_folder_any_more(tmp_path: Path) 
 def test_links_are_followed_and_lead_round_in_no_circle(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"config.json": b"{}", "code/a.py": b"a"})
     (folder / "code" / "up").symlink_to(folder)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "back").symlink_to(folder)
+    (folder / "shared").symlink_to(tmp_path / "shared")
     (folder / "same").symlink_to(folder / "code")
     (tmp_path / "blob").write_bytes(b"vocab")
     (folder / "vocab.json").symlink_to(tmp_path / "blob")

@@ -29,7 +29,7 @@ _WEIGHTS = re.compile(
 )
 _TRAINING = re.compile(
     r"(trainer_state\.json|zero_to_fp32\.py|latest|events\.out\.tfevents\..*|(optimizer|scheduler|rng_state|scaler).*\.pkl"
-    r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__)$"
+    r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__|lost\+found)$"
 )
 _LOADED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 _DTYPES = ("dtype", "torch_dtype")
@@ -190,7 +190,7 @@ def _is_kept(name: str) -> bool:
 
 
 def _leads_up(folder: Path) -> bool:
-    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+    return folder.is_symlink() and any(above.resolve().is_relative_to(folder.resolve()) for above in folder.parents)
 
 
 def _unreadable(path: str | Path, error: OSError) -> ConfigError:
