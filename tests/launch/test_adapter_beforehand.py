@@ -53,7 +53,6 @@ def test_nothing_is_said_of_a_model_all_of_whose_layers_get_one(capsys: pytest.C
     ("overrides", "said"),
     [
         ([*EXPERTS, "model.lora.targets=[gate]"], "gate means model.layers.0.mlp.gate, a router"),
-        (["model.lora.targets=[lm_head]", "model.architecture.tie_word_embeddings=true"], "is tied to model.embed_tok"),
         (["workload=bytes", "model.shapes=qwen3-0.6b", "model.lora.targets=[w1]"], "no layer is called w1"),
     ],
 )
