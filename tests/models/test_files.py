@@ -102,6 +102,13 @@ def test_a_file_that_is_too_large_is_named_and_not_kept(tmp_path: Path, monkeypa
     assert (list(files.contents), files.too_large) == (["config.json"], ("film.mp4",))
 
 
+def test_a_folder_with_far_more_than_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 5)
+    folder = folder_of(tmp_path, {"config.json": b"{}", "data/1.parquet": b"1234"})
+    with pytest.raises(ConfigError, match=r"model has more than 0 MB of files that are no weights, .*data/1\.parquet"):
+        ModelFiles.read(folder)
+
+
 CONFIG = """{
     "torch_dtype"  :  "float32",
   "rms_norm_eps": 1e-06, "name": "\\u00e4 {\\"torch_dtype\\": \\"float32\\"}", "eos_token_id": [1, 3],

@@ -21,6 +21,8 @@ CONFIG = "config.json"
 
 MAX_FILE_BYTES = 128 << 20
 """A larger file is not kept: each checkpoint has a copy. The largest tokenizers that are published have 35 MB."""
+MAX_BYTES = 1 << 30
+"""Of all files that are kept."""
 
 _WEIGHTS = re.compile(
     r"(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|onnx[._]data(_\d+)?|ot|npz|tflite|nemo|distcp"
@@ -61,9 +63,9 @@ class ModelFiles:
             folder: of a model in Hugging Face format.
 
         Raises:
-            ConfigError: a file cannot be read.
+            ConfigError: a file cannot be read, or there is far more than models have beside their weights.
         """
-        contents, too_large = {}, []
+        contents, too_large, total = {}, [], 0
         for name, path in sorted(_found(folder)):
             try:
                 found = path.stat()
@@ -72,6 +74,11 @@ class ModelFiles:
                     continue
                 if found.st_size > MAX_FILE_BYTES:
                     too_large.append(name)
+                elif (total := total + found.st_size) > MAX_BYTES:
+                    raise ConfigError(
+                        f"{folder} has more than {MAX_BYTES >> 20} MB of files that are no weights, which each "
+                        f"checkpoint would have, such as {name}: move what is not the model's elsewhere"
+                    )
                 else:
                     contents[name] = path.read_bytes()
             except OSError as error:
