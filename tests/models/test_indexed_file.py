@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 from tests.checkpoint import written
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.explorer.hf_model import held_model
+from trinity_sync.models import indexed_file
 from trinity_sync.models.indexed_file import INDEX, IndexedFile, follow_indexes
 from trinity_sync.models.model_folder import left_out
 from trinity_sync.weights.tensors import saved_list
@@ -72,6 +75,16 @@ def test_a_file_that_the_index_does_not_know_is_read_whole(strayed: tuple[Path, 
     save_file({name: right}, folder / "model.safetensors", {"format": "pt"})
     with IndexedFile(folder / "model.safetensors", framework="pt") as opened:
         assert list(opened.keys()) == [name]
+
+
+def test_an_index_is_read_once_for_all_files(
+    strayed: tuple[Path, str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Mock(side_effect=json.loads)
+    monkeypatch.setattr(indexed_file, "json", SimpleNamespace(loads=loads))
+    (strayed[0] / INDEX).touch()
+    open_weights(strayed[0])
+    assert loads.call_count == 1
 
 
 def test_a_broken_index_next_to_a_whole_file_does_not_matter(tmp_path: Path) -> None:
