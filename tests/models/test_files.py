@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models import files as module
-from trinity_sync.models.files import ModelFiles, check_alone
+from trinity_sync.models.files import ModelFiles, check_alone, check_code
 
 KEPT = {
     "config.json": b'{"model_type": "qwen3"}',
@@ -159,16 +161,20 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, data: bytes,
         ModelFiles.read(folder_of(tmp_path, {"config.json": data})).with_dtype("bfloat16")
 
 
-def test_code_that_auto_map_names_is_missed(tmp_path: Path) -> None:
-    named = {"AutoConfig": "configuration_mine.C", "AutoModelForCausalLM": "modeling_mine.M", "AutoModel": "m.M"}
-    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_mine.T", None, "you/it--t.T"]}}
-    contents = {
-        "config.json": json.dumps({"auto_map": named}).encode(),
-        "tokenizer_config.json": json.dumps(tokenizer).encode(),
-        "configuration_mine.py": b"",
-    }
-    files = ModelFiles.read(folder_of(tmp_path, contents))
-    assert files.missing_code() == ["modeling_mine.py", "tokenization_mine.py"]
+@pytest.mark.parametrize(
+    ("file", "auto_map", "missed"),
+    [
+        ("config.json", {"AutoConfig": "there.C", "AutoModelForCausalLM": "gone.M", "AutoModel": "m.M"}, "gone.py"),
+        ("tokenizer_config.json", {"AutoTokenizer": ["gone.T", None]}, "gone.py"),
+        ("tokenizer_config.json", {"AutoTokenizer": ["there.T", "you/it--t.T"]}, None),
+        ("config.json", "m.M", None),
+    ],
+)
+def test_code_that_auto_map_names_is_missed(tmp_path: Path, file: str, auto_map: Any, missed: str | None) -> None:
+    folder = folder_of(tmp_path, {file: json.dumps({"auto_map": auto_map}).encode(), "there.py": b""})
+    told = rf"model/{file} names {missed} in auto_map, which is not there$"
+    with nullcontext() if missed is None else pytest.raises(ConfigError, match=told):
+        check_code(folder)
 
 
 def test_a_model_folder_with_an_adapters_config_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.characters import check_vocabulary
-from trinity_sync.models.files import CONFIG, MAX_FILE_BYTES, ModelFiles, check_alone
+from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
 from trinity_sync.models.hub import check_named
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.trainer.spec import lora_fields
@@ -123,18 +123,16 @@ def _check_processors(cfg: DictConfig) -> None:
 
 
 def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
-    """Check that a model folder is one model, and that its files can be kept with each checkpoint."""
+    """Check that a model folder is one model, and that the files of the trained one can be kept with checkpoints."""
     try:
-        files = ModelFiles.read(folder)
         check_alone(folder)
-        missing = files.missing_code() if trust_remote_code else []
-        if missing:
-            raise ConfigError(f"{folder / CONFIG} names {missing[0]} in auto_map, which is not there")
+        if trust_remote_code:
+            check_code(folder)
+        too_large = ModelFiles.read(folder).too_large if key == "model.path" else ()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    if key == "model.path" and files.too_large:
-        names = ", ".join(files.too_large)
-        print(f"{key}: checkpoints do not have {names} (over {MAX_FILE_BYTES >> 20} MB)", file=sys.stderr)
+    if too_large:
+        _say(f"{key}: checkpoints do not have {', '.join(too_large)} (over {MAX_FILE_BYTES >> 20} MB)")
 
 
 def _check_sockets(cfg: DictConfig) -> None:

@@ -137,20 +137,6 @@ class ModelFiles:
             raise ConfigError(f"{CONFIG} is not a JSON object")
         return body
 
-    def missing_code(self) -> list[str]:
-        """Return the files of code that ``auto_map`` names for what a run loads, and that are not in the folder."""
-        named: list[object] = []
-        for name in (CONFIG, "tokenizer_config.json"):
-            try:
-                found = json.loads(self.contents.get(name, b"{}"))["auto_map"]
-                for value in (found.get(kind) for kind in _LOADED):
-                    named += value if isinstance(value, list) else [value]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-        # a name with "--" is of another repository
-        files = {f"{each.rpartition('.')[0]}.py" for each in named if isinstance(each, str) and "--" not in each}
-        return sorted(files - self.contents.keys())
-
     def write(self, folder: Path) -> list[Path]:
         """Write the files into a folder, which is made; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,6 +161,25 @@ def check_alone(folder: Path) -> None:
             f"{path} makes transformers load a LoRA adapter with this model: remove that file, or name the adapter's "
             "base as model.path and the adapter's folder as model.lora.path"
         )
+
+
+def check_code(folder: Path) -> None:
+    """Check that a model folder has the code that ``auto_map`` names for what a run loads.
+
+    Raises:
+        ConfigError: it does not; names both files.
+    """
+    for path in (folder / CONFIG, folder / "tokenizer_config.json"):
+        try:
+            found = json.loads(path.read_bytes())["auto_map"]
+            values = [found.get(kind) for kind in _LOADED]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        names = [one for value in values for one in (value if isinstance(value, list) else [value])]
+        # a name with "--" is of another repository
+        files = (f"{name.split('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name)
+        if missing := next((file for file in files if not (folder / file).exists()), None):
+            raise ConfigError(f"{path} names {missing} in auto_map, which is not there")
 
 
 def is_weights(name: str) -> bool:
