@@ -97,8 +97,11 @@ def _check_adapter(cfg: DictConfig, lora: Mapping[str, Any]) -> None:
         else:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         model = unfilled_model(config, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # of a config that means nothing, or of the model's own code
+        what, reason = "model.architecture" if path is None else f"model.path={path}", " ".join(str(error).split())
+        raise ConfigError(f"{what}: no model can be made of it: {type(error).__name__}: {reason}") from error
     layers = adapter_targets(model, lora, cfg.backend.strategy)
     if layers.left_out:
         _say(
