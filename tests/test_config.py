@@ -719,4 +719,5 @@ def test_weight_decay_that_would_change_a_vision_tower_is_refused(tmp_path: Path
     bare_model(tmp_path, model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
     given = f"model.path={tmp_path}"
     assert refused("trainer.weight_decay=0.1", given).startswith("trainer.weight_decay is 0.1, which would shrink the")
-    check(compose(["trainer.weight_decay=0", given]))
+    for other in ("trainer.weight_decay=0", "model.lora.rank=4"):
+        check(compose(["trainer.weight_decay=0.1", given, other]))

@@ -36,14 +36,16 @@ def saved(folder: Path, family: str, targets: list[str]) -> Path:
     return folder
 
 
-def test_an_untied_output_layer_is_refused_where_verl_wraps_it_by_itself() -> None:
-    model = model_of("qwen3", tie_word_embeddings=False)
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_layer_is_refused_where_verl_wraps_it_by_itself(tied: bool) -> None:
+    model = model_of("qwen3", tie_word_embeddings=tied)
     with pytest.raises(ConfigError, match=r"model\.lora\.targets means lm_head.*use backend=fsdp$"):
         adapter_targets(model, asked(["lm_head"]), "fsdp2")
 
 
-def test_an_untied_output_layer_is_taken_by_fsdp() -> None:
-    model = model_of("qwen3", tie_word_embeddings=False)
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_layer_is_taken_by_fsdp(tied: bool) -> None:
+    model = model_of("qwen3", tie_word_embeddings=tied)
     assert adapter_targets(model, asked(["lm_head"]), "fsdp").names == ["lm_head"]
 
 

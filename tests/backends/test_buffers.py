@@ -81,7 +81,7 @@ def test_persistent_buffers_travel_with_each_version_as_they_are_then(tmp_path: 
     live = module.module if strategy == "fsdp" else module
     engine = SimpleNamespace(
         module=module,
-        model_config=SimpleNamespace(hf_config=config, trust_remote_code=False),
+        model_config=SimpleNamespace(hf_config=config, trust_remote_code=False, local_path=str(tmp_path)),
         is_param_offload_enabled=False,
         is_optimizer_offload_enabled=False,
     )

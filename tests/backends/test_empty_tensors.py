@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +17,17 @@ from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import check_complete
 
 
-def test_a_tensor_without_elements_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_without_elements_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {name: Saved.as_held("BF16", shape, name) for name, shape in (("a", (4, 3)), ("e", (0, 8)))}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = torch.nn.ParameterDict({name: torch.ones(tensor.shape) for name, tensor in saved.items()})
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         engine: Any = SimpleNamespace(
-            module=module, model_config=None, is_param_offload_enabled=False, is_optimizer_offload_enabled=False
+            module=module,
+            model_config=SimpleNamespace(local_path=str(tmp_path)),
+            is_param_offload_enabled=False,
+            is_optimizer_offload_enabled=False,
         )
         monkeypatch.setattr("trinity_sync.backends.fsdp.saved_by", lambda *_: saved)
         backend = FsdpBackend(engine, "BF16")

@@ -69,8 +69,9 @@ def test_a_buffer_is_saved_as_it_was_before_the_next_forward_pass(engine: Any, f
 
 
 def test_a_buffer_is_published_as_it_was_before_the_next_forward_pass(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine.model_config = SimpleNamespace(local_path=str(tmp_path))
     held = engine.module.state_dict()
     saved = {name: Saved.as_held(from_torch(tensor.dtype), tensor.shape, name) for name, tensor in held.items()}
     monkeypatch.setattr("trinity_sync.backends.fsdp.saved_by", lambda *_: saved)

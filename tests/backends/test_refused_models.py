@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,14 +39,15 @@ def backend_of(
         if fsdp1
         else fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     )
-    engine: Any = SimpleNamespace(
-        module=module,
-        model_config=SimpleNamespace(hf_config=config, trust_remote_code=False),
-        engine_config=SimpleNamespace(model_dtype="fp32"),
-        is_param_offload_enabled=False,
-        is_optimizer_offload_enabled=False,
-    )
-    return FsdpBackend(engine, "BF16")
+    with TemporaryDirectory() as folder:
+        engine: Any = SimpleNamespace(
+            module=module,
+            model_config=SimpleNamespace(hf_config=config, trust_remote_code=False, local_path=folder),
+            engine_config=SimpleNamespace(model_dtype="fp32"),
+            is_param_offload_enabled=False,
+            is_optimizer_offload_enabled=False,
+        )
+        return FsdpBackend(engine, "BF16")
 
 
 @pytest.fixture(autouse=True)

@@ -128,13 +128,6 @@ class Rank:
         """Call the engine itself, as verl's workers do."""
         getattr(self.engine(strategy), method)(*args, **kwargs)
 
-    def auto_class(self, architectures: list[str] | None) -> str:
-        from types import SimpleNamespace
-
-        from trinity_sync.integrations.verl.files import auto_class
-
-        return str(auto_class(SimpleNamespace(architectures=architectures)).__name__)
-
     def run(self, source: str, strategy: str, **names: Any) -> None:
         """Run a piece of a program, which has `engine`, `train` and these names."""
         own = {"engine": self.engine(strategy), "train": lambda step: self.train(strategy, step), **names}

@@ -11,6 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import Qwen3Config, Qwen3ForTokenClassification
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 
 from tests.checkpoint.written import small_model
@@ -115,11 +118,27 @@ def test_what_is_given_up_or_waited_for_is_the_copy(take: Any, monkeypatch: pyte
 
 
 def test_an_export_changes_no_more_when_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.files, "empty_model", lambda model, dtype, trust: dtype)
-    manager: Any = SimpleNamespace(rank=1, model=None, trust_remote_code=False)
+    monkeypatch.setattr(module.files, "empty_model", lambda model, dtype: dtype)
+    manager: Any = SimpleNamespace(rank=1, model=None)
     live = {"position_ids": torch.arange(3), "weight": torch.ones(3, dtype=torch.bfloat16)}
     dtype, state = Copies(manager, 1.0, lazily=False)._export(iter(live.items()))
     live["weight"] += 1
     assert dtype == torch.bfloat16
     assert state["weight"].equal(torch.ones(3, dtype=torch.bfloat16))
     assert set(state) == set(live)
+
+
+def test_an_export_has_the_head_that_was_trained_whatever_the_config_names(tmp_path: Path) -> None:
+    """verl makes a critic of the config of a language model."""
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    config = Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, num_labels=1)
+    critic = Qwen3ForTokenClassification(config)
+    state = {name: tensor.clone() for name, tensor in critic.state_dict().items()}
+    critic.__class__ = type("FSDPCritic", (FSDPModule, Qwen3ForTokenClassification), {})  # as torch does
+    module.files.write_export(module.files.empty_model(critic, torch.float32), state, tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == state.keys()
+
+
+def test_an_export_of_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^Linear is no model of transformers, so it cannot be exported to Hugg"):
+        module.files.class_of(torch.nn.Linear(1, 1))

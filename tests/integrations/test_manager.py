@@ -100,18 +100,6 @@ def test_a_hugging_face_export_holds_the_version(
     assert verification.verify(step_dir(root, step)).unlisted == ()
 
 
-def test_the_class_of_an_export_goes_by_the_architecture(ranks: list[Any]) -> None:
-    kinds = {
-        "Qwen3ForCausalLM": "AutoModelForCausalLM",
-        "Qwen3ForTokenClassification": "AutoModelForTokenClassification",
-        "Qwen2VLForConditionalGeneration": "AutoModelForImageTextToText",
-    }
-    assert [ray.get(ranks[0].auto_class.remote([kind]), timeout=LIMIT) for kind in kinds] == list(kinds.values())
-    for unknown in (["BertForMaskedLM"], None):
-        with pytest.raises(Exception, match="cannot be exported to Hugging Face format"):
-            ray.get(ranks[0].auto_class.remote(unknown), timeout=LIMIT)
-
-
 def test_weights_for_sync_are_announced_when_they_are_committed(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.families import EXPERTS
+from tests.model_folders import bare_model
 from trinity_sync.config import compose, plain
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.beforehand import check_beforehand
@@ -53,7 +54,6 @@ def test_nothing_is_said_of_a_model_all_of_whose_layers_get_one(capsys: pytest.C
     ("overrides", "said"),
     [
         ([*EXPERTS, "model.lora.targets=[gate]"], "gate means model.layers.0.mlp.gate, a router"),
-        (["model.lora.targets=[lm_head]", "model.architecture.tie_word_embeddings=true"], "is tied to model.embed_tok"),
         (["workload=bytes", "model.shapes=qwen3-0.6b", "model.lora.targets=[w1]"], "no layer is called w1"),
     ],
 )
@@ -68,6 +68,12 @@ def test_a_folder_is_read_without_its_weights(tmp_path: Path) -> None:
     architecture_config(plain(compose().model.architecture)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no layer is called qq_proj \(meant q_proj\?\)"):
         looked(RANK, "model=path", f"model.path={tmp_path}", "model.lora.targets=[qq_proj]")
+
+
+def test_a_folder_of_which_no_model_can_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
+    bare_model(tmp_path, hidden_size="large")
+    with pytest.raises(ConfigError, match=r"no model can be made of it: Strict.*: .*'hidden_size' expected int"):
+        looked(RANK, f"model.path={tmp_path}")
 
 
 def test_dropout_of_an_adapter_that_is_gone_on_from_is_reported(

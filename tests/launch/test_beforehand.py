@@ -28,3 +28,9 @@ def test_a_file_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: 
     (folder / "vocab.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"^model\.path: .*/m/vocab\.txt cannot be read"):
         check_beforehand(compose([f"model.path={folder}"]))
+
+
+def test_of_a_reference_no_file_is_kept(tmp_path: Path) -> None:
+    folder = bare_model(tmp_path / "m")
+    (folder / "vocab.txt").symlink_to(tmp_path / "nowhere")
+    check_beforehand(compose(["algorithm=grpo", f"algorithm.kl.reference={folder}"]))

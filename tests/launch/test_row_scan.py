@@ -236,8 +236,17 @@ def test_the_config_of_a_model_is_looked_at_where_transformers_reads_it(
 @pytest.mark.usefixtures("here")
 def test_heads_that_vllm_does_not_take_are_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_scan, "accelerator_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"^explorer=vllm cannot run a model with heads of 24 on a CPU"):
+    with pytest.raises(ConfigError, match=r"^explorer\.kind: vLLM cannot run a model with heads of 24 on a CPU"):
         scanned_task(compose(["explorer=vllm", "model.architecture.head_dim=24"]))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("explorer", ["vllm", "vllm_server"])
+def test_a_class_that_vllm_would_choose_otherwise_is_refused(tmp_path: Path, explorer: str) -> None:
+    model = chat_model(tmp_path)
+    edit(tmp_path / "model" / "config.json", architectures=["LlamaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"^explorer\.kind: vLLM goes by architectures \[LlamaForCausalLM\]"):
+        scanned_task(compose([model, f"explorer={explorer}"]))
 
 
 def edit(path: Path, **changes: Any) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models import files as module
-from trinity_sync.models.files import ModelFiles, check_alone
+from trinity_sync.models.files import ModelFiles, check_alone, check_code
 
 KEPT = {
     "config.json": b'{"model_type": "qwen3"}',
@@ -34,7 +36,7 @@ model.ckpt.index original/consolidated.00.pth MODEL.SAFETENSORS saved_model/1/sa
 adapter_config.json adapter_model.safetensors draft/adapter_config.json .gitattributes
 .cache/huggingface/a.json optimizer.pt trainer_state.json rng_state_0.pth checkpoint-500/config.json
 checkpoint-500/optimizer.pt latest global_step5/zero.json runs/now/events.out.tfevents.1.host zero_to_fp32.py
-__pycache__/modeling_mine.py
+__pycache__/modeling_mine.py lost+found/x
 """
 
 
@@ -62,6 +64,9 @@ def test_what_is_written_does_not_depend_on_the_folder_any_more(tmp_path: Path) 
 def test_links_are_followed_and_lead_round_in_no_circle(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"config.json": b"{}", "code/a.py": b"a"})
     (folder / "code" / "up").symlink_to(folder)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "back").symlink_to(folder)
+    (folder / "shared").symlink_to(tmp_path / "shared")
     (folder / "same").symlink_to(folder / "code")
     (tmp_path / "blob").write_bytes(b"vocab")
     (folder / "vocab.json").symlink_to(tmp_path / "blob")
@@ -97,6 +102,13 @@ def test_a_file_that_is_too_large_is_named_and_not_kept(tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 5)
     files = ModelFiles.read(folder_of(tmp_path, {"config.json": b"{}", "film.mp4": b"123456"}))
     assert (list(files.contents), files.too_large) == (["config.json"], ("film.mp4",))
+
+
+def test_a_folder_with_far_more_than_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 5)
+    folder = folder_of(tmp_path, {"config.json": b"{}", "data/1.parquet": b"1234"})
+    with pytest.raises(ConfigError, match=r"model has more than 0 MB of files that are no weights, .*data/1\.parquet"):
+        ModelFiles.read(folder)
 
 
 CONFIG = """{
@@ -149,16 +161,20 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, data: bytes,
         ModelFiles.read(folder_of(tmp_path, {"config.json": data})).with_dtype("bfloat16")
 
 
-def test_code_that_auto_map_names_is_missed(tmp_path: Path) -> None:
-    named = {"AutoConfig": "configuration_mine.C", "AutoModelForCausalLM": "modeling_mine.M", "AutoModel": "m.M"}
-    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_mine.T", None, "you/it--t.T"]}}
-    contents = {
-        "config.json": json.dumps({"auto_map": named}).encode(),
-        "tokenizer_config.json": json.dumps(tokenizer).encode(),
-        "configuration_mine.py": b"",
-    }
-    files = ModelFiles.read(folder_of(tmp_path, contents))
-    assert files.missing_code() == ["modeling_mine.py", "tokenization_mine.py"]
+@pytest.mark.parametrize(
+    ("file", "auto_map", "missed"),
+    [
+        ("config.json", {"AutoConfig": "there.C", "AutoModelForCausalLM": "gone.M", "AutoModel": "m.M"}, "gone.py"),
+        ("tokenizer_config.json", {"AutoTokenizer": ["gone.T", None]}, "gone.py"),
+        ("tokenizer_config.json", {"AutoTokenizer": ["there.T", "you/it--t.T"]}, None),
+        ("config.json", "m.M", None),
+    ],
+)
+def test_code_that_auto_map_names_is_missed(tmp_path: Path, file: str, auto_map: Any, missed: str | None) -> None:
+    folder = folder_of(tmp_path, {file: json.dumps({"auto_map": auto_map}).encode(), "there.py": b""})
+    told = rf"model/{file} names {missed} in auto_map, which is not there$"
+    with nullcontext() if missed is None else pytest.raises(ConfigError, match=told):
+        check_code(folder)
 
 
 def test_a_model_folder_with_an_adapters_config_is_refused(tmp_path: Path) -> None:

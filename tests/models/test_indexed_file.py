@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, modeling_utils
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 from tests.checkpoint import written
 from trinity_sync.checkpoint.reading import open_weights
+from trinity_sync.explorer.hf_model import held_model
+from trinity_sync.models import indexed_file
 from trinity_sync.models.indexed_file import INDEX, IndexedFile, follow_indexes
 from trinity_sync.models.model_folder import left_out
 from trinity_sync.weights.tensors import saved_list
@@ -49,11 +53,38 @@ def test_transformers_loads_the_copy_that_the_index_names(
     assert AutoModelForCausalLM.from_pretrained(folder).state_dict()[name].equal(right)
 
 
+def test_an_explorer_adds_an_adapter_to_the_copy_that_the_index_names(
+    strayed: tuple[Path, str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name, right = strayed
+    monkeypatch.setattr(modeling_utils, "safe_open", safe_open)
+    model = held_model(
+        AutoConfig.from_pretrained(folder),
+        torch.float32,
+        torch.device("cpu"),
+        attn_implementation="eager",
+        trust_remote_code=False,
+        keep_fp32=None,
+        weights=str(folder),
+    )
+    assert model.state_dict()[name].equal(right)
+
+
 def test_a_file_that_the_index_does_not_know_is_read_whole(strayed: tuple[Path, str, torch.Tensor]) -> None:
     folder, name, right = strayed
     save_file({name: right}, folder / "model.safetensors", {"format": "pt"})
     with IndexedFile(folder / "model.safetensors", framework="pt") as opened:
         assert list(opened.keys()) == [name]
+
+
+def test_an_index_is_read_once_for_all_files(
+    strayed: tuple[Path, str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Mock(side_effect=json.loads)
+    monkeypatch.setattr(indexed_file, "json", SimpleNamespace(loads=loads))
+    (strayed[0] / INDEX).touch()
+    open_weights(strayed[0])
+    assert loads.call_count == 1
 
 
 def test_a_broken_index_next_to_a_whole_file_does_not_matter(tmp_path: Path) -> None:

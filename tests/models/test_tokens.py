@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError
@@ -80,6 +80,14 @@ def test_the_tokens_that_a_tokenizer_puts_behind_a_text_are_no_part_of_a_prompt(
     tokenizer = adding(single)
     whole = tokenizer("61")["input_ids"]
     assert prompt_tokens(tokenizer, ["61", "61"]) == [whole[: len(whole) - behind]] * 2
+
+
+def test_a_token_for_unknown_text_that_also_begins_each_text_is_not_taken_for_one_behind_it() -> None:
+    words = Tokenizer(models.WordLevel({BEGIN: 0, "b": 1, "c": 2}, unk_token=BEGIN))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token=BEGIN, unk_token=BEGIN)
+    assert prompt_tokens(tokenizer, ["b c"]) == [[0, 1, 2]]
 
 
 def test_a_token_without_a_row_is_named() -> None:

@@ -20,7 +20,7 @@ TEMPLATE = (
 """
 
 
-def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str | dict[str, str] | None = TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = character_tokenizer(32)
     tokenizer.chat_template = template
     return tokenizer

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.tasks.chat import chat_tokenizer, ending_tokenizer, said
+from tests.tasks.chat import TEMPLATE, chat_tokenizer, ending_tokenizer, said
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.encoding import PromptEncoder
@@ -51,6 +51,11 @@ def test_an_argument_that_the_template_does_not_read_is_refused(name: str, told:
 def test_arguments_without_a_template_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^task\.chat_template is given, but the model's tokenizer has no chat"):
         encoder(tokenizer=chat_tokenizer(None), chat_template={"enable_thinking": False})
+
+
+def test_arguments_where_none_of_several_templates_is_the_default_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^task\.chat_template: This model has multiple chat templates with no def"):
+        encoder(tokenizer=chat_tokenizer({"rag": TEMPLATE}), chat_template={"enable_thinking": False})
 
 
 def test_of_a_template_with_marks_arguments_are_refused_too() -> None:

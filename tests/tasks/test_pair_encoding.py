@@ -239,6 +239,14 @@ def test_a_template_may_end_the_last_turn_otherwise(end: str, last: str) -> None
             ": the chat template leaves out the text of message 2",
         ),
         (
+            TEMPLATE.replace(
+                "{{ message.content }}",
+                "{{ message.content if not loop.last }}{% generation %}{{ message.content if loop.last }}"
+                "{% endgeneration %}",
+            ),
+            ": the chat template marks no text of message 2",
+        ),
+        (
             TEMPLATE.replace("message.content", "message.content[0].text"),
             " cannot be tokenised: the chat template leaves out the texts of the messages",
         ),

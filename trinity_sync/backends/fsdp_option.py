@@ -32,7 +32,8 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
 def _check_images(get: Get) -> Iterator[Problem]:
     """That a vision tower, to which texts give gradients of zero at most, stays as it is."""
     model, decay = model_fields(get), get("trainer.weight_decay")
-    if decay and auto_class(model) == IMAGES:
+    adapter = get("model.lora.rank") or get("model.lora.path")  # with which nothing else is trained
+    if decay and not adapter and auto_class(model) == IMAGES:
         yield Problem(
             "trainer.weight_decay",
             f"is {decay}, which would shrink the vision tower of model_type {model['model_type']}, as texts do not "

@@ -12,6 +12,7 @@ from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.families import auto_class
+from trinity_sync.models.indexed_file import follow_indexes
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch
@@ -49,6 +50,7 @@ def held_model(
             config, dtype, device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     else:
+        follow_indexes()  # as trainers do
         # What is kept whole must not have been rounded before.
         kind = getattr(transformers, auto_class(config.to_dict()))
         model = kind.from_pretrained(

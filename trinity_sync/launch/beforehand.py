@@ -19,7 +19,7 @@ from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.characters import check_vocabulary
-from trinity_sync.models.files import CONFIG, MAX_FILE_BYTES, ModelFiles, check_alone
+from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
 from trinity_sync.models.hub import check_named
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.trainer.spec import lora_fields
@@ -97,8 +97,11 @@ def _check_adapter(cfg: DictConfig, lora: Mapping[str, Any]) -> None:
         else:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         model = unfilled_model(config, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # of a config that means nothing, or of the model's own code
+        what, reason = "model.architecture" if path is None else f"model.path={path}", " ".join(str(error).split())
+        raise ConfigError(f"{what}: no model can be made of it: {type(error).__name__}: {reason}") from error
     layers = adapter_targets(model, lora, cfg.backend.strategy)
     if layers.left_out:
         _say(
@@ -123,18 +126,16 @@ def _check_processors(cfg: DictConfig) -> None:
 
 
 def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
-    """Check that a model folder is one model, and that its files can be kept with each checkpoint."""
+    """Check that a model folder is one model, and that the files of the trained one can be kept with checkpoints."""
     try:
-        files = ModelFiles.read(folder)
         check_alone(folder)
-        missing = files.missing_code() if trust_remote_code else []
-        if missing:
-            raise ConfigError(f"{folder / CONFIG} names {missing[0]} in auto_map, which is not there")
+        if trust_remote_code:
+            check_code(folder)
+        too_large = ModelFiles.read(folder).too_large if key == "model.path" else ()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    if key == "model.path" and files.too_large:
-        names = ", ".join(files.too_large)
-        print(f"{key}: checkpoints do not have {names} (over {MAX_FILE_BYTES >> 20} MB)", file=sys.stderr)
+    if too_large:
+        _say(f"{key}: checkpoints do not have {', '.join(too_large)} (over {MAX_FILE_BYTES >> 20} MB)")
 
 
 def _check_sockets(cfg: DictConfig) -> None:

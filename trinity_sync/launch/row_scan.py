@@ -191,7 +191,9 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     explores = algorithm_of(settings.algorithm).explores
-    vllm = explores and settings.explorer.kind == "vllm"
+    kind = settings.explorer.kind
+    vllm = explores and kind in ("vllm", "vllm_server")
+    on_cpu = kind == "vllm" and cfg.cluster.address is None and accelerator_count() == 0
     if all_rows is None and settings.model.path is None and not vllm:
         return None  # the model is made, with a tokenizer of ours
     request = _Request(
@@ -201,7 +203,7 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
         architecture=settings.model.architecture or {},
         trust_remote_code=settings.model.trust_remote_code,
         attention=settings.model.attn_implementation,
-        vllm_on_cpu=cfg.cluster.address is None and accelerator_count() == 0 if vllm else None,
+        vllm_on_cpu=on_cpu if vllm else None,
         rows=[(place, _plain(item) if explores else item) for place, item in (all_rows() if all_rows else ())],
     )
     answer = _ask(request, path or "the task")
@@ -349,7 +351,7 @@ def _check_model(request: _Request, tokens: ModelTokens) -> None:
     fields = tokens.config.to_dict()
     on_cpu = request.vllm_on_cpu
     if on_cpu is not None and (problem := model_problem(fields, on_cpu=on_cpu)):
-        raise ConfigError(f"explorer=vllm {problem}")
+        raise ConfigError(f"explorer.kind: vLLM {problem}")
     if request.model_path is None:
         return
     if problem := class_problem(fields):

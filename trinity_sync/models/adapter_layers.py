@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import ALL_LINEAR, target_text
+from trinity_sync.weights.lora import ALL_LINEAR
 from trinity_sync.weights.shards import listed
 
 if TYPE_CHECKING:
@@ -65,11 +65,6 @@ def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, save
         chosen = found.trained(found.matched(targets))
     else:
         chosen = found.trained(name for target in targets for name in found.called(target, saved))
-    if not found.transposed.isdisjoint(chosen) and not found.transposed.issuperset(chosen):
-        raise _refusal(
-            f"{target_text(targets)} means layers that keep their weight transposed (Conv1D) and others; name layers "
-            "of one kind"
-        )
     as_given = not isinstance(targets, str) and not found.tower
     names = list(targets) if as_given else found.shortest(chosen)
     return AdapterLayers({name: found.shape(name) for name in chosen}, names, left_out)
@@ -80,29 +75,23 @@ class _Modules:
 
     def __init__(self, model: PreTrainedModel) -> None:
         from torch import nn
-        from transformers.pytorch_utils import Conv1D
 
         self.all = dict(model.named_modules())
-        self.linear = {name: part for name, part in self.all.items() if isinstance(part, nn.Linear | Conv1D)}
-        self.transposed = {name for name, part in self.linear.items() if isinstance(part, Conv1D)}
+        self.linear = {name: part for name, part in self.all.items() if isinstance(part, nn.Linear)}
         self.head = model.get_output_embeddings()
         leaves = {name.rpartition(".")[2] for name, part in self.linear.items() if part is not self.head}
         self.fused = [name for name, part in self.all.items() if _EXPERTS.search(name) and _holds_many(part)]
         self.mixture = any(map(_EXPERTS.search, self.all))
         self.taken = _taken_for_experts(model, leaves) if self.fused else set[str]()
         self.leaves = sorted(leaves - self.taken)
-        holders: dict[int, list[str]] = {}
-        for name, weight in model.named_parameters(remove_duplicate=False):
-            holders.setdefault(id(weight), []).append(name.rpartition(".")[0])
-        self.tied = {name: other for names in holders.values() for name in names for other in names if other != name}
         text = model.config.get_text_config()
         language = next((name for name, part in self.all.items() if getattr(part, "config", None) is text), "")
         inside = (name for name, part in self.linear.items() if name.startswith(language) or part is self.head)
         self.tower = self.linear.keys() - set(inside)
 
     def shape(self, name: str) -> tuple[int, int]:
-        rows, columns = self.linear[name].weight.shape
-        return (columns, rows) if name in self.transposed else (rows, columns)
+        outputs, inputs = self.linear[name].weight.shape
+        return outputs, inputs
 
     def default(self) -> tuple[list[str], list[str]]:
         """The layers of `all-linear`, and what it passes over."""
@@ -177,8 +166,6 @@ class _Modules:
             return f"fused experts ({kind})"
         if name not in self.linear:
             return f"a router ({kind})" if self.mixture and _ROUTER.search(name) else f"of class {kind}"
-        if name in self.tied:
-            return f"which is tied to {self.tied[name]}: with an adapter that would no longer be one tensor"
         if name.rpartition(".")[2] in self.taken:
             return "whose name peft takes for the fused experts of this family"
         plain = _is_plain(self.linear[name], *self.shape(name))
@@ -223,7 +210,7 @@ def _is_plain(layer: nn.Module, outputs: int, inputs: int) -> bool:
     """Whether a layer of a class of its own gives what a linear layer does, as far as shapes tell."""
     import torch
 
-    if type(layer).__module__.startswith(("torch.nn.", "transformers.pytorch_utils")):
+    if type(layer).__module__.startswith("torch.nn."):
         return True
     try:
         found = copy.deepcopy(layer).to("meta")(

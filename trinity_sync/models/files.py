@@ -21,6 +21,8 @@ CONFIG = "config.json"
 
 MAX_FILE_BYTES = 128 << 20
 """A larger file is not kept: each checkpoint has a copy. The largest tokenizers that are published have 35 MB."""
+MAX_BYTES = 1 << 30
+"""Of all files that are kept."""
 
 _WEIGHTS = re.compile(
     r"(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|onnx[._]data(_\d+)?|ot|npz|tflite|nemo|distcp"
@@ -29,7 +31,7 @@ _WEIGHTS = re.compile(
 )
 _TRAINING = re.compile(
     r"(trainer_state\.json|zero_to_fp32\.py|latest|events\.out\.tfevents\..*|(optimizer|scheduler|rng_state|scaler).*\.pkl"
-    r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__)$"
+    r"|fsdp_config\.json|lora_train_meta\.json|checkpoint-\d+|global_step_?\d+|__pycache__|lost\+found)$"
 )
 _LOADED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 _DTYPES = ("dtype", "torch_dtype")
@@ -61,9 +63,9 @@ class ModelFiles:
             folder: of a model in Hugging Face format.
 
         Raises:
-            ConfigError: a file cannot be read.
+            ConfigError: a file cannot be read, or there is far more than models have beside their weights.
         """
-        contents, too_large = {}, []
+        contents, too_large, total = {}, [], 0
         for name, path in sorted(_found(folder)):
             try:
                 found = path.stat()
@@ -72,6 +74,11 @@ class ModelFiles:
                     continue
                 if found.st_size > MAX_FILE_BYTES:
                     too_large.append(name)
+                elif (total := total + found.st_size) > MAX_BYTES:
+                    raise ConfigError(
+                        f"{folder} has more than {MAX_BYTES >> 20} MB of files that are no weights, which each "
+                        f"checkpoint would have, such as {name}: move what is not the model's elsewhere"
+                    )
                 else:
                     contents[name] = path.read_bytes()
             except OSError as error:
@@ -130,20 +137,6 @@ class ModelFiles:
             raise ConfigError(f"{CONFIG} is not a JSON object")
         return body
 
-    def missing_code(self) -> list[str]:
-        """Return the files of code that ``auto_map`` names for what a run loads, and that are not in the folder."""
-        named: list[object] = []
-        for name in (CONFIG, "tokenizer_config.json"):
-            try:
-                found = json.loads(self.contents.get(name, b"{}"))["auto_map"]
-                for value in (found.get(kind) for kind in _LOADED):
-                    named += value if isinstance(value, list) else [value]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-        # a name with "--" is of another repository
-        files = {f"{each.rpartition('.')[0]}.py" for each in named if isinstance(each, str) and "--" not in each}
-        return sorted(files - self.contents.keys())
-
     def write(self, folder: Path) -> list[Path]:
         """Write the files into a folder, which is made; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +163,25 @@ def check_alone(folder: Path) -> None:
         )
 
 
+def check_code(folder: Path) -> None:
+    """Check that a model folder has the code that ``auto_map`` names for what a run loads.
+
+    Raises:
+        ConfigError: it does not; names both files.
+    """
+    for path in (folder / CONFIG, folder / "tokenizer_config.json"):
+        try:
+            found = json.loads(path.read_bytes())["auto_map"]
+            values = [found.get(kind) for kind in _LOADED]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        names = [one for value in values for one in (value if isinstance(value, list) else [value])]
+        # a name with "--" is of another repository
+        files = (f"{name.split('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name)
+        if missing := next((file for file in files if not (folder / file).exists()), None):
+            raise ConfigError(f"{path} names {missing} in auto_map, which is not there")
+
+
 def is_weights(name: str) -> bool:
     """Whether a file holds weights, or is their index, by its name."""
     return _WEIGHTS.search(name) is not None
@@ -190,7 +202,7 @@ def _is_kept(name: str) -> bool:
 
 
 def _leads_up(folder: Path) -> bool:
-    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+    return folder.is_symlink() and any(above.resolve().is_relative_to(folder.resolve()) for above in folder.parents)
 
 
 def _unreadable(path: str | Path, error: OSError) -> ConfigError:

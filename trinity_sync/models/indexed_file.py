@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ class IndexedFile:
 
     def __init__(self, path: str | os.PathLike[str], *settings: Any, **named: Any) -> None:
         self._opened = safe_open(path, *settings, **named)
-        name = Path(path).name
+        self._name = Path(path).name
         try:
             files = index_of(Path(path).parent) or {}
         except (OSError, ValueError):  # of what was there before; the index that a model is loaded by has been read
             files = {}
         # a file that the index does not know is not loaded by it
-        self._elsewhere = {of for of, file in files.items() if file != name} if name in files.values() else set()
+        self._files = files if self._name in files.values() else {}
 
     def __enter__(self) -> IndexedFile:
         return self
@@ -41,7 +42,8 @@ class IndexedFile:
 
     def keys(self) -> list[str]:
         """Return the names of the file's tensors, but for stray copies."""
-        return [name for name in self._opened.keys() if name not in self._elsewhere]  # noqa: SIM118 - it is no mapping
+        names = self._opened.keys()
+        return [name for name in names if self._files.get(name, self._name) == self._name]
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
@@ -51,11 +53,17 @@ def index_of(folder: Path) -> dict[str, str] | None:
         OSError, ValueError: it cannot be read.
     """
     try:
-        body = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        found = (folder / INDEX).stat()
     except FileNotFoundError:
         return None
+    return _read(folder / INDEX, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=2)  # each of a hundred files asks for an index of megabytes
+def _read(path: Path, changed_ns: int, size: int) -> dict[str, str]:
+    body = json.loads(path.read_text(encoding="utf-8"))
     named = body.get("weight_map") if isinstance(body, dict) else None
-    if not isinstance(named, dict) or not all(isinstance(at, str) and Path(at).name == at for at in named.values()):
+    if not (isinstance(named, dict) and all(isinstance(at, str) and "/" not in at for at in named.values())):
         raise ValueError("it has no weight_map from names of tensors to names of files next to it")
     return named
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,7 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], emb
     )
 
 
+@lru_cache(maxsize=4)
 def _added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
     """How many tokens a tokenizer puts behind each text of its own accord: an end token, as a rule."""
     for text in _PROBES:
@@ -132,8 +134,10 @@ def _added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
             plain, whole = (list(tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (False, True))
         except Exception:  # it has no token for this text
             continue
+        if not plain or not set(plain).isdisjoint(tokenizer.all_special_ids):
+            continue  # what it puts there for unknown text may be what it adds, too
         for start in range(len(whole) - len(plain) + 1):
-            if plain and whole[start : start + len(plain)] == plain:
+            if whole[start : start + len(plain)] == plain:
                 return len(whole) - start - len(plain)
     return 0
 

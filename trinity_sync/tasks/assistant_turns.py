@@ -34,16 +34,16 @@ def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignor
     more: dict[str, Any] = {"tools": conversation.tools}
     if conversation.thinking is not None:
         more["enable_thinking"] = conversation.thinking
-    found = template.marked(conversation.messages, **more) or _Rendered(template, conversation, more).turns(
-        ignore_mismatch
-    )
+    marked = template.marked(conversation.messages, **more)
+    found = marked or _Rendered(template, conversation, more).turns(ignore_mismatch)
     learnt = " ".join(found.text[begin:end] for begin, end in found.learnt)
     for place, message in enumerate(conversation.messages):
         content = message.get("content")
         if message["role"] != "assistant":
             continue
         if isinstance(content, str) and not has_words(learnt, content.rpartition("</think>")[2]):
-            raise RunError(f"{conversation.where}: the chat template leaves out the text of message {place + 1}")
+            what = "leaves out the text" if marked is None else "marks no text"
+            raise RunError(f"{conversation.where}: the chat template {what} of message {place + 1}")
         if message.get("tool_calls") and found.text == _without_calls(template, conversation.messages, place, more):
             raise RunError(
                 f"{conversation.where}: the chat template leaves out the tool calls of message {place + 1}; give the "

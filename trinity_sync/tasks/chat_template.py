@@ -60,7 +60,10 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ConfigError("task.chat_template is given, but the model's tokenizer has no chat template")
         taken = inspect.signature(tokenizer.apply_chat_template).parameters
-        read = _variables(tokenizer.get_chat_template())
+        try:
+            read = _variables(tokenizer.get_chat_template())
+        except ValueError as error:  # of several, none is the default
+            raise ConfigError(f"task.chat_template: {error}") from error
         for name in arguments:
             if name in taken:
                 raise ConfigError(f"task.chat_template.{name} is set by the program itself; leave it out")

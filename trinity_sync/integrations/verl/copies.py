@@ -115,7 +115,7 @@ class Copies:
     def _export(self, tensors: Pairs) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-        return files.empty_model(self._manager.model, dtype, self._manager.trust_remote_code), state
+        return files.empty_model(self._manager.model, dtype), state
 
     def _file(self, name: str) -> str:
         return contents.file(name, self._manager.world_size, self._manager.rank)

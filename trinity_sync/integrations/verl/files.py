@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
 from verl.utils.device import get_device_id, get_device_name
@@ -23,7 +23,6 @@ from verl.utils.fsdp_utils import (
     load_fsdp_model_to_gpu,
     offload_fsdp_model_to_cpu,
 )
-from verl.utils.transformers_compat import get_auto_model_for_vision2seq
 
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.checkpoint.hf_files import plan_files, write_file, write_index
@@ -33,10 +32,6 @@ from trinity_sync.integrations.verl.model_files import model_files
 from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.indexed_file import INDEX
 from trinity_sync.weights.tensors import from_torch, saved_list
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 HUGGING_FACE = "huggingface"
 _MAX_SHARD_BYTES = 5 * 10**9
@@ -124,36 +119,29 @@ def _on_device(model: torch.nn.Module) -> Iterator[None]:
 # ---- Hugging Face export
 
 
-def auto_class(config: PretrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the transformers class by which a model of this architecture is saved and loaded.
+def class_of(model: torch.nn.Module) -> type[PreTrainedModel]:
+    """Return the transformers class of a model, whatever its config names: a critic's has a head of its own.
 
     Raises:
-        ConfigError: of an architecture that is not known to be one of the three kinds.
+        ConfigError: it is no model of transformers.
     """
-    architectures = getattr(config, "architectures", None) or [""]
-    kinds: dict[str, Callable[[], type[_BaseAutoModelClass]]] = {
-        "ForTokenClassification": lambda: AutoModelForTokenClassification,
-        "ForCausalLM": lambda: AutoModelForCausalLM,
-        "ForConditionalGeneration": get_auto_model_for_vision2seq,
-    }
-    for kind, found in kinds.items():
-        if kind in architectures[0]:
-            return found()
+    for kind in type(unwrapped(model)).__mro__:
+        if issubclass(kind, PreTrainedModel) and not issubclass(kind, FSDPModule):
+            return kind
     raise ConfigError(
-        f"a model of architecture {architectures[0] or 'unknown'!r} cannot be exported to Hugging Face format: it is "
-        f"none of {', '.join(f'*{kind}' for kind in kinds)}; leave hf_model out of save_contents"
+        f"{type(unwrapped(model)).__name__} is no model of transformers, so it cannot be exported to Hugging Face "
+        "format; leave hf_model out of save_contents"
     )
 
 
-def empty_model(model: torch.nn.Module, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Make a model of the same architecture without storage.
+def empty_model(model: torch.nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model of the same class without storage.
 
     On the main thread: it sets torch's default dtype meanwhile.
     """
     config = copy.deepcopy(unwrapped(model).config)
     with torch.device("meta"):
-        made: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return made
+        return class_of(model)._from_config(config, dtype=dtype)
 
 
 def write_export(empty: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> list[Path]:

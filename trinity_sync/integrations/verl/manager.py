@@ -172,7 +172,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         if contents.EXPORT in todo:
             check_export(self)
-            files.auto_class(files.unwrapped(self.model).config)
+            files.class_of(self.model)
 
     def _check_files(self, local_path: str) -> None:
         wanted = {
