@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -436,6 +437,25 @@ def test_what_stands_still_of_ray_ends_the_run_and_is_named_and_recorded(
     [said] = re.findall("^error: (.*)", done.stderr, re.MULTILINE)
     assert said.startswith(why)
     assert f"recorded: {said}\n" in done.stdout
+
+
+def test_who_ends_the_program_at_once_ends_its_ray_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Any] = []
+    ended: list[Path | None] = []
+    node = SimpleNamespace(get_node_id=lambda: "a node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(module, "own_ray", lambda *given: nullcontext(root))
+    monkeypatch.setattr(module, "raylet_watched", lambda *given, ours: nullcontext(threading.Event()))
+    for name in ("ended_with_its_node", "last_words"):
+        monkeypatch.setattr(module, name, lambda end: nullcontext(ends.append(end)))
+    monkeypatch.setattr(module, "give_up", ended.append)
+    with cluster(settings(), namespace="run-6", cpus=1, env={}):
+        of_a_node, of_an_interrupt = ends
+        of_a_node("the node is gone")
+        assert ended == [root]
+        of_an_interrupt()
+        assert ended == [root, root]
 
 
 @pytest.mark.all

@@ -187,6 +187,26 @@ def test_the_end_of_an_interrupted_start_is_no_death_of_its_raylet(monkeypatch: 
     assert over == ["the raylet is watched", "the raylet may live"]
 
 
+def test_actors_of_the_run_before_end_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.state import state
+    from ray._private.worker import global_worker
+
+    groups = importlib.import_module("ray.util.placement_group")
+    ids = [ray.ActorID(bytes([number] * 16)).hex() for number in (1, 2)]
+    killed: list[tuple[str, bool]] = []
+    core = SimpleNamespace(kill_actor=lambda actor, no_restart: killed.append((actor.hex(), no_restart)))
+    monkeypatch.setattr(type(global_worker), "current_job_id", property(lambda self: None))
+    monkeypatch.setattr(global_worker, "core_worker", core, raising=False)
+    states = dict(zip(ids, ({"State": "ALIVE"}, {"State": "DEAD"}), strict=True))
+    monkeypatch.setattr(state, "actor_table", lambda *asked: states)
+    monkeypatch.setattr(state, "workers", list)
+    monkeypatch.setattr(groups, "placement_group_table", dict)
+    monkeypatch.setattr(own_ray, "processes_of", lambda folder: [])
+    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
+    assert own_ray.OwnRay(tmp_path, {}, 1, frozenset(), lambda: None).clear()
+    assert killed == [(ids[0], True)], "one that is started again is in the way of the next run"
+
+
 @pytest.mark.parametrize(("looks", "left", "cleared"), [(3, 0, True), (10**6, 0, False), (0, 1, False)])
 def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
     looks: int, left: int, cleared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
