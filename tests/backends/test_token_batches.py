@@ -68,7 +68,7 @@ def test_the_loss_of_a_validation_is_the_mean_over_tokens_however_it_is_batched(
 
 @pytest.mark.parametrize("case", named(FSDP | MEGATRON))
 def test_the_gap_to_a_sampler_is_that_of_training_with_its_dropout(facts: Facts, case: str) -> None:
-    assert_gaps([rank["measuring"] for rank in facts[case]])
+    assert_gaps([rank["measuring"] for rank in facts[case]], drops=case in FSDP)
 
 
 @pytest.mark.parametrize("case", named({name: case for name, case in FSDP.items() if case["max_tokens"]}))
