@@ -81,9 +81,11 @@ test-all: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m docs.figures
 
-# The page of all settings from conf/, the figures, and the site, into site/; tests fail where pages are out of date.
+# The page of all settings from conf/, the tables of families, the figures, and the site, into site/; tests fail where
+# pages are out of date.
 docs: figures
 	$(BIN)/python -m docs.settings
+	$(BIN)/python -m docs.families
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 campaign: $(STAMP)

@@ -61,6 +61,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By `model_type` of transformers: the other fields of the config."""
 
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = _WIDTHS | {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "max_position_embeddings": 256}
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
+_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+_QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+_ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True, "rope_theta": 10000.0}
+_MARKS = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 28, "vision_end_token_id": 29}
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": TEXT | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": _TOWER | _LAYERS,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": _TOWER | _LAYERS | {"model_type": "pixtral", "head_dim": 16},
+        "image_token_index": 30,
+    },
+    "qwen3_vl": {
+        "text_config": TEXT | {"rope_scaling": _ROPE},
+        "vision_config": _TOWER | _QWEN | {"deepstack_visual_indexes": [0]},
+        **_MARKS,
+    },
+    "qwen3_5": {
+        "text_config": TEXT | _LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+        "vision_config": _TOWER | _QWEN,
+        **_MARKS,
+    },
+}
+"""Families for images and text, whose towers stay as they are: the fields of the config."""
+
+REFUSED = ("qwen2_5_vl", "qwen3_5_moe")
+"""Families of which docs/models.md says that they are refused, beside those above."""
+
 EXPERTS = [
     "model.architecture.model_type=qwen3_moe",
     "+model.architecture.num_experts=4",

@@ -5,6 +5,7 @@ programs are up to date.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from docs import families
 from docs import settings as all_settings
+from tests.families import FAMILIES, REFUSED, WITH_IMAGES
 from tests.pages import ROOT
 from trinity_sync import config
 
@@ -67,6 +70,11 @@ def test_the_pictures_of_the_site_are_small() -> None:
 
 def test_the_page_of_all_settings_is_what_the_option_files_say() -> None:
     assert all_settings.PAGE.read_text() == all_settings.page(), "write it again: make docs"
+
+
+def test_the_tables_of_families_are_what_was_found() -> None:
+    assert families.PAGE.read_text() == families.page(), "write it again: make docs"
+    assert set(json.loads(families.RESULTS.read_text())) == {*FAMILIES, *WITH_IMAGES, *REFUSED}
 
 
 @pytest.mark.parametrize(

@@ -13,46 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from tests.chat_models import byte_tokenizer, make_chat_model
 from tests.e2e.runs import Run, launch
+from tests.families import TEXT, WITH_IMAGES
 from trinity_sync.checkpoint.export import export_checkpoint
 
 HEALTHY = 0.02
 """Mean difference of log-probs of explorer and trainer, natural, of tiny models in bf16."""
-WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = WIDTHS | {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "max_position_embeddings": 256}
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
-LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
-QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
-ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True, "rope_theta": 10000.0}
-MARKS = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 28, "vision_end_token_id": 29}
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-
-WITH_IMAGES: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "text_config": TEXT | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-        "vision_config": TOWER | LAYERS,
-        "mm_tokens_per_image": 4,
-    },
-    "mistral3": {
-        "text_config": TEXT | {"model_type": "mistral"},
-        "vision_config": TOWER | LAYERS | {"model_type": "pixtral", "head_dim": 16},
-        "image_token_index": 30,
-    },
-    "qwen3_vl": {
-        "text_config": TEXT | {"rope_scaling": ROPE},
-        "vision_config": TOWER | QWEN | {"deepstack_visual_indexes": [0]},
-        **MARKS,
-    },
-    "qwen3_5": {
-        "text_config": TEXT | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
-        "vision_config": TOWER | QWEN,
-        **MARKS,
-    },
-}
 
 
 def saved(model: torch.nn.Module, folder: Path) -> Path:
@@ -63,9 +28,9 @@ def saved(model: torch.nn.Module, folder: Path) -> Path:
     return folder
 
 
-def rows(path: Path, **more: str) -> str:
+def rows(path: Path) -> str:
     """Prompts such as ``12=``, with the answer 12."""
-    lines = [{"prompt": f"{n}=", "answer": f"{n}"} | {name: f"{n}" for name in more} for n in range(10, 42)]
+    lines = [{"prompt": f"{n}=", "answer": f"{n}"} for n in range(10, 42)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return f"task.path={path}"
 
@@ -81,19 +46,41 @@ def assert_healthy(run: Run) -> None:
 
 
 @pytest.mark.all
-def test_rollouts_end_where_sft_taught_the_model_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pairs", "conversations"])
+def test_rollouts_of_an_export_end_where_sft_taught_the_model_to_end(tmp_path: Path, kind: str) -> None:
+    """The tokenizer, by which SFT goes, has another end than the model's two files."""
     model = make_chat_model(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
         said = json.loads((model / name).read_text()) | {"eos_token_id": byte_tokenizer().pad_token_id}
         (model / name).write_text(json.dumps(said))
-    task = ["algorithm=sft", "task=pairs", rows(tmp_path / "pairs.jsonl", response=""), "task.max_length=32"]
-    steps = ["trainer.steps=40", "trainer.lr=0.005", "checkpoint.interval=40", "algorithm.batch_size=16"]
+    learnt, asked = _same_questions(kind)
+    (tmp_path / "learnt.jsonl").write_text("\n".join(map(json.dumps, learnt)))
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    task = ["algorithm=sft", f"task={kind}", f"task.path={tmp_path}/learnt.jsonl", "task.max_length=64"]
+    steps = ["trainer.steps=60", "trainer.lr=0.005", "checkpoint.interval=60", "algorithm.batch_size=16"]
     taught = launch(tmp_path / "sft", *task, *steps, f"model.path={model}", "backend.ranks=1", small=False)
     assert taught.code == 0, taught.output
-    export_checkpoint(taught.folder / "checkpoints/global_step_40", tmp_path / "exported")
-    run = generated(tmp_path, tmp_path / "exported")
+    export_checkpoint(taught.folder / "checkpoints/global_step_60", tmp_path / "exported")
+    task = ["task=jsonl", f"task.path={tmp_path}/asked.jsonl", "task.response_length=8", "task.prompt_length=64"]
+    samples = ["samples.record_interval=1", "samples.record_groups=4", "trainer.steps=1"]
+    run = launch(tmp_path / "run", *task, *samples, f"model.path={tmp_path}/exported", "backend.ranks=1")
     assert run.code == 0, run.output
-    assert run.lines("metrics.jsonl")[0]["response_length/truncated"] < 0.2
+    ends = [(line["finished"], line["tokens"], len(line["response"])) for line in run.lines("samples.jsonl")]
+    assert ends == [(True, 3, 2)] * 16  # two digits and the end
+
+
+def _same_questions(kind: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of SFT, and prompts of the same questions: texts of ``pairs``, chats of ``conversations``."""
+    learnt, asked = [], []
+    for number in map(str, range(10, 42)):
+        question: Any = f"{number}="
+        row = {"prompt": question, "response": number}
+        if kind == "conversations":
+            question = [{"role": "user", "content": question}]
+            row = {"messages": [*question, {"role": "assistant", "content": number}]}
+        learnt.append(row)
+        asked.append({"prompt": question, "answer": number})
+    return learnt, asked
 
 
 @pytest.mark.all

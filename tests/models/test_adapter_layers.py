@@ -10,9 +10,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
-from tests.families import FAMILIES
+from tests.families import FAMILIES, WITH_IMAGES
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError
@@ -82,7 +88,11 @@ def test_peft_puts_the_adapter_on_these_layers_alone(family: str) -> None:
 def adapted(family: str, folder: Path) -> Any:
     """A model with an adapter that changes it, as an explorer has it; saved in `base` and `adapter` of a folder."""
     torch.manual_seed(0)
-    model = model_of(family, "cpu")
+    if family in WITH_IMAGES:
+        config = CONFIG_MAPPING[family](**WITH_IMAGES[family])
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    else:
+        model = model_of(family, "cpu")
     model.save_pretrained(folder / "base")
     add_adapter(Adapter(rank=4, alpha=8, targets="all-linear", path=None), model)
     for tensor in held_adapter(model).values():
@@ -94,8 +104,8 @@ def adapted(family: str, folder: Path) -> Any:
     return model
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def loaded(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    return kind.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
@@ -109,13 +119,12 @@ def test_an_exported_adapter_loads_in_peft_with_equal_logits(family: str, tmp_pa
         assert not torch.equal(theirs, without)
 
 
-@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("family", [*DEFAULTS, *WITH_IMAGES])
 def test_a_merged_export_has_the_weights_that_peft_merges(family: str, tmp_path: Path) -> None:
     adapted(family, tmp_path)
     export_checkpoint(tmp_path / "adapter", tmp_path / "ours", form="merged", base=tmp_path / "base", dtype="fp32")
-    PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapter").merge_and_unload().save_pretrained(
-        tmp_path / "theirs"
-    )
+    base = loaded(tmp_path / "base", AutoModelForImageTextToText if family in WITH_IMAGES else AutoModelForCausalLM)
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

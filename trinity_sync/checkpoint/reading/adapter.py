@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
-from trinity_sync.checkpoint.reading.saved_form import made_of
+from trinity_sync.checkpoint.reading.saved_form import made_of, renamed
 from trinity_sync.errors import RunError
 from trinity_sync.models.files import CONFIG
 from trinity_sync.weights import lora
@@ -74,6 +74,9 @@ def merge(
         scale, pairs = lora.scaling(config), lora.pairs(adapter)
     except RunError as error:
         raise WeightsError(f"the adapter cannot be merged: {error}") from error
+    if folder is not None and pairs.keys() - base.keys():
+        names = renamed(folder)
+        pairs = {names.get(name, name): pair for name, pair in pairs.items()}
     absent = sorted(pairs.keys() - base.keys())
     if absent:
         why = next(filter(None, (_not_apart(name, base, folder) for name in absent)), None)

@@ -66,6 +66,23 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     return found
 
 
+def renamed(config: Path) -> dict[str, str]:
+    """Return the parameters that ``save_pretrained`` writes under another name, whole: saved name by name in the model.
+
+    Args:
+        config: folder with the model's ``config.json``.
+
+    Raises:
+        WeightsError: as of `made_of`.
+    """
+    model = made_of(config)
+    if model is None:
+        return {}
+    saved = {(_storage(one), one.shape): name for name, one in saved_tensors(model).items()}
+    names = {name: saved.get((_storage(one), one.shape), name) for name, one in model.named_parameters()}
+    return {name: other for name, other in names.items() if name != other}
+
+
 def made_of(config: Path) -> torch.nn.Module | None:
     """Build the architecture that a config names, without storage; None where transformers has none of that name.
 

@@ -5,12 +5,27 @@ from __future__ import annotations
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
+    initialize_layerwise_reload,
 )
+
+
+def begin(model: torch.nn.Module) -> None:
+    """Begin a session: layers wait for weights.
+
+    vLLM puts experts into the form that a processor computes with only where it makes their kernel. With a kernel that
+    is there it would compute with weights as they came, and say nothing; so on a CPU the kernel is made anew.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and next(layer.parameters()).device.type == "cpu":
+            method.moe_kernel = None
+    initialize_layerwise_reload(model)
 
 
 def give_back(model: torch.nn.Module) -> None:

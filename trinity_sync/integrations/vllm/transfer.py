@@ -18,16 +18,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import (
-    initialize_layerwise_reload,
-)
 
 from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Received, Shapes
 from trinity_sync.integrations.vllm.link import Address, serve
 from trinity_sync.integrations.vllm.mapped import Mapped, Share
-from trinity_sync.integrations.vllm.sessions import finish, give_back, unfilled
+from trinity_sync.integrations.vllm.sessions import begin, finish, give_back, unfilled
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.shards import listed
@@ -128,7 +125,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RunError("the update was given up")
         self._check_giver(update_info.giver)
         self._arrived().check(update_info.version)
-        initialize_layerwise_reload(self.model)
+        begin(self.model)
         self._load(update_info.version)
         self._filled = True
 
