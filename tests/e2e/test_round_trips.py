@@ -22,7 +22,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def found(family: str) -> dict[str, Any]:
-    return results_of(family)
+    return results_of([family])[family]
 
 
 def test_trainers_and_explorers_take_a_family_or_refuse_it_as_documented(family: str, found: dict[str, Any]) -> None:
