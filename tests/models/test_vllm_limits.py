@@ -46,6 +46,11 @@ def test_a_model_for_images_and_text_is_refused() -> None:
     assert str(model_problem(fields, on_cpu=False)).startswith("was not tried on models for images and text")
 
 
+def test_a_family_into_which_it_puts_no_versions_is_refused() -> None:
+    fields = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    assert str(model_problem(fields, on_cpu=False)).startswith("does not put versions into the layers of ")
+
+
 def test_an_architecture_of_another_family_than_the_trainers_is_refused() -> None:
     told = model_problem(QWEN | {"architectures": ["LlamaForCausalLM"]}, on_cpu=False)
     assert str(told).startswith(

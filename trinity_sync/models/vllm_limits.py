@@ -10,6 +10,8 @@ from trinity_sync.host.package_source import source_of
 from trinity_sync.models.families import IMAGES, auto_class, made_class
 
 _COLDEST, _HOTTEST = 0.01, 2.0
+_NOT_FILLED = ("gpt_oss",)
+"""Families of which a version leaves layers unfilled, as vLLM 0.31 said of itself on a CPU."""
 
 
 def temperature_problem(temperature: float) -> str | None:
@@ -40,6 +42,8 @@ def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
         return (
             f"was not tried on models for images and text (model_type {fields.get('model_type')}); choose explorer=hf"
         )
+    if fields.get("model_type") in _NOT_FILLED:
+        return f"does not put versions into the layers of model_type {fields['model_type']}; choose explorer=hf"
     return _heads_problem(fields) if on_cpu else None
 
 
