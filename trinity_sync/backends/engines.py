@@ -59,7 +59,7 @@ class Engine(Protocol):
         ...
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Inside, the engine infers. Collective where it offloads."""
+        """Inside, the engine computes as when it trains, dropout included. Collective where it offloads."""
         ...
 
     def eval_mode(self) -> AbstractContextManager[None]:

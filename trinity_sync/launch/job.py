@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.version_validations import VersionValidations
     from trinity_sync.protocol.versions import Version
     from trinity_sync.sync.base import Publisher
-    from trinity_sync.trainer.agreement import Agreement
+    from trinity_sync.trainer.agreement_check import AgreementCheck
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.loop import TrainingLoop
     from trinity_sync.trainer.loss_validation import LossValidation
@@ -195,15 +195,15 @@ class Job:
         saved = None if folder is None else driver_state(folder, "algorithm")
         return RewardPenalty(self.actors.trainer, asked, timeout_s, saved)
 
-    def _agreement(self, timeout_s: float) -> Agreement | None:
+    def _agreement(self, timeout_s: float) -> AgreementCheck | None:
         """What looks whether trainer and explorers compute the same; None: nothing does."""
-        from trinity_sync.trainer.agreement import Agreement, agreement_bound
+        from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
 
         chosen = self._cfg.explorer.check_agreement
         if chosen == "off" or self._cfg.workload.kind == "bytes" or self.actors.pool is None:
             return None
         bound = agreement_bound(typed(self._cfg))
-        return Agreement(self.actors.trainer, bound, timeout_s, refuse=chosen == "refuse")
+        return AgreementCheck(self.actors.trainer, bound, timeout_s, refuse=chosen == "refuse")
 
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
         """Return what validates beside training; None: nothing does."""

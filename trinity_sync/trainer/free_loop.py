@@ -30,7 +30,7 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
-from trinity_sync.trainer.agreement import Agreement
+from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.reward_penalty import RewardPenalty
 from trinity_sync.trainer.saves import FullSaves
@@ -179,7 +179,7 @@ class FreeLoop:
         log: Log,
         stop: threading.Event | None = None,
         penalty: RewardPenalty | None = None,
-        agreement: Agreement | None = None,
+        agreement: AgreementCheck | None = None,
         validations: Validations | None = None,
     ) -> None:
         self._validations = validations

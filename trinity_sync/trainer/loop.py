@@ -25,7 +25,7 @@ from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
-from trinity_sync.trainer.agreement import Agreement
+from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.reward_penalty import RewardPenalty
 from trinity_sync.trainer.saves import FullSaves
@@ -122,7 +122,7 @@ class TrainingLoop:
         restored: tuple[int, Callable[[Version, int], None]] | None = None,
         stop: threading.Event | None = None,
         penalty: RewardPenalty | None = None,
-        agreement: Agreement | None = None,
+        agreement: AgreementCheck | None = None,
         validation: Validation | None = None,
     ) -> None:
         self._steps = Steps(

@@ -24,7 +24,7 @@ from trinity_sync.samples.filtering import Drawn
 from trinity_sync.samples.metrics import batch_metrics, drawn_metrics
 from trinity_sync.samples.staleness import staleness
 from trinity_sync.tracking.summary import SKIPPED
-from trinity_sync.trainer.agreement import Agreement
+from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.algorithms.base import REJECTED
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.reward_penalty import RewardPenalty
@@ -146,7 +146,7 @@ class Steps:
         parts: list[str],
         log: Log,
         penalty: RewardPenalty | None = None,
-        agreement: Agreement | None = None,
+        agreement: AgreementCheck | None = None,
     ) -> None:
         self._penalty = penalty
         self._agreement = agreement

@@ -12,7 +12,7 @@ from trinity_sync import config
 from trinity_sync.actors.rank import GapSum, RankClient
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.trainer.agreement import Agreement, agreement_bound
+from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
 from trinity_sync.trainer.group import TrainerGroup
 
 
@@ -47,8 +47,8 @@ def batch(*versions: int, length: int = 4) -> SampleBatch:
     )
 
 
-def agreement(ranks: Ranks, *, refuse: bool = True) -> Agreement:
-    return Agreement(cast(TrainerGroup, ranks), 0.06, 5.0, refuse=refuse)
+def agreement(ranks: Ranks, *, refuse: bool = True) -> AgreementCheck:
+    return AgreementCheck(cast(TrainerGroup, ranks), 0.06, 5.0, refuse=refuse)
 
 
 def test_the_mean_is_over_all_tokens_and_each_share_counts_once() -> None:

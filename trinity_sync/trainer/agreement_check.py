@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _BOUNDS = {"fp32": 0.01, "fp16": 0.03, "bf16": 0.06}
 """Largest mean difference of a token's log-probs, nats, by the coarsest dtype in which one side computes or the weights
-travel. benchmarks/agreement.json has the figures of healthy and of wrong pairs.
+travel. docs/explorers.md has the figures of healthy and of wrong pairs.
 """
 _SAMPLES, _TOKENS = 32, 128
 """So many samples are measured, and so many tokens of each response."""
 
 
-class Agreement:
+class AgreementCheck:
     """Measures samples of the version that the trainer holds, once.
 
     Args:
@@ -70,9 +70,8 @@ class Agreement:
 
     def _judged(self, step: int, shares: Sequence[GapSum]) -> dict[str, object]:
         tokens = sum(one.tokens for one in shares)
-        mean, trained, sampled = (
-            sum(getattr(one, name) for one in shares) / tokens for name in ("gap", "trained", "sampled")
-        )
+        mean = sum(one.gap for one in shares) / tokens
+        trained, sampled = sum(one.trained for one in shares) / tokens, sum(one.sampled for one in shares) / tokens
         largest = max(one.largest for one in shares)
         if not mean <= self._bound:  # not a number is no agreement
             text = (
