@@ -62,7 +62,7 @@ def tables(results: Mapping[str, Any]) -> str:
             "",
             *_table(["family", "changed", *libraries, "peft"], back),
             "",
-            "What was said where a table has *no*, FAMILY standing for the row's and DIR for the model's folder:",
+            "The reasons for each *no*. FAMILY is the family of the row, DIR the folder of the model:",
             "",
             *told,
             "",

@@ -343,7 +343,7 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
 
 
 def _check_model(request: _Request, tokens: ModelTokens) -> None:
-    """Check that trainer and explorers make the same of the model, of which the hub may have the config.
+    """Check that trainer and explorers choose the same class and attention. The config may come from the hub.
 
     Raises:
         ConfigError: names the key.

@@ -306,7 +306,7 @@ def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
     adapter = adapter_of(typed(cfg).model.lora)
     check_kind(folder, manifest, lora=adapter is not None)
     if adapter is not None:
-        # What an expression means shows when the model is there.
+        # An expression can only be resolved against the model, which is made later.
         targets = None if isinstance(adapter.targets, str) else adapter.targets
         check_adapter(folder, adapter.rank, adapter.alpha, targets, rslora=adapter.rslora)
 

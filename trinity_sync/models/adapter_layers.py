@@ -28,7 +28,7 @@ _ROUTER = re.compile(r"(^|\.)(\w*router|gate|shared_expert_gate)(\.|$)")
 """Parts of the names of modules that choose experts, in transformers' mixtures."""
 _EXPERTS = re.compile(r"(^|\.)(experts|block_sparse_moe|moe)(\.|$)")
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
-"""What the projections of an expert are called."""
+"""Names of an expert's projections."""
 _ADVICE = "adapters are for linear layers alone: name others, or leave the key out"
 
 

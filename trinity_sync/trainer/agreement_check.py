@@ -81,8 +81,8 @@ class AgreementCheck:
             )
             if self._refuse:
                 raise ConfigError(
-                    f"{text}; nothing was trained. Docs: explorers.md, Agreement; explorer.check_agreement=warn trains "
-                    "all the same"
+                    f"{text}; step {step} was not trained. Docs: explorers.md, Agreement; "
+                    "explorer.check_agreement=warn trains all the same"
                 )
             print(f"note: {text}", file=sys.stderr)
         return {"step": step, "tokens": tokens, "mean": mean, "largest": largest, "bound": self._bound}
