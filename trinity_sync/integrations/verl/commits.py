@@ -94,7 +94,7 @@ class Commits:
             try:
                 return self._wait_for(step, kind)
             except WaitTimeout:
-                awaited = self._monitor.status(step).result(self._timeout_s)["awaited"]
+                awaited = self._monitor.status(step).result(self._timeout_s + ANSWER_S)["awaited"]
                 if not awaited or not all(map(is_beside, awaited)):
                     raise
 
