@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.families import TEXT, WITH_IMAGES
 from trinity_sync import config
 from trinity_sync.backends import bytes_option
 from trinity_sync.backends.option import backend_option
@@ -56,6 +57,22 @@ def test_bytes_by_layers_are_those_of_a_cut_model() -> None:
         assert bytes_by_layers(saved_shapes(cut(SMALL, layers)[1]))[-1] == sums[layers]
 
 
+QWEN25 = {"text_config": TEXT | {"layer_types": None}, "vision_config": {"depth": 1, "num_heads": 2, "hidden_size": 32}}
+
+
+@pytest.mark.parametrize("family", [*WITH_IMAGES, "qwen2_5_vl"])
+def test_a_vision_tower_stays_whole_where_the_language_model_is_cut(family: str) -> None:
+    fields = {"model_type": family, **WITH_IMAGES.get(family, QWEN25)}
+    whole, left = cut(fields, 1)
+    both, one = saved_shapes(whole), saved_shapes(left)
+    assert {name for name in both if "vis" in name} == {name for name in one if "vis" in name} != set()
+    sums = bytes_by_layers(both)
+    assert (len(sums), sums[1], sums[2]) == (3, bytes_by_layers(one)[-1], bytes_by_layers(both)[-1])
+    assert sums[1] < sums[2]
+    with pytest.raises(ConfigError, match=r"model\.layers is 3, but the model has 2"):
+        cut(fields, 3)
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -83,7 +100,6 @@ def test_a_path_that_cannot_be_is_refused_with_its_key() -> None:
     ("fields", "text"),
     [
         ({"model_type": "t5"}, "of which transformers has no causal language model"),
-        ({"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}}, "stands under text_config"),
         ({**SMALL, "hidden_size": "big"}, "does not take this file"),
     ],
 )

@@ -39,7 +39,8 @@ def _check_shapes(get: Get) -> Iterator[Problem]:
         yield Problem(key.rstrip(":"), text)
         return
     # families that call it otherwise are told by `cut`, in a rank
-    layers, count = get("model.layers"), fields.get("num_hidden_layers")
+    text = fields.get("text_config", fields)
+    layers, count = get("model.layers"), text.get("num_hidden_layers") if isinstance(text, dict) else None
     if layers is not None and isinstance(count, int) and layers > count:
         yield Problem("model.layers", f"is {layers}, but the model has {count}; give at most that")
 

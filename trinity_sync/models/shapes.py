@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.adapter_layers import adapter_layers
+from trinity_sync.models.families import made_class
 from trinity_sync.weights.lora import PREFIX, saved_name
 from trinity_sync.weights.saved_views import Saved
 
@@ -42,6 +43,8 @@ class LoraShape(TypedDict):
 
 _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
+_TOWER = re.compile(r"(^|\.)vis(ual|ion_\w+)\.")
+"""Found in the names of a vision tower's tensors."""
 
 
 def read_shapes(shapes: str) -> dict[str, object]:
@@ -70,7 +73,7 @@ def read_shapes(shapes: str) -> dict[str, object]:
 
 
 def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, object], dict[str, object]]:
-    """Complete the fields of a config, and cut it to its first layers.
+    """Complete the fields of a config, and cut its language model to the first layers. A vision tower stays whole.
 
     Args:
         fields: what `read_shapes` gave.
@@ -80,35 +83,37 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
         The fields of the whole model and of what is left of it.
 
     Raises:
-        ConfigError: transformers does not know the model, or it has fewer layers.
+        ConfigError: transformers does not know the model, or its language model has fewer layers.
     """
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = fields["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"model.shapes: model_type is {model_type!r}, which transformers does not know; try qwen3")
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(
-            f"model.shapes: model_type is {model_type}, of which transformers has no causal language model; try qwen3"
-        )
     kind = CONFIG_MAPPING[model_type]
     try:
         config = kind.from_dict(dict(fields))
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
-    if config.get_text_config() is not config:
-        raise ConfigError(
-            f"model.shapes: {model_type} is made of several models; give the config of its language model alone, "
-            "which stands under text_config"
-        )
     whole: dict[str, object] = config.to_dict()
+    whole.pop("auto_map", None)
+    if (made := made_class(whole)) is None:
+        raise ConfigError(
+            f"model.shapes: model_type is {model_type}, of which transformers has no causal language model; try qwen3"
+        )
     # whoever reads a checkpoint goes by these
-    whole["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    whole["architectures"] = [made]
     whole.pop("quantization_config", None)
-    key = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    count = whole.get(key)
+    text = config.get_text_config()
+    of_text = whole if text is config else whole.get("text_config")
+    if not isinstance(of_text, dict):
+        raise ConfigError(
+            f"model.shapes: {model_type} is made of several models, and none is text_config; give the config of its "
+            "language model alone"
+        )
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    count = of_text.get(key)
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"model.shapes: {key} is {count}; it must be a number of layers, at least 1")
     if layers is None:
@@ -117,9 +122,9 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
         raise ConfigError(f"model.layers is {layers}, but the model has {count}; give at most that")
     left = {
         name: value[:layers] if isinstance(value, list) and len(value) == count else value
-        for name, value in whole.items()
-    }
-    return whole, {**left, key: layers}
+        for name, value in of_text.items()
+    } | {key: layers}
+    return whole, left if of_text is whole else {**whole, "text_config": left}
 
 
 def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, Saved]:
@@ -188,7 +193,7 @@ def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
 
 
 def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
-    """Bytes in bf16 of what is left of a model with 0, 1, ... and all of its layers.
+    """Bytes in bf16 of what is left of a model with 0, 1, ... and all layers of its language model.
 
     Args:
         saved: by name.
@@ -196,7 +201,7 @@ def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
     """
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():
-        found = _LAYER.search(name)
+        found = None if _TOWER.search(name) else _LAYER.search(name)
         numel = 1
         for extent in shape:
             numel *= extent
