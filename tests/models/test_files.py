@@ -155,6 +155,12 @@ def test_an_inner_value_is_set(tmp_path: Path) -> None:
     assert changed == '{"a": {"x": 1}, "b": {"z": 6, "x": 5, "y": 2}}'
 
 
+def test_a_value_that_json_has_not_is_refused_with_its_key() -> None:
+    files = ModelFiles({"config.json": b'{"a": 1}'})
+    with pytest.raises(ConfigError, match=r"^config\.json cannot hold a=\{1\}"):
+        files.with_values({("a",): {1}})
+
+
 @pytest.mark.parametrize(("data", "why"), [(b"[1]", "is not"), (b"{", "cannot be read"), (b"\xff", "read")])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, data: bytes, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json .*{why}"):

@@ -41,6 +41,15 @@ def test_heads_that_it_has_no_attention_for_on_a_cpu_are_refused(fields: dict[st
     assert model_problem(QWEN | fields, on_cpu=False) is None
 
 
+@pytest.mark.parametrize(("rank", "refused"), [(512, False), (32, True)])
+def test_a_latent_that_it_has_no_attention_for_on_a_cpu_is_refused(rank: int, refused: bool) -> None:
+    pytest.importorskip("vllm")
+    fields = QWEN | {"kv_lora_rank": rank, "qk_rope_head_dim": 64}
+    told = "a latent (kv_lora_rank + qk_rope_head_dim) of 96 on a CPU; it knows 576"
+    assert (told in str(model_problem(fields, on_cpu=True))) is refused
+    assert model_problem(fields, on_cpu=False) is None
+
+
 def test_a_model_for_images_and_text_is_refused() -> None:
     fields = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
     assert str(model_problem(fields, on_cpu=False)).startswith("was not tried on models for images and text")

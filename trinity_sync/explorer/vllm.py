@@ -147,8 +147,11 @@ class VLLMEngine(RolloutEngine):
         }
         if not torch.cuda.is_available():
             # Of a prompt computed in pieces vLLM takes back the token that each piece drew, which random numbers of a
-            # request's own do not let it on a CPU: the engine core dies.
-            arguments["enable_chunked_prefill"] = False
+            # request's own do not let it on a CPU: the engine core dies. Linear attention needs the setting; there all
+            # prompts of a batch fit into one pass.
+            linear = "linear_attention" in (getattr(self._texts.config.get_text_config(), "layer_types", None) or ())
+            whole = {"max_num_batched_tokens": batch_size * longest} if linear else {}
+            arguments |= {"enable_chunked_prefill": linear, **whole}
         arguments |= engine or {}
         self._llm = self._start(arguments)
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)

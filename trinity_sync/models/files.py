@@ -109,15 +109,19 @@ class ModelFiles:
             values: by keys, those of the outer objects first. A key that is not there is added to its object.
 
         Raises:
-            ConfigError: config.json is not a JSON object.
+            ConfigError: config.json is not a JSON object, or JSON has no such value.
         """
         if not values:
             return self
         body = self.config
         text = self.contents[CONFIG].decode()
         for path, value in values.items():
-            if _at(body, path) != value:
+            if _at(body, path) == value:
+                continue
+            try:
                 text = _with_value(text, path, value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{CONFIG} cannot hold {'.'.join(path)}={value!r}: {error}") from error
         return replace(self, contents={**self.contents, CONFIG: text.encode()})
 
     @property

@@ -50,13 +50,13 @@ def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
 def _heads_problem(fields: Mapping[str, Any]) -> str | None:
     nested = fields.get("text_config")
     text = nested if isinstance(nested, Mapping) else fields
-    source = source_of("vllm", "v1/attention/backends/cpu_attn.py") or ""
+    latent = text.get("kv_lora_rank")
+    source = source_of("vllm", f"v1/attention/backends/{'mla/cpu_mla' if latent else 'cpu_attn'}.py") or ""
     known = re.search(r"def get_supported_head_sizes\(.*?return \[([\d, ]+)\]", source, re.DOTALL)
-    if known is None or text.get("kv_lora_rank"):
-        return None  # latent attention has a backend of its own
-    size = text.get("head_dim")
+    size = latent + text.get("qk_rope_head_dim", 0) if latent else text.get("head_dim")
     if not size and text.get("hidden_size") and text.get("num_attention_heads"):
         size = text["hidden_size"] // text["num_attention_heads"]
-    if not size or str(size) in known[1].split(", "):
+    if known is None or not size or str(size) in known[1].split(", "):
         return None
-    return f"cannot run a model with heads of {size} on a CPU; it knows {known[1]} there"
+    what = "a latent (kv_lora_rank + qk_rope_head_dim)" if latent else "heads"
+    return f"cannot run a model with {what} of {size} on a CPU; it knows {known[1]} there"
