@@ -332,10 +332,10 @@ def test_a_manifest_keeps_its_base_and_others_have_none() -> None:
 
 
 def test_a_manifest_says_what_is_left_out_in_texts_only() -> None:
-    told = {"path": "m", "names": ["a", "b"], "digest": "ab"}
+    told = {"path": "m", "names": ["a", "b"], "digest": "ab", "tower": ["b"]}
     manifest = Manifest(step=1, attempt=0, kind="full", left_out=told)  # type: ignore[arg-type]
     assert parse_manifest(manifest.to_text(), "it", 1) == manifest
-    for odd in ({"path": 3}, {"names": [1]}, {"names": "ab"}, {"digest": None}):
+    for odd in ({"path": 3}, {"names": [1]}, {"names": "ab"}, {"digest": None}, {"tower": [1]}, {"tower": "b"}):
         body = manifest.to_json() | {"left_out": told | odd}
         del body["self"]
         with pytest.raises(ManifestError, match=r"is not valid: the (path|names|digest) of what its export takes"):

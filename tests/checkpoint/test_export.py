@@ -11,10 +11,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from tests.backends.engines import DEEPSEEK, KEPT
 from tests.checkpoint import written
+from tests.families import WITH_IMAGES
 from trinity_sync.checkpoint import export as export_module
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
@@ -22,7 +29,7 @@ from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.factory import make_model
-from trinity_sync.weights.tensors import saved_tensors, state_digest
+from trinity_sync.weights.tensors import saved_tensors, state_digest, version_tensors
 from trinity_sync.weights.wire import Wire
 
 
@@ -147,7 +154,45 @@ def with_drafts(folder: Path) -> dict[str, Any]:
     """A model's folder with draft heads, among others, and what the manifest of a run with it says of them."""
     folder.mkdir()
     save_file({**DRAFTS, "other": torch.ones(2)}, folder / "model.safetensors")
-    return {"path": str(folder), "names": list(DRAFTS), "digest": state_digest(DRAFTS, None)}
+    return {"path": str(folder), "names": list(DRAFTS), "digest": state_digest(DRAFTS, None), "tower": []}
+
+
+@pytest.fixture(scope="module")
+def towered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A model with a vision tower, and its folder in which that has names as published."""
+    folder = tmp_path_factory.mktemp("towered")
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **WITH_IMAGES["gemma3"])).bfloat16()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, model
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "weights only"])
+def test_a_vision_tower_is_exported_and_in_no_digest(
+    tmp_path: Path, towered: tuple[Path, PreTrainedModel], full: bool
+) -> None:
+    """A full checkpoint holds it; else it comes from the model's folder, under the names that it has there."""
+    folder, model = towered
+    stored = load_file(folder / "model.safetensors")
+    names = sorted(name for name in stored if name.startswith(("vision_tower.", "multi_modal_projector.")))
+    still = state_digest({name: stored[name] for name in names}, None)
+    told = {"path": str(folder), "names": names, "digest": still, "tower": names}
+    actor = prepare_staging(tmp_path, 3, 0) / "actor"
+    written.write_companions(model, actor)
+    digest = state_digest(version_tensors(model), "BF16")
+    if full:
+        written.write_verl(actor, model.state_dict(), (2,))
+        told["path"] = "/nowhere"
+    else:
+        written.write_parts(actor, version_tensors(model), 2)
+    kind = "full" if full else "state_dict"
+    commit_folder(tmp_path, Manifest(step=3, attempt=0, kind=kind, digest=digest, left_out=told))  # type: ignore[arg-type]
+    done = export_checkpoint(tmp_path / "global_step_3", tmp_path / "out")
+    assert (done.checked, done.digest, done.missing) == (digest, digest, ())
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(one, loaded[name]) for name, one in model.state_dict().items())
 
 
 def test_draft_heads_come_along_from_the_models_folder_and_are_in_no_digest(tmp_path: Path) -> None:

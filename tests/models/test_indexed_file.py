@@ -41,7 +41,7 @@ def test_readers_take_the_copy_that_the_index_names(strayed: tuple[Path, str, to
 
 def test_a_stray_copy_does_not_make_a_folder_an_odd_one(strayed: tuple[Path, str, torch.Tensor]) -> None:
     model = written.small_model("untied").to("meta")
-    assert left_out(strayed[0], model, saved_list(model)) == ()
+    assert left_out(strayed[0], model, saved_list(model)) == ((), ())
 
 
 def test_transformers_loads_the_copy_that_the_index_names(

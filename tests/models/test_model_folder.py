@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.backends.engines import DEEPSEEK, SIZES
+from tests.families import WITH_IMAGES
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.factory import make_model
 from trinity_sync.models.model_folder import left_out
@@ -38,12 +39,37 @@ def found(folder: Path) -> tuple[str, ...]:
         config = AutoConfig.from_pretrained(folder)
         config.num_nextn_predict_layers = 0  # as verl does
         model = AutoModelForCausalLM.from_config(config)
-    return left_out(folder, model, saved_list(model))
+    return left_out(folder, model, saved_list(model)).drafts
 
 
 @pytest.mark.parametrize("architecture", [QWEN, {**QWEN, "tie_word_embeddings": True}, MOE, DRAFTED])
 def test_a_whole_folder_is_whole(tmp_path: Path, architecture: dict[str, Any]) -> None:
     assert found(folder_of(tmp_path, architecture, {}, [])) == ()
+
+
+@pytest.mark.parametrize("inserted", ["", "vision_model."], ids=["as saved now", "as published"])
+def test_a_vision_tower_is_told_by_its_names_in_the_folder(tmp_path: Path, inserted: str) -> None:
+    folder, model = model_with_tower(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("vision_tower.", f"vision_tower.{inserted}"): one for name, one in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = {name for name in renamed if name.startswith(("vision_tower.", "multi_modal_projector."))}
+    assert left_out(folder, model, saved_list(model)) == ((), tuple(sorted(expected)))
+
+
+def test_a_vision_tower_in_another_format_is_refused(tmp_path: Path) -> None:
+    folder, model = model_with_tower(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"^model\.path=.* has no vision tower in plain safetensors files"):
+        left_out(folder, model, saved_list(model))
+
+
+def model_with_tower(folder: Path) -> tuple[Path, PreTrainedModel]:
+    """The folder, and the model without storage."""
+    config = AutoConfig.for_model("gemma3", **WITH_IMAGES["gemma3"])
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    with torch.device("meta"):
+        return folder, AutoModelForImageTextToText.from_config(config)
 
 
 def test_draft_heads_are_told(tmp_path: Path) -> None:

@@ -31,11 +31,14 @@ class Digested(NamedTuple):
 
 
 class Untrained(NamedTuple):
-    """Tensors that are not trained: their folder, absolute, and the digest of all of them as they are stored, hex."""
+    """Tensors that are not trained: their folder, absolute, the digest of all of them as they are stored, hex, and
+    which of them are a vision tower's.
+    """
 
     folder: str
     names: tuple[str, ...]
     digest: str
+    tower: tuple[str, ...] = ()
 
 
 class LossSum(NamedTuple):

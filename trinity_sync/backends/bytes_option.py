@@ -35,8 +35,8 @@ def _check_shapes(get: Get) -> Iterator[Problem]:
     try:
         fields = read_shapes(shapes)
     except ConfigError as error:
-        key, _, text = str(error).partition(" ")
-        yield Problem(key.rstrip(":"), text)
+        key, _, why = str(error).partition(" ")
+        yield Problem(key.rstrip(":"), why)
         return
     # families that call it otherwise are told by `cut`, in a rank
     text = fields.get("text_config", fields)

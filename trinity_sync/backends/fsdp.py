@@ -28,7 +28,7 @@ from trinity_sync.backends.held import HeldSources
 from trinity_sync.backends.lora import adapter_by
 from trinity_sync.backends.lora_merged import MergedSources
 from trinity_sync.backends.meetings import Meeting
-from trinity_sync.backends.saved import saved_by
+from trinity_sync.backends.saved import meta_model, on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.models.hub import local_folder
@@ -36,6 +36,7 @@ from trinity_sync.weights.computed import Sources
 from trinity_sync.weights.lora import adapter_name, base_name
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
+from trinity_sync.weights.tensors import tower
 from trinity_sync.weights.wire import FP32
 
 if TYPE_CHECKING:
@@ -66,13 +67,15 @@ class FsdpBackend:
         self._state = FsdpState(engine)
         # read before anything is trained: what becomes of the folder then does not matter
         self._files = ModelFiles.read(local_folder(engine.model_config.local_path)) if self._rank == 0 else None
-        whole = saved_by(engine.model_config, wire_dtype, keep_fp32)
+        empty = meta_model(engine.model_config)
+        whole, self._tower = on_the_wire(empty, wire_dtype, keep_fp32), tower(empty)
         _check_views(whole, engine.module)
         _check_kept(whole, wire_dtype, engine)
         adapter = peft_config(engine.module)
         trained = whole if adapter is None else adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
         held = HeldSources(
-            FsdpParts(engine.module, trained, None if adapter is None else adapter_name).find(), keep=not offloads
+            FsdpParts(engine.module, trained, self._name if adapter is None else adapter_name).find(),
+            keep=not offloads,
         )
         self._adapter = adapter
         self._whole = self._saved = whole
@@ -109,7 +112,14 @@ class FsdpBackend:
         return next(self._engine.module.parameters()).device
 
     def _base(self, *, keep: bool) -> HeldSources:
-        return HeldSources(FsdpParts(self._engine.module, self._whole, base_name).find(), keep=keep)
+        def name(held: str) -> str | None:
+            return None if (base := base_name(held)) is None else self._name(base)
+
+        return HeldSources(FsdpParts(self._engine.module, self._whole, name).find(), keep=keep)
+
+    def _name(self, held: str) -> str | None:
+        """A vision tower is in no version."""
+        return None if held in self._tower else held
 
     # -- full checkpoints
 

@@ -1,4 +1,5 @@
-"""What `save_pretrained` of an engine's model would write: what the versions of every backend have to consist of.
+"""What the versions of every backend have to consist of: what `save_pretrained` of an engine's model would write,
+without a vision tower.
 
 Worked out from the architecture alone, on a model without storage, so that what a backend does not know to map is
 missed.
@@ -16,10 +17,10 @@ import torch
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import auto_class, class_problem
-from trinity_sync.models.model_folder import left_out
+from trinity_sync.models.model_folder import LeftOutNames, left_out
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.saved_views import Saved
-from trinity_sync.weights.tensors import saved_list
+from trinity_sync.weights.tensors import saved_list, version_list
 from trinity_sync.weights.wire import Wire, kept_names
 from trinity_sync.weights.wire_cast import kept_by_class
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def saved_by(model_config: ModelConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
-    """Return the tensors that `save_pretrained` would write, by name, in the dtypes in which they travel.
+    """Return the tensors of a version (`version_list`) by name, in the dtypes in which they travel.
 
     Args:
         model_config: the model config of verl's engine.
@@ -42,8 +43,8 @@ def saved_by(model_config: ModelConfig, wire_dtype: str, keep_fp32: Sequence[str
     return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
 
 
-def left_out_by(model_config: ModelConfig, folder: Path) -> tuple[str, ...]:
-    """Return names of the tensors of the model's folder that the engine leaves out; see `left_out`.
+def left_out_by(model_config: ModelConfig, folder: Path) -> LeftOutNames:
+    """Return names of the tensors of the model's folder that are in no version; see `left_out`.
 
     Args:
         model_config: the model config of verl's engine, which need not be initialised.
@@ -74,9 +75,9 @@ def meta_model(model_config: ModelConfig) -> PreTrainedModel:
 
 
 def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
-    """Return what `save_pretrained` of a model would write, in the dtypes in which it travels; as `saved_by`."""
+    """Return what a version of a model consists of, in the dtypes in which it travels; as `saved_by`."""
     kept = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
-    return travelling(saved_list(model), wire_dtype, kept, strict=keep_fp32 is not None)
+    return travelling(version_list(model), wire_dtype, kept, strict=keep_fp32 is not None)
 
 
 def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str], *, strict: bool) -> dict[str, Saved]:

@@ -12,14 +12,14 @@ import json
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, wires_of
+from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, tower_in, wires_of
 from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE
@@ -137,6 +137,10 @@ def export_checkpoint(
     manifest = opened.manifest
     told = manifest.left_out if manifest is not None and not weights.adapter else None
     beside, missing = open_left_out(told, base)
+    still = frozenset(tower_in(weights)) if told is not None and told["tower"] else frozenset[str]()
+    if told is not None and still:
+        beside = {name: source for name, source in beside.items() if name not in told["tower"]}
+        missing = tuple(name for name in missing if name not in told["tower"])
     infos |= {name: source.info for name, source in beside.items()}
     # peft reads one file
     files = {WEIGHTS_FILE: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
@@ -156,8 +160,8 @@ def export_checkpoint(
             if dtype_name is not None:
                 files_beside = files_beside.with_dtype(str(to_torch(dtype_name)).removeprefix("torch."))
             files_beside.write(temporary)
-        digest, wire_digest = _write_weights(weights, wire, beside, infos, files, temporary, progress)
-        checked = check_digest(weights, wire_digest) if weights is opened else None
+        digest, wire_digest = _write_weights(weights, wire, beside, still, infos, files, temporary, progress)
+        checked = check_digest(weights.without(still), wire_digest) if weights is opened else None
         sync_folder(temporary)
         temporary.rename(output)  # takes the place of an empty folder, and of nothing else
         sync_folder(output.parent)
@@ -207,12 +211,15 @@ def _write_weights(
     weights: Weights,
     wire: Wire,
     beside: Mapping[str, Stored],
+    still: Container[str],
     infos: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[str]],
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
-    """Write all files; return the digests of the weights as written and as on the wire, without what is `beside`."""
+    """Write all files; return the digests of the weights as written and as on the wire, without what is `beside` or
+    `still`.
+    """
     written, in_wire = [], []
     done, total = 0, sum(map(nbytes, infos.values()))
 
@@ -222,13 +229,17 @@ def _write_weights(
             done += nbytes(infos[name])
             return beside[name].read()
         tensor = weights.read(name)
-        written.append(digest_entry(name, tensor, infos[name].dtype if is_floating(infos[name].dtype) else None))
-        same = infos[name].dtype == wire.of(name, infos[name].dtype)
-        in_wire.append(written[-1] if same else digest_entry(name, tensor, wire))
+        if name not in still:
+            add(name, tensor)
         done += nbytes(infos[name])
         if progress is not None:
             progress(done, total)
         return tensor
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        written.append(digest_entry(name, tensor, infos[name].dtype if is_floating(infos[name].dtype) else None))
+        same = infos[name].dtype == wire.of(name, infos[name].dtype)
+        in_wire.append(written[-1] if same else digest_entry(name, tensor, wire))
 
     known = weights.manifest.base if weights.manifest is not None else None
     notes = {BASE_NOTE: json.dumps(known.to_json())} if known is not None else {}

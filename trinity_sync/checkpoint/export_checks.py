@@ -17,7 +17,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.decisions import LeftOut
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed
-from trinity_sync.weights.tensors import digest_entry, saved_list
+from trinity_sync.weights.tensors import digest_entry, saved_list, tower
 from trinity_sync.weights.wire import Wire, kept_names
 from trinity_sync.weights.wire_cast import kept_by_class
 
@@ -141,6 +141,19 @@ def digest_left_out(tensors: Mapping[str, Stored], names: Iterable[str]) -> str:
         names: those to digest.
     """
     return version_digest([digest_entry(name, tensors[name].read(), None) for name in names])
+
+
+def tower_in(weights: Weights) -> list[str]:
+    """Name those of some weights that are a vision tower's, which is in no version.
+
+    Raises:
+        WeightsError: no model can be made of their config.
+    """
+    model = made_of(weights.config) if weights.config is not None else None
+    if model is None:
+        return []
+    still, saved = tower(model), saved_list(model)
+    return [name for name in weights if name in saved and saved[name].held in still]
 
 
 def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:

@@ -68,10 +68,11 @@ def left_out_of(body: Mapping[str, Any]) -> LeftOut:
         ValueError, KeyError, TypeError: it is not as it may be.
     """
     _check_texts(body, "what its export takes from elsewhere", ("path", "digest"))
-    names = body["names"]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"the names of what its export takes from elsewhere are {names!r}")
-    return {"path": body["path"], "names": names, "digest": body["digest"]}
+    names, tower = body["names"], body.get("tower", [])
+    for some in (names, tower):
+        if not isinstance(some, list) or not all(isinstance(name, str) for name in some):
+            raise ValueError(f"the names of what its export takes from elsewhere are {some!r}")
+    return {"path": body["path"], "names": names, "digest": body["digest"], "tower": tower}
 
 
 def reference_of(body: Mapping[str, Any]) -> Compared:

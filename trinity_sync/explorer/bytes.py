@@ -15,7 +15,7 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
-from trinity_sync.weights.tensors import saved_tensors, to_torch
+from trinity_sync.weights.tensors import to_torch, version_tensors
 from trinity_sync.weights.wire import kept_names
 from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
 
@@ -46,7 +46,7 @@ class BytesEngine(RolloutEngine):
             }
         else:
             hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
-            self._destinations = saved_tensors(model)
+            self._destinations = version_tensors(model)
 
     def destinations(self) -> Mapping[str, torch.Tensor]:
         return self._destinations

@@ -32,12 +32,13 @@ from trinity_sync.explorer.hf_model import add_adapter, held_model
 from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
 from trinity_sync.explorer.texts import Responses, Texts, scored
 from trinity_sync.models.attention import check_attention
+from trinity_sync.models.families import IMAGES, auto_class
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.lora import held_adapter, saved_name
-from trinity_sync.weights.tensors import saved_tensors, state_digest, to_torch
+from trinity_sync.weights.tensors import state_digest, to_torch, version_tensors
 from trinity_sync.weights.wire import Wire, kept_names
 from trinity_sync.weights.wire_cast import kept_by_class
 
@@ -129,10 +130,10 @@ class HFEngine(RolloutEngine):
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
                 keep_fp32=keep_fp32,
-                weights=None if adapter is None else model_path,
+                weights=model_path if adapter is not None or auto_class(config.to_dict()) == IMAGES else None,
             )
             if adapter is not None:
-                self._base = saved_tensors(self.model)
+                self._base = version_tensors(self.model)
                 add_adapter(adapter, self.model)
         except (OSError, ValueError, SafetensorError) as error:
             reason = " ".join(str(error).split())
@@ -144,15 +145,15 @@ class HFEngine(RolloutEngine):
         )
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors that a load overwrites, under `save_pretrained`'s names; tied ones once. With an
-        adapter its own, under peft's.
+        """Return the live tensors that a load overwrites, under `save_pretrained`'s names; tied ones once. Without a
+        vision tower, which is read from the folder. With an adapter its own, under peft's.
 
         Raises:
             ConfigError: some are saved in another form than the model holds, so a load cannot write them.
         """
         if self._adapter is None:
             try:
-                return saved_tensors(self.model)
+                return version_tensors(self.model)
             except RunError as error:
                 raise ConfigError(f"model: versions of it cannot be written in place: {error}") from error
         return {saved_name(name): tensor for name, tensor in held_adapter(self.model).items()}

@@ -150,7 +150,7 @@ class VLLMEngine(RolloutEngine):
             # request's own do not let it on a CPU: the engine core dies. Linear attention needs the setting; there all
             # prompts of a batch fit into one pass.
             linear = "linear_attention" in (getattr(self._texts.config.get_text_config(), "layer_types", None) or ())
-            whole = {"max_num_batched_tokens": batch_size * longest} if linear else {}
+            whole = {"max_num_batched_tokens": batch_size * longest} if linear and longest else {}
             arguments |= {"enable_chunked_prefill": linear, **whole}
         arguments |= engine or {}
         self._llm = self._start(arguments)

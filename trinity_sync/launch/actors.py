@@ -187,11 +187,10 @@ class Actors:
         check_whole(self.infos, cfg.backend.strategy)
         self._check_base()
         self._check_reference()
-        if left_out := self.left_out:
+        if (left_out := self.left_out) and (drafts := sorted(set(left_out["names"]) - set(left_out["tower"]))):
             print(
-                f"note: {len(left_out['names'])} tensors of {self.model_path} are no part of the model, such as draft "
-                f"heads: {listed(left_out['names'], 2)}; they are not trained and in no version or checkpoint, but go "
-                "into exports",
+                f"note: {len(drafts)} tensors of {self.model_path} are no part of the model, such as draft heads: "
+                f"{listed(drafts, 2)}; they are not trained and in no version or checkpoint, but go into exports",
                 file=sys.stderr,
             )
         self._check_shared_folder()
@@ -225,7 +224,7 @@ class Actors:
         found = self.infos[0].left_out
         if found is None:
             return None
-        return {"path": found.folder, "names": found.names, "digest": found.digest}
+        return {"path": found.folder, "names": found.names, "digest": found.digest, "tower": found.tower}
 
     @property
     def reference(self) -> Compared | None:

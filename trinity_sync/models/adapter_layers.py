@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import ALL_LINEAR
 from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import tower
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,10 +85,8 @@ class _Modules:
         self.mixture = any(map(_EXPERTS.search, self.all))
         self.taken = _taken_for_experts(model, leaves) if self.fused else set[str]()
         self.leaves = sorted(leaves - self.taken)
-        text = model.config.get_text_config()
-        language = next((name for name, part in self.all.items() if getattr(part, "config", None) is text), "")
-        inside = (name for name, part in self.linear.items() if name.startswith(language) or part is self.head)
-        self.tower = self.linear.keys() - set(inside)
+        still = tower(model)
+        self.tower = {name for name in self.linear if f"{name}.weight" in still}
 
     def shape(self, name: str) -> tuple[int, int]:
         outputs, inputs = self.linear[name].weight.shape

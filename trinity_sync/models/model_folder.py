@@ -14,6 +14,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,12 +23,24 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$"
 """Of folders that old versions of transformers wrote: what models computed by themselves, and do otherwise now."""
 
 
-def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -> tuple[str, ...]:
-    """Names of the tensors of a folder that the model leaves out, as its class or config says: draft heads.
+class LeftOutNames(NamedTuple):
+    """Tensors of a folder that are in no version.
+
+    Attributes:
+        drafts: the model leaves them out, as its class or config says: draft heads.
+        tower: of the vision tower.
+    """
+
+    drafts: tuple[str, ...] = ()
+    tower: tuple[str, ...] = ()
+
+
+def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -> LeftOutNames:
+    """Names of the tensors of a folder that are in no version.
 
     Args:
         folder: the model's, in Hugging Face format. Nothing is said of one without safetensors, or of quantised
-            weights.
+            weights; with a vision tower these are refused.
         model: made of the folder's config, on the meta device.
         saved: what `save_pretrained` of the model would write (`saved_list`).
 
@@ -36,8 +49,14 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
             no place for, those that are one of the model's and differ, or a file that cannot be read.
     """
     stored = _stored(folder)
+    still = tower(model)
     if not stored or getattr(model.config, "quantization_config", None) is not None:
-        return ()
+        if still:
+            raise ConfigError(
+                f"model.path={folder} has no vision tower in plain safetensors files, from which exports and explorers "
+                "take it; save the model with save_pretrained"
+            )
+        return LeftOutNames()
     # a folder may be in another form than this version of transformers writes, and have tied tensors under each name
     places = _places(stored.keys() | saved.keys(), model)
     filled = {places[name] for name in stored}
@@ -60,7 +79,11 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
             f"model.path={folder} holds {len(unknown)} tensors that {type(model).__name__} has no place for: "
             f"{listed(unknown, 4)}; they would be left out in silence: correct its config.json, or remove them"
         )
-    return tuple(surplus)
+    live = model.state_dict(keep_vars=True)
+    held = {id(live[name]) for name in still}
+    return LeftOutNames(
+        tuple(surplus), tuple(sorted(name for name in stored if (at := places[name]) is not None and at.held in held))
+    )
 
 
 def _stored(folder: Path) -> dict[str, Path]:

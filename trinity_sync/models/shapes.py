@@ -43,8 +43,6 @@ class LoraShape(TypedDict):
 
 _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
-_TOWER = re.compile(r"(^|\.)vis(ual|ion_\w+)\.")
-"""Found in the names of a vision tower's tensors."""
 
 
 def read_shapes(shapes: str) -> dict[str, object]:
@@ -73,7 +71,7 @@ def read_shapes(shapes: str) -> dict[str, object]:
 
 
 def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, object], dict[str, object]]:
-    """Complete the fields of a config, and cut its language model to the first layers. A vision tower stays whole.
+    """Complete the fields of a config, and cut its language model to the first layers.
 
     Args:
         fields: what `read_shapes` gave.
@@ -128,7 +126,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
 
 
 def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, Saved]:
-    """What `save_pretrained` of a model with these fields would write, by name; or of an adapter for it.
+    """What a version of a model with these fields consists of, by name; or of an adapter for it.
 
     Args:
         fields: of the model's config.
@@ -137,10 +135,10 @@ def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) ->
     Raises:
         ConfigError: transformers cannot make a causal language model of them, or the adapter has no layer.
     """
-    from trinity_sync.weights.tensors import saved_list
+    from trinity_sync.weights.tensors import version_list
 
     model = _made(model_config(fields), "meta", None)
-    return adapter_list(model, **lora) if lora else saved_list(model)
+    return adapter_list(model, **lora) if lora else version_list(model)
 
 
 def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]) -> dict[str, Saved]:
@@ -201,7 +199,7 @@ def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
     """
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():
-        found = None if _TOWER.search(name) else _LAYER.search(name)
+        found = _LAYER.search(name)
         numel = 1
         for extent in shape:
             numel *= extent

@@ -10,17 +10,19 @@ from trinity_sync.protocol.parts import FileTuple, Kind
 
 
 class LeftOut(TypedDict):
-    """Tensors of the model's folder that are no part of the model, such as draft heads.
+    """Tensors of the model's folder that are in no version: draft heads, and a vision tower.
 
     Args:
         path: the folder.
         names: of the tensors.
         digest: of all of them together, as they are stored, hex.
+        tower: of the names those of a vision tower, which full checkpoints hold as well.
     """
 
     path: str
     names: Sequence[str]
     digest: str
+    tower: Sequence[str]
 
 
 class Compared(TypedDict):

@@ -112,9 +112,9 @@ class TrinityWorker(Member, TrainingWorker):
             info = replace(info, base=base, adapter=view.adapter_config() if told else None)
         if told and self._spec.reference is not None:
             info = replace(info, reference=reference_digest(self._spec.reference))
-        if told and left_out:
-            digest = digest_left_out(open_hugging_face(folder), left_out)
-            info = replace(info, left_out=Untrained(str(folder), left_out, digest))
+        if told and (names := left_out.drafts + left_out.tower):
+            digest = digest_left_out(open_hugging_face(folder), names)
+            info = replace(info, left_out=Untrained(str(folder), names, digest, left_out.tower))
         return info
 
     def _make_reference(self) -> ReferenceModel | BaseOfAdapter | None:

@@ -1,6 +1,6 @@
 """Where dtype names, digests and model tensors meet torch. Used by backends (sources), explorers (destinations), tests.
 
-`saved_tensors` fixes which tensors a version consists of; `state_digest` is the version digest of whole tensors,
+`version_list` fixes which tensors a version consists of; `state_digest` is the version digest of whole tensors,
 computed where they are: what an explorer holds must digest to what the trainer's ranks published row by row.
 """
 
@@ -139,6 +139,37 @@ def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
     held = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
     names = {_storage(tensor): name for name, tensor in held.items()}
     return {name: _saved(tensor, names) for name, tensor in _saved_form(model, held).items()}
+
+
+def version_list(model: torch.nn.Module) -> dict[str, Saved]:
+    """What a version of a model consists of: as `saved_list`, without its `tower`."""
+    still = tower(model)
+    return {name: saved for name, saved in saved_list(model).items() if saved.held not in still}
+
+
+def version_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The live tensors of `version_list`, as `saved_tensors`."""
+    names = version_list(model)
+    return {name: tensor for name, tensor in saved_tensors(model).items() if name in names}
+
+
+def tower(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the tensors outside the language model of a model for images and text, as the model holds them: texts do
+    not train them. None of any other model.
+
+    Args:
+        model: as for `saved_list`.
+    """
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    text = None if text_config is None else text_config()
+    if text is None:
+        return frozenset()
+    language = next((part for part in model.modules() if getattr(part, "config", None) is text), model)
+    if language is model:
+        return frozenset()
+    parts = (language, model.get_output_embeddings())  # type: ignore[operator]
+    trained = {id(one) for part in parts if part is not None for one in part.state_dict(keep_vars=True).values()}
+    return frozenset(name for name, one in model.state_dict(keep_vars=True).items() if id(one) not in trained)
 
 
 def _saved(tensor: torch.Tensor, held: Mapping[int, str]) -> Saved:
