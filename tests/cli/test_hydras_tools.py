@@ -1,4 +1,4 @@
-"""Hydra's own tools work with `launch.py`: a job that is pickled, and run again from the file. The run is a stand-in."""
+"""Hydra's own tools work with `launch.py`: a job is pickled, and run again from the file. The run is a stand-in."""
 
 from __future__ import annotations
 
