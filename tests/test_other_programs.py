@@ -64,5 +64,5 @@ def test_at_the_top_a_key_of_the_programs_own_is_refused_by_its_name(composed: C
 @pytest.mark.parametrize("default", ["config@trinity", "trinity_sync@trinity"])
 def test_what_is_for_the_top_alone_is_refused_below_a_key(composed: Compose, default: str) -> None:
     """Hydra's own settings in config.yaml, and experiments, which choose options of the top."""
-    with pytest.raises(HydraException, match="Could not override '(hydra/help|model)"):
+    with pytest.raises(HydraException, match=r"Could not override '(hydra/help|model)"):
         composed(default, "mine: 1", *([] if default.startswith("config") else ["experiment@trinity.experiment=quick"]))
