@@ -41,7 +41,7 @@ def page() -> str:
 
 def _groups() -> Iterator[tuple[str, Sequence[str]]]:
     """The groups in the order of the composition, each with what is chosen where nothing is said."""
-    for entry in yaml.safe_load((config.conf_dir() / "config.yaml").read_text())["defaults"]:
+    for entry in yaml.safe_load((config.conf_dir() / "trinity_sync.yaml").read_text())["defaults"]:
         for group, chosen in entry.items() if isinstance(entry, dict) else ():
             if not group.startswith(("override", "experiment")):
                 yield group, chosen if isinstance(chosen, list) else [chosen]

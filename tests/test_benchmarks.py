@@ -44,6 +44,12 @@ def test_checkpoints_are_measured_beside_others(tmp_path: Path) -> None:
     assert {"lazy/committed_s", "verl/blocked_s", "dcp_process/total_s"} <= found["results"]["fsdp2"].keys()
 
 
+def test_a_write_is_measured_with_a_crc_and_without(tmp_path: Path) -> None:
+    found = run(tmp_path, "checkpoint_crc.py", "--megabytes", "16", "--rounds", "1")
+    assert {f"{way}/write_s" for way in ("without", "with", "beside")} <= found["results"].keys()
+    assert found["cost"]["with/processor_s"] > 0
+
+
 def test_starts_are_measured_with_forks_and_without(tmp_path: Path) -> None:
     found = run(tmp_path, "start.py", "--rounds", "1")["results"]
     assert found.keys() == {"forks", "no forks"}

@@ -158,7 +158,7 @@ def test_the_response_of_the_quick_experiment_fits_its_digits() -> None:
 def test_the_help_lists_every_option_and_marks_the_defaults() -> None:
     text = (CONF / "hydra" / "help" / "trinity.yaml").read_text()
     chosen: dict[str, Any] = {}
-    for entry in OmegaConf.load(CONF / "config.yaml").defaults:
+    for entry in OmegaConf.load(CONF / "trinity_sync.yaml").defaults:
         if isinstance(entry, DictConfig):
             chosen.update(entry)
     for group in GROUPS:

@@ -20,8 +20,8 @@ class ConfigError(TrinityError):
     exit_code = 2
 
 
-class RunError(TrinityError):
-    """A run or a check failed after it had begun. Exit code 1."""
+class RunError(TrinityError, RuntimeError):
+    """A run or a check failed after it had begun. Exit code 1. A `RuntimeError`, as callers of verl expect."""
 
 
 class WaitTimeout(RunError):  # noqa: N818 - it says what happened

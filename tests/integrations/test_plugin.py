@@ -65,6 +65,20 @@ def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> N
 
 
 @pytest.mark.all
+def test_trainers_of_every_kind_say_at_their_start_that_we_are_on() -> None:
+    code = """
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
+for method in CheckpointHandler.__init__, PPOTrainer._load_checkpoint, RayPPOTrainer._load_checkpoint:
+    print(method.__wrapped__.__qualname__)
+"""
+    of_verl = ["CheckpointHandler.__init__", "PPOTrainer._load_checkpoint", "RayPPOTrainer._load_checkpoint"]
+    ended = said(code, ON)
+    assert ended.stdout.split() == of_verl, ended.stderr
+
+
+@pytest.mark.all
 def test_the_entry_point_of_an_installed_package_and_the_vendor_are_enough(tmp_path: Path) -> None:
     about = tmp_path / "of_ours-1.dist-info"
     about.mkdir()

@@ -74,6 +74,8 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
         running.kill(0, 1)
         assert running.wait() != 0
     assert program.run() == 0, program.said()
+    said = f"trinity-sync: on: checkpoints are committed to {program.checkpoints}; kept: all\n"
+    assert program.said().count(said) == 1, "one rank says it"
     assert_goes_on(program, uninterrupted, [4])
     assert_whole(program.checkpoints, [2, 4, 6])
     files = {entry.path for entry in read_manifest(step_dir(program.checkpoints, 6)).files}

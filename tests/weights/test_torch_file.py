@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,12 @@ def test_extents_that_do_not_fit_are_refused(tmp_path: Path, extents: list[tuple
     path.write_bytes(bytes(100))
     with pytest.raises(ImageError, match="do not fit"):
         write_image(path, extents, bytes(100), durable=False)
+
+
+def test_torch_loads_what_unzip_calls_damaged(tmp_path: Path) -> None:
+    """The manifest's digest stands in the place of the records' CRC."""
+    value = {"weight": torch.arange(100.0)}
+    (path,) = write({"state.pt": value}, tmp_path)
+    with zipfile.ZipFile(path) as file:
+        assert {record.CRC for record in file.infolist()} == {0}
+    assert_same(torch.load(path), value)

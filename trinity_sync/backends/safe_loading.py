@@ -98,12 +98,12 @@ def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """
     if not path.exists():
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
-    try:
-        with nothing_runs(path):
+    with nothing_runs(path):
+        try:
             found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
-            return found
-    except (OSError, RuntimeError, EOFError) as error:
-        raise RunError(f"{path} cannot be loaded: {_telling(error)}") from error
+        except (OSError, RuntimeError, EOFError) as error:
+            raise RunError(f"{path} cannot be loaded: {_telling(error)}") from error
+    return found
 
 
 def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:

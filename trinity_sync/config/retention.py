@@ -50,4 +50,6 @@ def policy_schema(policy: type[Policy]) -> type:
     for declared in fields(policy):  # type: ignore[arg-type]
         kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
         typed.append((declared.name, kind, field(default=MISSING)))
-    return make_dataclass(policy.__name__, typed, kw_only=True)
+    made = make_dataclass(policy.__name__, typed, kw_only=True, namespace={"__module__": __name__})
+    globals()[made.__name__] = made  # where a composed configuration that was pickled looks for it
+    return made

@@ -31,7 +31,7 @@ from trinity_sync.host.masking import hide, hide_typed
 from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import origin, told
 from trinity_sync.host.terminal import output_lost, safe_streams
-from trinity_sync.launch import elsewhere
+from trinity_sync.launch import elsewhere, rerun
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.new_folder import NewFolder
@@ -57,6 +57,7 @@ class _Session:
         before: folders of jobs of earlier sweeps in it.
         around_jobs: left when the command is over.
         dry_run: only look whether runs could begin.
+        rerun: of a pickled configuration, see `launch.rerun`.
         made: the folder of the one run; None: it is not known yet, or there are several.
     """
 
@@ -68,6 +69,7 @@ class _Session:
     before: Sequence[Path] = ()
     around_jobs: ExitStack = field(default_factory=ExitStack)
     dry_run: bool = False
+    rerun: bool = False
     made: NewFolder | None = None
 
     def tidy(self) -> None:
@@ -108,7 +110,7 @@ def run_main(
     config.make_quick()
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
-        _session.dry_run = line.dry_run
+        _session.dry_run, _session.rerun = line.dry_run, rerun.is_asked_for(line.arguments)
         hide_typed(line.arguments)
         with (
             interruptible(),
@@ -161,6 +163,9 @@ def job(cfg: DictConfig) -> float:
         SystemExit: a queue that has told that time is up will start the job again.
         RunError: the objective would be NaN, which Optuna takes from nobody.
     """
+    if _session.rerun:
+        rerun.take_free_folder()
+        _session.made = NewFolder.of(Path(HydraConfig.get().runtime.output_dir))
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     where = f"job {hydra_cfg.job.num}: " if hydra_cfg.mode == RunMode.MULTIRUN else ""
@@ -217,7 +222,8 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         launcher.look(used, run_dir)
         print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
         return DONE
-    settings = settings_files(run_dir, cfg, used, started_in, resumed=resume is not None)
+    saved = resume is None and not _session.rerun
+    settings = settings_files(run_dir, cfg, used, started_in, saved_by_hydra=saved)
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 

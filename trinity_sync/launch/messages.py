@@ -37,7 +37,7 @@ def explain(error: Exception) -> str:
     cause = error.__cause__
     text = f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
     file = re.match(r"In '([^']+)'", text)
-    where = f"{file[1]}.yaml: " if file and file[1] != "config" else ""
+    where = f"{file[1]}.yaml: " if file and file[1] not in ("config", "trinity_sync") else ""
     named = re.search(r"full_key: (\S+)", text)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return where + _explain_missing_option(error)

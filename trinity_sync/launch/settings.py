@@ -20,7 +20,9 @@ FOLDER = ".hydra"
 
 
 @contextmanager
-def settings_files(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, resumed: bool) -> Iterator[None]:
+def settings_files(
+    run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, saved_by_hydra: bool
+) -> Iterator[None]:
     """Save what a resume of a run goes by: of a new run its record, of one that goes on its settings, too; those of
     before are put back where it turns out that it cannot begin.
 
@@ -29,20 +31,21 @@ def settings_files(run: Path, cfg: DictConfig, used: DictConfig, started_in: Pat
         cfg: as composed by the job that Hydra is in.
         used: the same with the places that the run uses.
         started_in: where the run was started first, from which its relative paths count.
+        saved_by_hydra: whether Hydra has saved the settings of this start, as of a new run that it has composed.
 
     Raises:
         RunError: the disk refuses.
     """
     folder = run / FOLDER
     texts = _texts(run, cfg, used, started_in)
-    if not resumed:  # Hydra has saved the others, but for hydra.output_subdir=null
+    if saved_by_hydra:  # but for hydra.output_subdir=null
         texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:
         yield
     except ConfigError:
-        if resumed:
+        if not saved_by_hydra:
             _write(folder, before)
         raise
 
@@ -67,6 +70,7 @@ def _write(folder: Path, texts: Mapping[str, str | None]) -> None:
     for name, text in texts.items():
         try:
             if text is not None:
+                folder.mkdir(parents=True, exist_ok=True)
                 replace_file(folder / name, text)
             else:
                 (folder / name).unlink(missing_ok=True)

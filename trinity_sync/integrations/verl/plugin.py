@@ -58,6 +58,12 @@ def _engines(module: ModuleType) -> None:
     engines.register(module)
 
 
+def _start_line(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl import start_line
+
+    start_line.register(module)
+
+
 def _weight_sync(_: ModuleType) -> None:
     from trinity_sync.integrations.verl import weight_sync
 
@@ -81,6 +87,9 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "verl.workers.engine.fsdp.transformer_impl": _engines,
     "verl.workers.engine.megatron.transformer_impl": _engines,
     "verl.utils.checkpoint.checkpoint_manager": _resume,
+    "verl.utils.checkpoint.checkpoint_handler": _start_line,
+    "verl.trainer.ppo.v1.trainer_base": _start_line,
+    "verl.trainer.ppo.ray_trainer": _start_line,
     "verl.utils.hdfs_io": _remote_copies,
     "ray": _driver,
 }
