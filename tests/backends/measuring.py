@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tests.samples.helpers import sample
+from trinity_sync.backends.option import BackendOption
 
 
 def measuring(engine: Any, model: Path, *, max_tokens: int | None, sharing: int = 1) -> dict[str, Any]:
@@ -59,7 +61,8 @@ def _recomputed(engine: Any, samples: Any, max_tokens: int | None, sharing: int)
 
 
 def _spec(micro_batch: int, max_tokens: int | None, sharing: int) -> Any:
-    backend = SimpleNamespace(ranks_per_sequence=sharing)
+    kept = partial(BackendOption.random_numbers_kept, cast(BackendOption, None))
+    backend = SimpleNamespace(ranks_per_sequence=sharing, random_numbers_kept=kept)
     return SimpleNamespace(micro_batch_size=micro_batch, max_tokens=max_tokens, backend=backend, temperature=1.0)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import Run, launch, resume
-from trinity_sync.models.factory import make_model
 
 LOST_ROPE = ["explorer.kind=lost_rope", "explorer._target_=lost_rope.LostRope"]
 SHARP = ["trainer.steps=2", "checkpoint.interval=1", "model.architecture.initializer_range=0.3"]
@@ -24,9 +23,7 @@ def _lost_rope(tmp_path: Path) -> None:
 
 def agreement(run: Run) -> dict[str, Any]:
     """The event of the explorer that is farthest from the trainer."""
-    events = run.events("agreement")
-    assert [event["explorer"] for event in events] == run.summary["sync"]["explorers"]
-    return max(events, key=lambda event: event["mean"])
+    return max(run.events("agreement"), key=lambda event: event["mean"])
 
 
 def assert_refused(run: Run) -> None:
@@ -41,7 +38,7 @@ def test_another_function_at_the_explorers_is_refused_with_both_figures(tmp_path
     run = launch(tmp_path / "run", *SHARP, *LOST_ROPE)
     assert run.code == 2, run.output
     assert "error: explorer-0 and the trainer do not compute the same of version 0: their log-probs of " in run.output
-    assert "where 0.06 on average is allowed (mean log-prob" in run.output
+    assert "where 0.1 on average is allowed (mean log-prob" in run.output
     assert_refused(run)
 
 
@@ -85,6 +82,8 @@ def test_healthy_runs_are_far_below_the_bound(tmp_path: Path, backend: str, expl
     run = launch(tmp_path / "run", *chosen, *more)
     assert run.code == 0, run.output
     assert 0 < agreement(run)["mean"] < agreement(run)["bound"] / 3
+    explorers = [event["explorer"] for event in run.events("agreement")]
+    assert sorted(explorers) == ["explorer-0", "explorer-1"] or schedule == "free"
 
 
 @pytest.mark.all
@@ -99,9 +98,9 @@ def test_each_attempt_measures_before_its_first_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
 def test_measuring_changes_nothing(tmp_path: Path, backend: str) -> None:
     """Not even where training draws dropout."""
-    gpt2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    model = make_model(gpt2, 0, tmp_path / "model") if backend == "fsdp2" else None
-    chosen = [f"backend={backend}", "trainer.lr=5e-3", *([f"model.path={model}"] if model else [])]
+    of_megatron = "+backend.overrides.override_transformer_config.attention_dropout=0.2"
+    drops = {"fsdp2": "+model.architecture.attention_dropout=0.2", "megatron": of_megatron}[backend]
+    chosen = [f"backend={backend}", "trainer.lr=5e-3", drops]
     digests = [launch(tmp_path / how, *chosen, f"explorer.check_agreement={how}").digests for how in ("warn", "off")]
     assert digests[0] == digests[1]
     assert len(digests[0]) > 1

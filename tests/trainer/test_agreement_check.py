@@ -174,13 +174,12 @@ def test_a_batch_without_samples_waits_for_the_next() -> None:
 @pytest.mark.parametrize(
     ("overrides", "bound"),
     [
-        ([], 0.06),
+        ([], 0.1),
         (["sync.wire_dtype=fp32", "explorer.dtype=fp32", "backend.param_dtype=fp32"], 0.01),
-        (["sync.wire_dtype=fp32", "explorer.dtype=fp32"], 0.06),
+        (["sync.wire_dtype=fp32", "explorer.dtype=fp32"], 0.1),
         (["sync.wire_dtype=fp16", "explorer.dtype=fp16", "backend.param_dtype=fp16"], 0.03),
-        (["explorer.temperature=0.5"], 0.12),
-        (["explorer.temperature=2"], 0.06),
+        (["explorer.temperature=0.5"], 0.1),
     ],
 )
-def test_the_bound_goes_by_the_coarsest_dtype_and_the_temperature(overrides: list[str], bound: float) -> None:
+def test_the_bound_goes_by_the_coarsest_dtype_alone(overrides: list[str], bound: float) -> None:
     assert agreement_bound(config.typed(config.compose(overrides))) == pytest.approx(bound)

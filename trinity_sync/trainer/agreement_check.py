@@ -20,7 +20,7 @@ from trinity_sync.trainer.group import TrainerGroup
 if TYPE_CHECKING:
     from trinity_sync.config.schema import Config
 
-_BOUNDS = {"fp32": 0.01, "fp16": 0.03, "bf16": 0.06}
+_BOUNDS = {"fp32": 0.01, "fp16": 0.03, "bf16": 0.1}
 """Largest mean difference of a token's log-probs, nats, by the coarsest dtype in which one side computes or the weights
 travel. docs/explorers.md has the figures of healthy and of wrong pairs.
 """
@@ -104,7 +104,8 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def agreement_bound(cfg: Config) -> float:
-    """Return the largest mean difference of log-probs that dtypes and temperature explain, nats."""
+    """Return the largest mean difference of log-probs that dtypes explain, nats. Sampling at a low temperature does not
+    raise it: logits differ by more, but the tokens that are drawn are surer.
+    """
     dtypes = (cfg.sync.wire_dtype, cfg.explorer.dtype, backend_option(cfg.backend).compute_dtype)
-    # differences of logits are divided by the temperature
-    return max(_BOUNDS[dtype] for dtype in dtypes) / min(cfg.explorer.temperature or 1.0, 1.0)
+    return max(_BOUNDS[dtype] for dtype in dtypes)

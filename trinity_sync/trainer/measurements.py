@@ -66,8 +66,7 @@ def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> 
         temperature=spec.temperature,
         **batching,
     )
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
+    with spec.backend.random_numbers_kept():
         log_probs = inferred(engine, data, training=True)
     if log_probs is None:
         return None
