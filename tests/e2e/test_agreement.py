@@ -55,7 +55,7 @@ def test_a_free_run_is_refused_likewise(tmp_path: Path) -> None:
 def test_a_warning_trains_all_the_same(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", *SHARP, *LOST_ROPE, "explorer.check_agreement=warn")
     assert run.code == 0, run.output
-    assert "fault: explorer-0: explorer-0 and the trainer do not compute the same of version 0" in run.output
+    assert "fault: explorer-0 and the trainer do not compute the same of version 0" in run.output
     assert "1 fault reported" in run.output
     assert agreement(run)["mean"] > agreement(run)["bound"]
 
