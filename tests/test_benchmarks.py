@@ -71,3 +71,12 @@ def test_tensors_and_adapters_of_real_shapes_are_measured_and_held_against_their
     assert all(aim["holds"] == (aim["value"] <= aim["aim"]) for aim in found["aims"])
     assert found["aims"][0]["holds"], "an adapter is a fiftieth of the model"
     models.draw(found)
+
+
+def test_explorers_with_faults_are_farther_from_the_trainer_than_healthy_ones(tmp_path: Path) -> None:
+    asked = ("--families", "qwen3", "--dtypes", "fp32", "--length", "8")
+    found = run(tmp_path, "agreement.py", *asked)["results"]
+    healthy = found["qwen3-sharp/fp32/hf"]["mean"]
+    assert 0 < healthy < 1e-5
+    for fault in ("rope_base", "wrong_class", "dropout"):
+        assert found[f"qwen3-sharp/fp32/{fault}"]["mean"] > 100 * healthy

@@ -10,7 +10,7 @@ import pytest
 
 from tests.backends.engines import Ranks
 from tests.backends.gradients import assert_as_by_hand
-from tests.backends.measuring import assert_gaps, assert_measured
+from tests.backends.measuring import assert_measured, assert_recomputed_as_by_hand
 from tests.backends.recomputing import assert_recomputed
 from tests.backends.token_ranks import MAX_TOKENS, of_fsdp, of_megatron
 
@@ -67,8 +67,8 @@ def test_the_loss_of_a_validation_is_the_mean_over_tokens_however_it_is_batched(
 
 
 @pytest.mark.parametrize("case", named(FSDP | MEGATRON))
-def test_the_gap_to_a_sampler_is_that_of_training_with_its_dropout(facts: Facts, case: str) -> None:
-    assert_gaps([rank["measuring"] for rank in facts[case]], drops=case in FSDP)
+def test_log_probs_of_samples_are_those_of_training_with_its_dropout(facts: Facts, case: str) -> None:
+    assert_recomputed_as_by_hand([rank["measuring"] for rank in facts[case]], drops=case in FSDP)
 
 
 @pytest.mark.parametrize("case", named({name: case for name, case in FSDP.items() if case["max_tokens"]}))

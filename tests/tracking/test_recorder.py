@@ -36,7 +36,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "skip": {"version": 1, "reason": "every slot was being read"},
     "skipped_update": {"step": 1, "count": 2},
     "failed_rewards": {"step": 1, "count": 2, "error": "the reward function f failed"},
-    "agreement": {"step": 1, "tokens": 9, "mean": 0.1, "largest": 0.2, "bound": 0.3},
+    "agreement": {"step": 1, "explorer": "explorer-0", "tokens": 9, "mean": 0.1, "largest": 0.2, "bound": 0.3},
     "filled_batch": {"step": 1, "count": 2, "drawn": 40},
     "all_rejected": {"step": 1},
     "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},

@@ -47,9 +47,9 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "agreement",
-        {"step": 1, "tokens": 358, "mean": 0.0053696, "largest": 0.0176663, "bound": 0.06},
-        "step 1: log-probs of explorers and trainer differ by 0.00537 on average, 0.0177 at most, over 358 tokens "
-        "(0.06 allowed)",
+        {"step": 1, "explorer": "explorer-0", "tokens": 358, "mean": 0.0053696, "largest": 0.0176663, "bound": 0.06},
+        "step 1: log-probs of explorer-0 and of the trainer differ by 0.00537 on average, 0.0177 at most, over 358 "
+        "tokens (0.06 allowed)",
     ),
     (
         "filled_batch",

@@ -55,22 +55,16 @@ class LossSum(NamedTuple):
     tokens: int
 
 
-class GapSum(NamedTuple):
-    """How far a share of some samples is from the log-probs that training computes.
+class Recomputed(NamedTuple):
+    """The log-probs that training computes of a share of some samples; ranks that share a model compute the same.
 
     Attributes:
-        share: of which data-parallel rank; ranks that share a model compute the same.
-        tokens: of the responses.
-        gap, largest: absolute difference of a token's log-probs: sum and maximum, nats.
-        trained, sampled: sums of the log-probs in training, and under the sampler, nats.
+        rows: int64, numbers of these samples in their batch; some stand there several times.
+        log_probs: float32, of the tokens of their responses, end to end, nats.
     """
 
-    share: int
-    tokens: int
-    gap: float
-    largest: float
-    trained: float
-    sampled: float
+    rows: np.ndarray
+    log_probs: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +172,11 @@ class RankClient(RayClient):
         """
         return self._call("measure the loss of the validation", "measure_loss", batch)
 
-    def measure_gap(self, batch: ObjectRef[SampleBatch]) -> Call[GapSum | None]:
-        """Have it measure how far its share of samples is from the log-probs that training computes, without learning;
-        None: another stage of the pipeline has it. Collective.
+    def recompute(self, batch: ObjectRef[SampleBatch]) -> Call[Recomputed | None]:
+        """Have it compute the log-probs of its share of samples as training does, without learning; None: another stage
+        of the pipeline has them. Collective.
         """
-        return self._call("compare log-probs with the sampler's", "measure_gap", batch)
+        return self._call("compute log-probs of the first samples", "recompute", batch)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> Call[float]:
         """Have it copy its shards into a slot and tell the agent; the answer is how many seconds it stood still so far.

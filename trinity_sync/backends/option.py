@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -176,6 +177,12 @@ class BackendOption(ABC):
         """Where the sampler's temperature is not 1: have the engine divide logits by it in fp32, as explorers do.
         Called once, when the engine is initialised.
         """
+
+    def random_numbers_kept(self) -> AbstractContextManager[None]:
+        """Inside, drawing random numbers changes none of those that training draws afterwards."""
+        import torch
+
+        return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
     @abstractmethod
     def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import ray
 
 from trinity_sync.actors.agent import AgentClient
@@ -157,7 +158,7 @@ class Explorer:
             )
         took = units.seconds(time.perf_counter() - started)
         story.info("made %d samples for step %d by version %s in %s", len(batch), step, held, took)
-        return batch
+        return replace(batch, explorers=np.full(len(batch), self._spec.name))
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Take the newest version where it is not the one that is held, then make samples for prompts of several steps.

@@ -141,6 +141,7 @@ def scored(
         prompts=np.array([prompt.index for prompt in prompts], np.int64)[prompt_of],
         samples=np.tile(np.arange(count), len(prompts)),
         version_attempts=np.full(total, version[0], np.int64),
+        explorers=np.full(total, ""),
         rewards=np.array([verdict.reward for verdict in verdicts], np.float64),
         exact=np.array([np.nan if verdict.exact is None else verdict.exact for verdict in verdicts], np.float64),
         errors=tuple(verdict.error for verdict in verdicts),

@@ -203,7 +203,7 @@ class Job:
         if chosen == "off" or self._cfg.workload.kind == "bytes" or self.actors.pool is None:
             return None
         bound = agreement_bound(typed(self._cfg))
-        return AgreementCheck(self.actors.trainer, bound, timeout_s, refuse=chosen == "refuse")
+        return AgreementCheck(self.actors.trainer, self._recorder.event, bound, timeout_s, refuse=chosen == "refuse")
 
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
         """Return what validates beside training; None: nothing does."""

@@ -319,8 +319,8 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
     notes = [tokens.difference] if tokens.difference else []
     if request.prompts and (noisy := noise(tokens.config.to_dict())):
         notes.append(
-            f"the model's config has {noisy}: the trainer computes with it, and the explorers do not; 0 in its "
-            "config.json turns it off"
+            f"the model's config has {noisy}: the trainer computes with it (backend=megatron leaves it out), and the "
+            "explorers do not; 0 in its config.json turns it off"
         )
     if not request.rows:
         return _Found(None, [], notes)

@@ -79,6 +79,7 @@ class SampleBatch:
     Attributes:
         steps, prompts, samples: int64; the trainer step, the prompt's number within it, the sample's within its group.
         version_attempts: int64; the attempt of the versions that made the sample.
+        explorers: text; the name of the explorer that made the sample, empty where that is not known.
         rewards: float64; NaN where a response is left out of training, since it could not be judged.
         exact: float64; NaN where the task does not say.
         errors: why a response could not be judged; empty where it was.
@@ -95,6 +96,7 @@ class SampleBatch:
     prompts: NDArray[np.int64]
     samples: NDArray[np.int64]
     version_attempts: NDArray[np.int64]
+    explorers: NDArray[np.str_]
     rewards: NDArray[np.float64]
     exact: NDArray[np.float64]
     errors: tuple[str, ...]
@@ -117,6 +119,7 @@ class SampleBatch:
             prompts=np.array([item.prompt for item in items], np.int64),
             samples=np.array([item.sample for item in items], np.int64),
             version_attempts=np.array([item.version[0] for item in items], np.int64),
+            explorers=np.full(len(items), ""),
             rewards=np.array([np.nan if item.reward is None else item.reward for item in items], np.float64),
             exact=np.array([np.nan if item.exact is None else item.exact for item in items], np.float64),
             errors=tuple(item.error for item in items),
@@ -141,6 +144,7 @@ class SampleBatch:
             prompts=np.concatenate([part.prompts for part in parts]),
             samples=np.concatenate([part.samples for part in parts]),
             version_attempts=np.concatenate([part.version_attempts for part in parts]),
+            explorers=np.concatenate([part.explorers for part in parts]),
             rewards=np.concatenate([part.rewards for part in parts]),
             exact=np.concatenate([part.exact for part in parts]),
             errors=tuple(error for part in parts for error in part.errors),
@@ -165,6 +169,7 @@ class SampleBatch:
             prompts=self.prompts[rows],
             samples=self.samples[rows],
             version_attempts=self.version_attempts[rows],
+            explorers=self.explorers[rows],
             rewards=self.rewards[rows],
             exact=self.exact[rows],
             errors=tuple(self.errors[row] for row in rows),

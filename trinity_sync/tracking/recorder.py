@@ -45,7 +45,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "skip": ("version", "reason"),
     "skipped_update": ("step", "count"),
     "failed_rewards": ("step", "count", "error"),
-    "agreement": ("step", "tokens", "mean", "largest", "bound"),
+    "agreement": ("step", "explorer", "tokens", "mean", "largest", "bound"),
     "filled_batch": ("step", "count", "drawn"),
     "all_rejected": ("step",),
     "save": ("step",),

@@ -73,8 +73,9 @@ def told_event(event: Mapping[str, object]) -> str:
             )
         case "agreement":
             text = (
-                f"step {event['step']}: log-probs of explorers and trainer differ by {event['mean']:.3g} on average, "
-                f"{event['largest']:.3g} at most, over {event['tokens']} tokens ({event['bound']:.3g} allowed)"
+                f"step {event['step']}: log-probs of {event['explorer']} and of the trainer differ by "
+                f"{event['mean']:.3g} on average, {event['largest']:.3g} at most, over {event['tokens']} tokens "
+                f"({event['bound']:.3g} allowed)"
             )
         case "filled_batch":
             text = (

@@ -1,5 +1,5 @@
-"""What trainer ranks measure without learning: the loss of pairs, which is verl's, and how far samples are from the
-log-probs that training computes.
+"""What trainer ranks measure without learning: the loss of pairs, which is verl's, and the log-probs of samples that
+training computes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import response_from_nested
 
-from trinity_sync.actors.rank import GapSum, LossSum
+from trinity_sync.actors.rank import LossSum, Recomputed
 from trinity_sync.backends.engines import Engine
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.trainer.batch import Batching, check_fits, grpo_batch, micro_batch_size, sft_batch, share
@@ -50,10 +50,9 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
     return LossSum(share=engine.get_data_parallel_rank(), loss=_summed(log_probs, data), tokens=tokens)
 
 
-def gap_sum(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> GapSum | None:
-    """Measure how far a rank's share of samples is from the log-probs that training computes, dropout included. No
-    gradient is computed, and the random numbers of training stay as they are. Collective; arguments and what is raised
-    as of `loss_sum`.
+def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> Recomputed | None:
+    """Compute the log-probs of a rank's share of samples as training does, dropout included. No gradient is computed,
+    and the random numbers of training stay as they are. Collective; arguments and what is raised as of `loss_sum`.
 
     Returns:
         None on pipeline stages before the last.
@@ -67,24 +66,11 @@ def gap_sum(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> GapSum | No
         temperature=spec.temperature,
         **batching,
     )
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
+    with spec.backend.random_numbers_kept():
         log_probs = inferred(engine, data, training=True)
     if log_probs is None:
         return None
-    # what fills up does not count
-    counts = torch.from_numpy(np.repeat(mine < len(batch), data["response_mask"].offsets().diff().numpy()))
-    trained = response_from_nested(log_probs, data["response_mask"]).values()[counts].double()
-    sampled = data["rollout_log_probs"].values()[counts].double()
-    gaps = (trained - sampled).abs()
-    return GapSum(
-        share=engine.get_data_parallel_rank(),
-        tokens=len(gaps),
-        gap=float(gaps.sum()),
-        largest=max(gaps.tolist(), default=0.0),
-        trained=float(trained.sum()),
-        sampled=float(sampled.sum()),
-    )
+    return Recomputed(rows[mine], response_from_nested(log_probs, data["response_mask"]).values().numpy())
 
 
 def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, Batching]:

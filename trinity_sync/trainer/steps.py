@@ -192,9 +192,7 @@ class Steps:
         """
         interrupts.check()
         if self._agreement is not None and isinstance(batch, SampleBatch):
-            measured = self._agreement.measure(step, batch)
-            if measured is not None:
-                self._log.event("agreement", **measured)
+            self._agreement.check(step, batch)
         shared = ray.put(batch)
         judged, penalised = batch, dict[str, float]()
         if self._penalty is not None and isinstance(batch, SampleBatch):

@@ -24,7 +24,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
-from trinity_sync.actors.rank import Divergences, GapSum, LossSum, RankInfo, Untrained
+from trinity_sync.actors.rank import Divergences, LossSum, RankInfo, Recomputed, Untrained
 from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.engines import Engine
 from trinity_sync.backends.lora import adapter_targets
@@ -53,7 +53,7 @@ from trinity_sync.trainer.batch import (
 )
 from trinity_sync.trainer.divergence import adapted, divergences
 from trinity_sync.trainer.log_probs import recomputed
-from trinity_sync.trainer.measurements import gap_sum, loss_sum
+from trinity_sync.trainer.measurements import loss_sum, training_log_probs
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.reference import BaseOfAdapter, ReferenceModel, reference_digest, reference_spec
 from trinity_sync.trainer.rendezvous import join_group
@@ -225,9 +225,9 @@ class TrinityWorker(Member, TrainingWorker):
         """Measure the loss of this rank's share of a batch; see `loss_sum`. Collective."""
         return loss_sum(self.engine, self._spec, batch)
 
-    def measure_gap(self, batch: SampleBatch) -> GapSum | None:
-        """Measure how far this rank's share of samples is from training's log-probs; see `gap_sum`. Collective."""
-        return gap_sum(self.engine, self._spec, batch)
+    def recompute(self, batch: SampleBatch) -> Recomputed | None:
+        """Compute the log-probs of this rank's share of samples; see `training_log_probs`. Collective."""
+        return training_log_probs(self.engine, self._spec, batch)
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""

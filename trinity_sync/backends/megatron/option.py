@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -224,6 +225,16 @@ class MegatronOption(MegatronConfig, BackendOption):
         from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
         return McoreEngineConfig(**engine), McoreOptimizerConfig(**optimizer)
+
+    @contextmanager
+    def random_numbers_kept(self) -> Iterator[None]:
+        from trinity_sync.backends.megatron.random_states import rng_state, set_rng_state
+
+        before = rng_state()  # megatron-core has generators of its own
+        try:
+            yield
+        finally:
+            set_rng_state(before)
 
     def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         # megatron-core takes seconds to import
