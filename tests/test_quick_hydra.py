@@ -13,9 +13,11 @@ import pytest
 import yaml
 from hydra import version
 from hydra._internal import defaults_list
-from hydra.core.config_store import ConfigStore
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, _utils
+from omegaconf import OmegaConf, _utils, base, open_dict
 
 from trinity_sync import config
 
@@ -37,7 +39,7 @@ def test_who_uses_the_library_or_has_other_versions_keeps_hydra_as_it_is(package
     program = f"""
 import {package}
 from trinity_sync import config
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import _utils
 config.compose(["sync=nccl"])
 assert not hasattr(_utils.get_yaml_loader, "__wrapped__")
@@ -55,6 +57,11 @@ def own_pace(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (version, "_get_version"),
         (defaults_list, "_create_interpolation_map"),
         (_utils, "get_yaml_loader"),
+        (_utils, "parse"),
+        (base, "parse"),
+        (ConfigStore, "load"),
+        (ConfigRepository, "load_config"),
+        (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
     monkeypatch.delattr(ConfigStore, "__deepcopy__")
@@ -136,6 +143,56 @@ def test_a_composition_parses_no_file_again_and_copies_no_store(monkeypatch: pyt
     monkeypatch.delattr(yaml.constructor.BaseConstructor, "get_single_data")
     config.compose(["sync=nccl"])
     assert copy.deepcopy(ConfigStore.instance()) is ConfigStore.instance()
+
+
+def test_the_same_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.compose(["sync=nccl"])
+    monkeypatch.delattr(ConfigLoaderImpl, "_load_single_config")
+    assert config.compose(["sync=nccl", "seed=3"]).seed == 3
+
+
+def test_the_same_files_in_another_order_are_merged_anew(tmp_path: Path) -> None:
+    for group, seed in (("first", 1), ("second", 2)):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
+    for order, seed in ((["+first=mine", "+second=mine"], 2), (["+second=mine", "+first=mine"], 1)):
+        assert config.compose(order, config_dir=tmp_path).seed == seed
+
+
+def test_the_same_file_at_another_place_is_merged_anew(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").write_text("x: 1\n")
+    for place, added in (("overrides", {"x": 1}), ("overrides.some", {"some": {"x": 1}})):
+        assert config.compose([f"+own@backend.{place}=mine"], config_dir=tmp_path).backend.overrides == added
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*is validated against ConfigStore schema")
+def test_a_file_whose_schema_was_replaced_is_merged_anew(options: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group: dict[str, ConfigNode] = {}
+    monkeypatch.setitem(ConfigStore.instance().repo, "of", group)
+    for value in (1, 2):
+        node = OmegaConf.create({"seed": value})
+        group["mine.yaml"] = ConfigNode(name="mine.yaml", node=node, group="of", package=None, provider=None)
+        assert config.compose(["+of=mine"], config_dir=options).seed == value
+
+
+def test_a_file_of_the_same_text_in_another_folder_may_choose_another_one(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / name / "experiment").mkdir(parents=True)
+        (tmp_path / name / "of").mkdir()
+        (tmp_path / name / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults: [/of: own]\n")
+        (tmp_path / name / "of" / "own.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
+        assert config.compose(["experiment=mine"], config_dir=tmp_path / name).seed == seed
+
+
+def test_a_node_of_the_store_that_was_replaced_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.compose()
+    nodes = ConfigStore.instance().repo["schema"]
+    other = copy.deepcopy(nodes["root.yaml"])
+    with open_dict(other.node):
+        other.node.added = "by a test"
+    monkeypatch.setitem(nodes, "root.yaml", other)
+    assert config.compose().added == "by a test"
 
 
 def test_choices_are_put_together_only_where_defaults_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
