@@ -13,6 +13,9 @@ from trinity_sync.protocol.parts import Kind
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+MONITOR = "checkpoint_monitor"
+"""Name of the actor in a run's Ray namespace."""
+
 Event = dict[str, object]
 """Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 

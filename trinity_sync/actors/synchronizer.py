@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.calls import Call, T
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
+SYNCHRONIZER = "synchronizer"
+"""Name of the actor in a run's Ray namespace."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredState:
     """A state dict in the object store. Where each tensor lies follows from this: see `weights.packing`.
@@ -28,13 +32,14 @@ class StoredState:
         tensors: of what they are made, in order.
         bucket_bytes: length of a bucket.
         digests: of each bucket, xxh3_128.
-        buckets: references to the bytes of each; Ray does not fetch them for who holds this.
+        buckets: references to the bytes of each; Ray does not fetch them for who holds this. Two state dicts are equal
+            where their bytes are, wherever these lie.
     """
 
     tensors: list[Described]
     bucket_bytes: int
     digests: list[bytes]
-    buckets: list[ObjectRef[np.ndarray]]
+    buckets: list[ObjectRef[np.ndarray]] = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +164,18 @@ class SynchronizerClient(RayClient):
         """Ask for the folder of the newest version, which exists where the sync mode writes one."""
         return self._ask("newest_location")
 
+    def wait_new_model_state_dict(self, explorer: Member, current_version: int) -> Call[int]:
+        """Wait for a step past this one, in the actor's limit; the answer is this one where none comes."""
+        return self._ask("wait_new_model_state_dict", explorer, current_version)
+
+    def get_latest_model_version(self) -> Call[int]:
+        """Ask for the step of the newest version; -1 before the first."""
+        return self._ask("get_latest_model_version")
+
+    def get_latest_model_path(self, use_huggingface: bool) -> Call[str | None]:
+        """Ask for the newest version's folder, or that of its Hugging Face files."""
+        return self._ask("get_latest_model_path", use_huggingface)
+
     # -- status
 
     def set_trainer_status(self, status: str) -> Call[None]:
@@ -177,8 +194,16 @@ class SynchronizerClient(RayClient):
         """Ask how many explorers are in each status, of processes that live."""
         return self._ask("get_explorer_status_counts")
 
+    def explorer_requires_sync(self) -> Call[bool]:
+        """Ask whether an explorer waits for a version or a broadcast."""
+        return self._ask("explorer_requires_sync")
+
+    def trainer_requires_weight_sync(self) -> Call[bool | None]:
+        """Ask whether the trainer waits for a broadcast; the answer is None where it has stopped."""
+        return self._ask("trainer_requires_weight_sync")
+
     def notify_no_new_model_state_dict(self) -> Call[None]:
-        """Say that the trainer has ended: whoever waits for a version waits no longer."""
+        """Say that no version comes now: those who wait for one wait no longer."""
         return self._ask("notify_no_new_model_state_dict")
 
     def memory(self) -> Call[SynchronizerMemory]:
@@ -186,6 +211,16 @@ class SynchronizerClient(RayClient):
         return self._ask("memory")
 
     # -- whole state dicts
+
+    def set_model_state_dict(
+        self, step: int, attempt: int | None, state: object, location: str | None, publisher: Member
+    ) -> Call[None]:
+        """Publish a version, by its `StoredState`, a path, or (None) its checkpoint; see `Handover`."""
+        return self._ask("set_model_state_dict", step, attempt, state, location, publisher)
+
+    def follow(self, version: Version, location: str) -> Call[None]:
+        """Tell of a commit of the checkpoint monitor."""
+        return self._ask("follow", version, location)
 
     def put_state(self, version: Version, state: StoredState) -> Call[None]:
         """Say that a state dict is in the object store."""
@@ -215,12 +250,28 @@ class SynchronizerClient(RayClient):
         """Wait for a group with an id above `after`; the answer holds the explorer's place in it."""
         return self._ask("join_group", explorer, after, timeout_s)
 
-    def described(self) -> Call[Sequence[Described] | None]:
+    def get_state_dict_meta(self) -> Call[list[tuple[str, str, tuple[int, ...]]] | None]:
         """Ask what the last state dict is made of, or what is sent over the group; None: neither is known."""
-        return self._ask("described")
+        return self._ask("get_state_dict_meta")
 
-    def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int]:
-        """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent."""
+    def setup_weight_sync_group(
+        self, trainer: Member, address: str, port: int, meta: Sequence[Described] | None, explorers: int
+    ) -> Call[WeightSyncGroup]:
+        """As `open_group`; tells the explorer's actor where the program is Trinity-RFT's."""
+        return self._ask("setup_weight_sync_group", trainer, address, port, meta, explorers)
+
+    def coordinate_weight_sync_setup(self, timeout_s: float | None) -> Call[None]:
+        """Have the program's own trainer and explorer enter a process group."""
+        return self._ask("coordinate_weight_sync_setup", timeout_s)
+
+    def coordinate_weight_sync_teardown(self) -> Call[None]:
+        """Have them leave it."""
+        return self._ask("coordinate_weight_sync_teardown")
+
+    def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int | None]:
+        """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent, or
+        None where the other side has stopped.
+        """
         return self._ask("ready", member, step, timeout_s)
 
     def sent(self, trainer: Member, version: Version) -> Call[None]:
@@ -232,6 +283,10 @@ class SynchronizerClient(RayClient):
     def attach(self, member: Member, owned: Sequence[ObjectRef[None]]) -> Call[None]:
         """Have the end of a process noticed, as `watch`; when the last one that attached is gone, so is the actor."""
         return self._ask("attach", member, list(owned))
+
+    def add_module(self, module: ActorHandle | None) -> Call[None]:
+        """Have the actor stay as long as this one of Ray's."""
+        return self._ask("add_module", module)
 
     def _ask(self, method: str, *args: object) -> Call[T]:
         return self._call(f"answer {method}", method, *args)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.hosting import Host
-from trinity_sync.actors.monitor import Committed, Event, Facts, PrunedStep, StepStatus
+from trinity_sync.actors.monitor import MONITOR, Committed, Event, Facts, PrunedStep, StepStatus
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
@@ -53,7 +53,7 @@ from trinity_sync.protocol.turns import SAVE_STRATEGIES
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-ACTOR_NAME = "checkpoint_monitor"
+ACTOR_NAME = MONITOR
 
 _ENDING = ("the checkpoint monitor", "carry out what was decided")
 

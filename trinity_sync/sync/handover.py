@@ -1,12 +1,14 @@
 """The synchronizer's calls for programs that hand over whole state dicts, or broadcast them themselves, in place of
-slots and node agents: the actor's half and the client's, bases of `SynchronizerActor` and `Synchronizer`.
+slots and node agents: the actor's half, base of `SynchronizerActor`. The client's is `handover_client`.
 
 The actor holds references, sizes and digests, never the bytes of a tensor.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,24 +16,34 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import ANSWER_S, Call, this_process
+from trinity_sync.actors.calls import ANSWER_S
 from trinity_sync.actors.changes import Changes
-from trinity_sync.actors.synchronizer import StoredState, SynchronizerClient
-from trinity_sync.errors import RunError
+from trinity_sync.actors.monitor import MONITOR, MonitorClient
+from trinity_sync.actors.synchronizer import StoredState
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.logs import story
+from trinity_sync.protocol.files import MANIFEST
 from trinity_sync.protocol.members import Member, Roll
+from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
+from trinity_sync.protocol.statuses import StatusBook
 from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, Whereabouts
+from trinity_sync.sync.settings import SynchronizerConfig
 from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Hashable
 
-    import torch
     from ray import ObjectRef
-
-    from trinity_sync.sync.state_dicts import Tensors
+    from ray.actor import ActorHandle
 
 T = TypeVar("T")
+
+#: Names the newest committed weights in the checkpoint folder, for verl and Trinity-RFT too.
+_TRACKER = "latest_state_dict_iteration.txt"
+
+#: A module that answers is asked again after so long whether it lives, seconds.
+_ALIVE_S = 1.0
 
 
 class Handover:
@@ -39,21 +51,55 @@ class Handover:
 
     Args:
         book: of all versions.
-        checkpoint_dir: the checkpoint folder, in which announced versions are; None: it is not known.
+        config: the actor's settings.
     """
 
-    def __init__(self, book: VersionBook, checkpoint_dir: str | None) -> None:
+    def __init__(self, book: VersionBook, config: SynchronizerConfig) -> None:
         self._changes = Changes()
         self._book = book
-        self._checkpoint_dir = checkpoint_dir
+        self._config = config
+        self._checkpoint_dir = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
+        self._statuses = StatusBook(expects_trainer=not config.trinity)
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
-        self._served: set[Member] = set()
+        self._served: set[Hashable] = set()
+        self._announcer: Member | None = None
+        self._meta: list[Described] | None = None
+        self._watches: set[asyncio.Task[None]] = set()
+        self._follow_newest()
 
     # -- state dicts
 
-    async def put_state(self, version: Version, state: StoredState) -> None:
-        """Take note that a state dict is in the object store."""
+    async def set_model_state_dict(
+        self, step: int, attempt: int | None, state: object, location: str | None, publisher: Member
+    ) -> None:
+        """Publish a version: as `put_state`, or as `announce` where there is no state.
+
+        Args:
+            attempt: None: that of the newest version, and the next one where the trainer has gone back to an earlier
+                step. With what is on disk only another process goes back, for saves may end out of order.
+            publisher: the process that calls.
+        """
+        saved = self._book.newest_in(Place.DISK)
+        restarted = saved is not None and saved.version == self._book.newest and publisher != self._announcer
+        version = self._version(step, attempt, restarted=restarted or state is not None)
+        if state is None:
+            await self.announce(version, location)
+            self._announcer = publisher
+        else:
+            await self.put_state(version, state)
+
+    def _version(self, step: int, attempt: int | None, *, restarted: bool) -> Version:
+        newest = self._book.newest
+        if attempt is not None or newest is None:
+            return Version(attempt or 0, step)
+        if step >= newest.step or not restarted:
+            return Version(newest.attempt, step)
+        story.warning("step %d follows version %s: the trainer has gone back", step, newest)
+        return Version(newest.attempt + 1, step)
+
+    async def put_state(self, version: Version, state: object) -> None:
+        """Take note that a state dict is in the object store, or (a path) where readers know to look."""
         try:
             self._book.publish(Version(*version), state)
         except VersionError as error:
@@ -61,16 +107,59 @@ class Handover:
         self._changes.announce()
 
     async def announce(self, version: Version, location: str | None) -> None:
-        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it."""
+        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it.
+        Where it is not committed yet, wait for its commit.
+        """
         version = Version(*version)
         if location is None and self._checkpoint_dir is not None:
-            folder = Path(self._checkpoint_dir) / f"global_step_{version.step}"
-            if (folder / "manifest.json").is_file():
+            folder = self._step_dir(version.step)
+            if (folder / MANIFEST).is_file():
                 location = str(folder)
             elif version.step > 0:
-                raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
+                location = await self._committed(version, folder)
         self._book.announce(version, location)
         self._changes.announce()
+
+    async def _committed(self, version: Version, folder: Path) -> str | None:
+        """Wait for the commit of a version's weights; return their folder."""
+        limit = self._config.timeout_s
+        try:
+            monitor = MonitorClient(ray.get_actor(MONITOR, namespace=self._config.namespace))
+        except ValueError:
+            raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint") from None
+        committed = monitor.wait_committed(version.step, None, limit, kind=STATE_DICT)
+        return (await committed.answer(limit + ANSWER_S))["path"]
+
+    async def follow(self, version: Version, location: str) -> None:
+        """Take note of a commit of the run's checkpoint monitor."""
+        if self._config.follow_commits and self._checkpoint_dir is not None:
+            self._book.follow(Version(*version), location)
+            self._announcer = None
+            self._changes.announce()
+
+    def _follow_newest(self) -> None:
+        """Take note of the newest weights that the checkpoint folder holds already."""
+        if not self._config.follow_commits or self._checkpoint_dir is None:
+            return
+        try:
+            folder = self._step_dir(step := int((self._checkpoint_dir / _TRACKER).read_text()))
+            attempt = int(json.loads((folder / MANIFEST).read_text())["attempt"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # nothing was committed, or it is not whole
+        self._book.follow(Version(attempt, step), str(folder))
+
+    def _step_dir(self, step: int) -> Path:
+        assert self._checkpoint_dir is not None, "asked for where it is known"
+        return self._checkpoint_dir / f"global_step_{step}"
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """Return the newest version's folder; see `Synchronizer.get_latest_model_path`."""
+        newest, location = self._book.find(), self._book.location
+        if newest is not None and newest.state is not None and newest.location is None:
+            location = None if self._checkpoint_dir is None else str(self._step_dir(newest.version.step))
+        if location is None:
+            return None
+        return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
 
     async def find(self) -> Whereabouts | None:
         """Return the newest version with what is needed to have its tensors; None before the first."""
@@ -80,12 +169,18 @@ class Handover:
         """Take note that the tensors of a version are lost; return what serves in its place."""
         return self._book.lost(Version(*version))
 
-    async def described(self) -> list[Described] | None:
-        """Return what the last state dict is made of, or what is sent over the group: (name, dtype, shape) in order."""
+    async def get_state_dict_meta(self) -> list[Described] | None:
+        """Return what the last state dict is made of, or what is sent over the group; see `Synchronizer`."""
+        described = self._described()
+        if described is None:
+            return None
+        return [(name, dtype.removeprefix("torch."), tuple(shape)) for name, dtype, shape in described]
+
+    def _described(self) -> list[Described] | None:
         stored = self._book.newest_in(Place.STORE)
         if stored is not None and isinstance(stored.state, StoredState):
             return stored.state.tensors
-        return self._rounds.group.meta if self._rounds.group is not None else None
+        return self._rounds.group.meta if self._rounds.group is not None else self._meta
 
     # -- broadcasts
 
@@ -114,26 +209,49 @@ class Handover:
                 # The group was over with that: it had the process before this one. There will be another one.
                 self._changes.announce()
 
-    async def ready(self, member: Member, step: int | None, timeout_s: float) -> int:
-        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent."""
+    async def ready(self, member: Member, step: int | None, timeout_s: float) -> int | None:
+        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent.
+        None: there is nobody to wait for, for the others have stopped.
+        """
+        trainer = member.name == TRAINER
+        if self._stopped(trainer):
+            return None
         try:
             meeting = self._rounds.arrive(member, step)
         except RoundError as error:
             raise RunError(str(error)) from None
         finally:
             self._changes.announce()
+        statuses = self._statuses
+        waiting = statuses.trainer_requiring_sync() if trainer else statuses.requiring_sync(self._explorer(member))
         try:
-            await self._changes.wait(
-                lambda: meeting.ended,
-                lambda: (self._rounds.missing(), f"come to the broadcast that {member} is ready for"),
-                timeout_s,
-            )
+            with waiting:
+                await self._changes.wait(
+                    lambda: meeting.ended or self._stopped(trainer),
+                    lambda: (self._rounds.missing(), f"come to the broadcast that {member} is ready for"),
+                    timeout_s,
+                )
+        except WaitTimeout as error:
+            if not self._config.trinity:
+                raise
+            story.error("no version is sent: %s", error)
         finally:
             if not meeting.ended:
                 self._rounds.withdraw(meeting, member)
-        if meeting.step is None:
+        if meeting.failed is not None:
             raise RunError(f"{member} waited in vain: {meeting.failed}")
+        if meeting.step is not None and self._config.trinity:
+            # Such a program says nothing when it has sent a version.
+            self._book.announce(self._version(meeting.step, None, restarted=True), place=Place.SENT)
         return meeting.step
+
+    def _stopped(self, trainer: bool) -> bool:
+        """Whether the other side of a broadcast is over."""
+        return self._statuses.explorers_stopped if trainer else self._statuses.trainer_requires_sync() is None
+
+    def _explorer(self, member: Member) -> Member:
+        """Return the process of an explorer, under the name by which its status is known."""
+        return next((known for known in self._statuses.explorers if known.life == member.life), member)
 
     async def sent(self, trainer: Member, version: Version) -> None:
         """Take note that all explorers of the group have a version."""
@@ -142,6 +260,57 @@ class Handover:
             raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
         self._book.announce(version, place=Place.SENT)
         self._changes.announce()
+
+    # -- a program whose modules are named actors of Ray's
+
+    async def setup_weight_sync_group(
+        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
+    ) -> WeightSyncGroup:
+        """As `open_group`; an explorer that is such a module is told."""
+        group = await self.open_group(trainer, address, port, meta, explorers)
+        if self._config.trinity:
+            explorer = self._module(self._config.explorer_name)
+            await self._within(explorer.setup_weight_sync_group.remote(address, port))
+            if meta is not None:
+                await self._within(explorer.set_state_dict_meta.remote(meta))
+        return group
+
+    async def coordinate_weight_sync_setup(self, timeout_s: float | None) -> None:
+        """Have trainer and explorer enter a process group together; see `Synchronizer`."""
+        config = self._config
+        trainer, explorer = self._module(config.trainer_name), self._module(config.explorer_name)
+        limit = timeout_s or config.timeout_s
+        address, port, meta = await self._within(trainer.get_weight_sync_info.remote(), limit)
+        group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
+        await self._within(
+            asyncio.gather(*(one.setup_weight_sync_group.remote(*group) for one in (trainer, explorer))), limit
+        )
+        await self._within(explorer.set_state_dict_meta.remote(meta), limit)
+        self._meta = meta
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Have explorer and trainer leave the group, in this order: so nothing is under way. See `Synchronizer`."""
+        for name in (self._config.explorer_name, self._config.trainer_name):
+            try:
+                await self._within(self._module(name).teardown_weight_sync_group.remote())
+            except (RunError, RayError) as error:
+                story.warning("%s has not left its weight sync group: %s", name, error)
+
+    def _module(self, name: str) -> ActorHandle:
+        namespace = self._config.namespace
+        try:
+            return ray.get_actor(name, namespace=namespace)
+        except ValueError:
+            raise RunError(f"there is no actor {name!r} in Ray namespace {namespace!r}") from None
+
+    async def _within(self, answer: Awaitable[T], timeout_s: float | None = None) -> T:
+        limit = timeout_s or self._config.timeout_s
+        try:
+            return await asyncio.wait_for(_awaited(answer), limit)
+        except RayError:  # first: an actor's own TimeoutError comes as both
+            raise
+        except TimeoutError:
+            raise WaitTimeout("trainer and explorer", "set up or leave the weight sync group", limit) from None
 
     # -- whom the actor serves
 
@@ -153,184 +322,32 @@ class Handover:
         self._served.add(member)
         with contextlib.suppress(RayError):
             await owned[0]
-        self._served.discard(member)
-        self._gone(member)
+        self._rounds.gone(member)
+        self._statuses.drop(member)
+        self._release(member)
+
+    async def add_module(self, module: ActorHandle | None) -> None:
+        """Serve an actor of Ray's as well, until it is gone; None: nothing to do."""
+        if module is not None and module not in self._served:
+            self._served.add(module)
+            watch = asyncio.ensure_future(self._watch_module(module))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+
+    async def _watch_module(self, module: ActorHandle) -> None:
+        with contextlib.suppress(RayError):
+            while True:  # a module that is busy answers when it can, and a dead one fails the call
+                await module.__ray_ready__.remote()
+                await asyncio.sleep(_ALIVE_S)
+        self._release(module)
+
+    def _release(self, served: Hashable) -> None:
+        self._served.discard(served)
         self._changes.announce()
         if not self._served:
             # Not `exit_actor`, which waits for the calls that are under way, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def _gone(self, member: Member) -> None:
-        """Forget a process that the actor served and that is dead."""
-        self._rounds.gone(member)
 
-
-#: The calls by which actors watch this process; while it lives, so do they.
-_attached: dict[tuple[str, Member], tuple[Call[None], Call[None]]] = {}
-
-
-class HandoverClient:
-    """The client's half."""
-
-    def __init__(self, client: SynchronizerClient) -> None:
-        self.client = client
-
-    def _answer(self, call: Call[T]) -> T:
-        """Wait for the answer of a call that has no limit of its own."""
-        return call.result(self.client.timeout_s)
-
-    def _attach(self, name: str) -> Member:
-        """Return this process under a name; the actor notices its end from now on."""
-        member = this_process(name)
-        key = (self.client.handle._actor_id.hex(), member)
-        if key not in _attached:
-            held = self.client.lifeline()
-            _attached[key] = (held, self.client.attach(member, [held.reference]))
-        return member
-
-    # -- whole state dicts
-
-    def set_model_state_dict(
-        self,
-        model_state_dict: Tensors | None,
-        trainer_step: int,
-        *,
-        attempt: int = 0,
-        wire_dtype: str | None = None,
-        location: str | None = None,
-    ) -> None:
-        """Publish a version. Its tensors go into the object store in large buckets; the actor gets references.
-
-        Called by one process of the trainer, which has to live as long as readers are to have the tensors.
-
-        Args:
-            model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
-                tensor at a time. None: the version is the checkpoint of that step on disk.
-            trainer_step: names the version.
-            attempt: the run's attempt.
-            wire_dtype: dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
-            location: the folder of the checkpoint, where there is no state dict and the actor does not know the
-                checkpoint folder.
-
-        Raises:
-            RunError: the version is not newer than the one before, or there is no committed checkpoint of the step.
-        """
-        version = Version(attempt, trainer_step)
-        if model_state_dict is None:
-            self._answer(self.client.announce(version, location))
-            return
-        from trinity_sync.sync import state_dicts
-
-        stored = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
-        self._answer(self.client.put_state(version, stored))
-
-    def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
-        """Return the newest version: its tensors, every byte checked, and its step; both of one version.
-
-        Args:
-            copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
-
-        Returns:
-            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`), or came another way, and
-            (None, -1) before the first.
-
-        Raises:
-            RunError: the tensors are lost with the process that published them, or damaged; or cannot be fetched now.
-                For lost ones the newest checkpoint, where one is known, serves from then on.
-        """
-        newest = self._answer(self.client.find())
-        if newest is None:
-            return None, -1
-        if not isinstance(newest.state, StoredState):
-            return None, newest.version.step
-        from trinity_sync.sync import state_dicts
-
-        try:
-            tensors = state_dicts.get(newest.version, newest.state, self.client.timeout_s)
-        except state_dicts.StateLostError as error:
-            serves = self._answer(self.client.state_lost(newest.version))
-            instead = (
-                "no checkpoint is known that could serve"
-                if serves is None or serves.location is None
-                else f"the checkpoint of step {serves.version.step} in {serves.location} serves from now on"
-            )
-            raise RunError(f"{error}, the process that published them is gone; {instead}") from error
-        if copy:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        return tensors, newest.version.step
-
-    def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype as torch
-        prints it, shape), in the order in which they come.
-
-        Raises:
-            RunError: neither is known.
-        """
-        meta = self._answer(self.client.described())
-        if meta is None:
-            raise RunError("nothing is known of the tensors: no state dict and no weight sync group was set up")
-        return [(name, dtype, tuple(shape)) for name, dtype, shape in meta]
-
-    # -- broadcasts over a group of the program's own
-
-    def setup_weight_sync_group(
-        self,
-        master_address: str,
-        master_port: int,
-        state_dict_meta: Sequence[Described] | None = None,
-        *,
-        explorers: int = 1,
-    ) -> WeightSyncGroup:
-        """As rank 0 of the trainer, tell the explorers where to meet for broadcasts.
-
-        Args:
-            master_address, master_port: address of a store that serves already.
-            state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
-            explorers: number of explorers in the group. The group before it is over.
-        """
-        trainer = self._attach(TRAINER)
-        meta = (
-            None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
-        )
-        return self._answer(self.client.open_group(trainer, master_address, int(master_port), meta, explorers))
-
-    def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
-        """As an explorer, wait for a group and take a place in it.
-
-        Args:
-            explorer: the explorer's name, unique in the run.
-            after: the id of the group that it was in before.
-
-        Raises:
-            RunError: all places are taken.
-            WaitTimeout: the trainer set up none.
-        """
-        member = self._attach(explorer)
-        limit = self.client.timeout_s
-        return self.client.join_group(member, after, limit).result(limit + ANSWER_S)
-
-    def ready_to_nccl_sync(
-        self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
-    ) -> int:
-        """Wait until the trainer and all explorers of the group are ready for a broadcast.
-
-        Args:
-            module: ``"trainer"``, or the explorer's name.
-            trainer_step: the step that the trainer is going to send; None from an explorer.
-            timeout_s: limit, seconds; the configured one unless given.
-
-        Returns:
-            The step that is going to be sent. It is the newest version only after `notify_nccl_sync_done`, so that no
-            label stands before its bytes.
-
-        Raises:
-            RunError: a member of the group died.
-            WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
-        """
-        member = self._attach(module)
-        limit = self.client.timeout_s if timeout_s is None else timeout_s
-        return self.client.ready(member, trainer_step, limit).result(limit + ANSWER_S)
-
-    def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
-        """As the trainer, say that the version was sent to all explorers of the group."""
-        self._answer(self.client.sent(this_process(TRAINER), Version(attempt, trainer_step)))
+async def _awaited(answer: Awaitable[T]) -> T:
+    return await answer
