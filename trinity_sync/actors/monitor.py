@@ -128,7 +128,9 @@ class MonitorClient(Client):
         what = f"wait for {len(parts)} parts of step {step}"
         return self._call(what, "announce", step, list(parts), weights=weights, attempt=attempt)
 
-    def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Pending[Committed]:
+    def wait_committed(
+        self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind | None
+    ) -> Pending[Committed]:
         """Wait until the step is committed, its trackers have moved and retention has run."""
         return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
 

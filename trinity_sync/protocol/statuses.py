@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any
 
+from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.members import Member
 
 RUNNING, REQUIRES_SYNC, STOPPED = STATUSES = ("running", "requires_sync", "stopped")
 
 _ALIASES = {"require_sync": REQUIRES_SYNC}  # Trinity-RFT's word
-
-
-def plain(choice: object) -> Any:
-    """Return the value of an enum's member, which a process without that enum cannot unpickle; else what is given."""
-    return choice.value if isinstance(choice, Enum) else choice
 
 
 def known_status(status: object) -> str:

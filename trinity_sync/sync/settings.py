@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.protocol.statuses import plain
+from trinity_sync.protocol.choices import plain, trinity_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,29 +58,19 @@ def synchronizer_config(config: object) -> SynchronizerConfig:
     if not hasattr(config, "synchronizer") or not hasattr(config, "ray_namespace"):
         raise ConfigError(f"the synchronizer's config is a {type(config).__name__}: pass a SynchronizerConfig, or the "
                           "Config of a Trinity-RFT program")  # fmt: skip
-    method = str(plain(_field(config, "synchronizer.sync_method"))).lower()
-    timeout_s = _field(config, "synchronizer.sync_timeout")
+    method = str(plain(trinity_field(config, "synchronizer.sync_method"))).lower()
+    timeout_s = trinity_field(config, "synchronizer.sync_timeout")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
         raise ConfigError(f"synchronizer.sync_timeout is {timeout_s!r}; it has to be a number of seconds above 0")
     return SynchronizerConfig(
         timeout_s=float(timeout_s),
-        checkpoint_dir=str(_field(config, "checkpoint_job_dir")) or None,
-        follow_commits=method == "checkpoint" and _field(config, "mode") != "bench",
+        checkpoint_dir=str(trinity_field(config, "checkpoint_job_dir")) or None,
+        follow_commits=method == "checkpoint" and trinity_field(config, "mode") != "bench",
         detached=True,
-        namespace=str(_field(config, "ray_namespace")) or None,
+        namespace=str(trinity_field(config, "ray_namespace")) or None,
         trinity=True,
-        trainer_name=str(_field(config, "trainer.name")),
-        explorer_name=str(_field(config, "explorer.name")),
-        explorer_world_size=int(_field(config, "synchronizer.explorer_world_size") or 1),
-        group_name=str(_field(config, "synchronizer.group_name")),
+        trainer_name=str(trinity_field(config, "trainer.name")),
+        explorer_name=str(trinity_field(config, "explorer.name")),
+        explorer_world_size=int(trinity_field(config, "synchronizer.explorer_world_size") or 1),
+        group_name=str(trinity_field(config, "synchronizer.group_name")),
     )
-
-
-def _field(config: object, path: str) -> Any:
-    found: object = config
-    for name in path.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            raise ConfigError(f"the config of the Trinity-RFT program has no field {path}") from None
-    return found

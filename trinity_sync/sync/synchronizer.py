@@ -34,9 +34,10 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
+from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
-from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, plain
+from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover
 from trinity_sync.sync.handover_client import HandoverClient
