@@ -1,137 +1,112 @@
-"""Handles of actors whose methods can be called as Ray's, with `.remote`, and plainly as well."""
+"""Handles of actors whose methods are called plainly, and then wait, or as Ray's with `.remote`, for a reference."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle, ActorMethod
+from ray.actor import ActorHandle
 
 from trinity_sync.actors.calls import ANSWER_S, Call
+from trinity_sync.protocol.choices import plain
 
 P = ParamSpec("P")
 R = TypeVar("R")
-H = TypeVar("H", bound="Handle")
 
 
-class Handle(Protocol):
-    """A client with methods that are `asked`."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Limit of a wait that names none, seconds."""
-        ...
-
-
-class Asked(Generic[P, R]):
+class Method(Generic[P, R]):
     """A method of one handle.
 
     Args:
-        begin: makes the call.
-        timeout_s: limit of a plain call that names none, seconds.
+        wait: calls, and waits for the answer.
+        remote: calls; returns Ray's reference to the answer, for `ray.get` and `await`.
     """
 
-    def __init__(self, begin: Callable[P, Call[R]], timeout_s: float) -> None:
-        self._begin, self._timeout_s = begin, timeout_s
+    def __init__(self, wait: Callable[P, R], remote: Callable[P, Any]) -> None:
+        self._wait, self.remote = wait, remote
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call, and wait for the answer."""
-        return self._begin(*args, **kwargs).result(_limit(kwargs, self._timeout_s))
-
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
-        """Call; return Ray's reference to the answer, for `ray.get` and `await`."""
-        return self._begin(*args, **kwargs).reference
+        return self._wait(*args, **kwargs)
 
 
-class asked(Generic[H, P, R]):  # noqa: N801 - a decorator
-    """Make a method of a client of one that begins a call: called plainly it waits for the answer, within the handle's
-    limit or that of its argument `timeout_s`; `.remote` returns the reference.
-    """
-
-    def __init__(self, begin: Callable[Concatenate[H, P], Call[R]]) -> None:
-        self._begin = begin
-        functools.update_wrapper(self, begin)  # type: ignore[arg-type]
-
-    @overload
-    def __get__(self, handle: None, owner: type) -> asked[H, P, R]: ...
-    @overload
-    def __get__(self, handle: H, owner: type) -> Asked[P, R]: ...
-    def __get__(self, handle: H | None, owner: type) -> asked[H, P, R] | Asked[P, R]:
-        if handle is None:
-            return self
-        return Asked(functools.partial(self._begin, handle), handle.timeout_s)
-
-
-class Fetched(Generic[P, R]):
-    """A method of one handle whose answer is made in the calling process.
+class HandleMethod(Generic[P, R]):
+    """A method of a client as its class has it.
 
     Args:
-        fetch: makes it.
-        put: puts it into Ray's object store.
+        of: what it is documented as.
+        bind: makes the method of a handle.
     """
 
-    def __init__(self, fetch: Callable[P, R], put: Callable[[R], Any]) -> None:
-        self._fetch, self._put = fetch, put
+    def __init__(self, of: Callable[..., object], bind: Callable[[Any], Method[P, R]]) -> None:
+        functools.update_wrapper(self, of)  # type: ignore[arg-type]
+        self._bind = bind
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the answer."""
-        return self._fetch(*args, **kwargs)
-
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Return Ray's reference to the answer, which is in the object store by then; errors are raised here."""
-        return self._put(self._fetch(*args, **kwargs))
+    def __get__(self, handle: object, owner: type) -> Method[P, R]:
+        return self._bind(handle)
 
 
-class fetched(Generic[P, R]):  # noqa: N801 - a decorator
-    """Make a method of a client one whose answer is made in the calling process, from what the actor and the object
-    store have; `.remote` puts it into the object store.
+def asked(begin: Callable[Concatenate[Any, P], Call[R]]) -> HandleMethod[P, R]:
+    """Make a client's method of one that begins a call. Plainly it waits for as long as `timeout_s` says, the method's
+    argument or else the client's attribute.
     """
 
-    _put: Callable[[Any], Any] = staticmethod(ray.put)
+    def bind(handle: Any) -> Method[P, R]:
+        return Method(
+            lambda *args, **kwargs: begin(handle, *args, **kwargs).result(_limit(kwargs, handle.timeout_s)),
+            lambda *args, **kwargs: begin(handle, *args, **kwargs).reference,
+        )
 
-    def __init__(self, fetch: Callable[Concatenate[Any, P], R]) -> None:
-        self._fetch = fetch
-        functools.update_wrapper(self, fetch)  # type: ignore[arg-type]
-
-    def __get__(self, handle: object, owner: type) -> Fetched[P, R]:
-        return Fetched(functools.partial(self._fetch, handle), self._put)
-
-
-class fetched_each(fetched[P, R]):  # noqa: N801 - a decorator
-    """As `fetched`, for answers that come one by one: each is put into the object store when it is taken."""
-
-    _put = staticmethod(lambda items: (ray.put(item) for item in items))
+    return HandleMethod(begin, bind)
 
 
-class PlainMethod:
-    """A method of a handle of Ray's that can be called plainly as well."""
+def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> HandleMethod[P, R]:
+    """Make a client's method of the actor's; an enum's member goes as its value."""
 
-    def __init__(self, method: ActorMethod, who: str, timeout_s: float) -> None:
-        self._method, self._who, self._timeout_s = method, who, timeout_s
+    def begin(handle: Any, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        call: Call[R] = handle.client.ask(method.__name__, *map(plain, args), **kwargs)
+        return call
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call, and wait for the answer."""
-        call: Call[Any] = Call(self._method.remote(*args, **kwargs), self._who, f"answer {self._method._method_name}")
-        return call.result(_limit(kwargs, self._timeout_s))
+    return HandleMethod(method, asked(begin)._bind)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._method, name)
+
+def fetched(
+    fetch: Callable[Concatenate[Any, P], R], put: Callable[[R], Any] = lambda found: ray.put(found)
+) -> HandleMethod[P, R]:
+    """Make a client's method of one whose answer is made in the calling process, from what the actor and the object
+    store have. `.remote` makes it, too (errors are raised there), and puts it into the object store.
+    """
+
+    def bind(handle: Any) -> Method[P, R]:
+        return Method(
+            lambda *args, **kwargs: fetch(handle, *args, **kwargs),
+            lambda *args, **kwargs: put(fetch(handle, *args, **kwargs)),
+        )
+
+    return HandleMethod(fetch, bind)
 
 
 def plainly(handle: ActorHandle, who: str, timeout_s: float) -> ActorHandle:
-    """Let the methods of a handle be called plainly in this process; it stays Ray's. One that is sent to another
-    process can be called with `.remote` only there.
+    """Let the methods of a handle be called plainly in this process. It stays Ray's: sent to another process, it has
+    `.remote` only.
 
     Args:
         who: what errors call the actor.
         timeout_s: limit of a plain call that names none, seconds.
     """
-    for name in dir(handle):
-        if not name.startswith("_"):
-            vars(handle)[name] = PlainMethod(getattr(handle, name), who, timeout_s)
+
+    def method(name: str) -> Method[..., Any]:
+        remote = getattr(handle, name).remote
+
+        def wait(*args: object, **kwargs: object) -> object:
+            call: Call[object] = Call(remote(*args, **kwargs), who, f"answer {name}")
+            return call.result(_limit(kwargs, timeout_s))
+
+        return Method(wait, remote)
+
+    vars(handle).update({name: method(name) for name in dir(handle) if not name.startswith("_")})
     return handle
 
 

@@ -242,11 +242,8 @@ class CheckpointCoordinator:
     def wait_committed(
         self, global_step: int, is_state_dict: bool = False, *, timeout_s: float | None = None
     ) -> Committed:
-        """Wait until the step is committed, its trackers have moved and retention has run. Any process may call it.
-
-        Args:
-            is_state_dict: wait for its weights only, else for all that was asked for.
-            timeout_s: limit, seconds; the coordinator's unless given.
+        """Wait until the step is committed (`is_state_dict`: its weights), its trackers have moved and retention has
+        run; at most `timeout_s`, in place of the coordinator's limit. Any process may call it.
 
         Returns:
             What was committed: its `path`, `digest`, `bytes` and more.

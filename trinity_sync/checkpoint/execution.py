@@ -38,24 +38,21 @@ class Execution:
         events: is told what happens beyond the saves themselves.
         changes: announced when something was done.
         clock: Unix seconds.
-        announce: told of each commit, in a thread; what it raises is a fault.
+
+    Attributes:
+        announce: told of each commit, in a thread; None: nobody is.
     """
 
+    announce: Callable[[Committed], None] | None = None
+
     def __init__(
-        self,
-        disk: CheckpointDisk,
-        book: CommitBook,
-        events: EventLog,
-        changes: Changes,
-        clock: Callable[[], float],
-        announce: Callable[[Committed], None] | None = None,
+        self, disk: CheckpointDisk, book: CommitBook, events: EventLog, changes: Changes, clock: Callable[[], float]
     ) -> None:
         self._disk = disk
         self._book = book
         self._events = events
         self._changes = changes
         self._clock = clock
-        self._announce = announce
         self._uploads: Uploads | None = None
         self._queue: asyncio.Queue[Decision] = asyncio.Queue()
         self._working = False
@@ -238,19 +235,12 @@ class Execution:
             times = {"written_s": written_s, "total_s": total_s}
             result = self._disk.describe(manifest, pruned, **times, beside=commit.beside)
             self._record(commit, result)
-            await self._tell(result)
+            if self.announce is not None:
+                await asyncio.to_thread(self.announce, result)
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)
         finally:
             self._finishing.discard(commit.step)
-
-    async def _tell(self, result: Committed) -> None:
-        if self._announce is None:
-            return
-        try:
-            await asyncio.to_thread(self._announce, result)
-        except Exception as error:
-            self._events.fault(f"the word of the commit of step {result['step']}", error)
 
     def _record(self, commit: Commit, result: Committed) -> None:
         story.info(

@@ -213,8 +213,9 @@ class CheckpointMonitor(Writers):
         for problem in rebuilt.problems:
             self._events.fault("checkpoint folder", problem)
         changes = Changes()
-        told_of = partial(announce_commit, config.namespace) if config.namespace is not None else None
-        execution = Execution(self._disk, rebuilt.book, self._events, changes, clock, told_of)
+        execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
+        if config.namespace is not None:
+            execution.announce = partial(_announce, config.namespace)
         if default_hdfs_dir is not None and self._disk.root is not None:
             resumed = not restarted and config.attempt > 0
             execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
@@ -453,13 +454,14 @@ class CheckpointMonitor(Writers):
         return f"checkpoint step {step} (missing: {missing})", f"commit as {kind or status.wanted or 'asked for'}"
 
 
-def announce_commit(namespace: str, committed: Committed) -> None:
-    """Tell the synchronizer in a Ray namespace, where there is one, of a commit. Waits for no answer."""
+def _announce(namespace: str, committed: Committed) -> None:
+    """Tell the run's synchronizer, where there is one, of a commit. Waits for no answer."""
     import ray  # as in `CheckpointMonitor.get_actor`
+    from ray.exceptions import RayError
 
     from trinity_sync.actors.synchronizer import SYNCHRONIZER, SynchronizerClient
 
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RayError):  # there is none, or its node is gone
         client = SynchronizerClient(ray.get_actor(SYNCHRONIZER, namespace=namespace), ANSWER_S)
         client.follow(Version(committed["attempt"], committed["step"]), str(committed["path"]))
 

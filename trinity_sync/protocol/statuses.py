@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trinity_sync.protocol.choices import plain
@@ -56,14 +56,9 @@ class StatusBook:
             return None
         return self._trainer == REQUIRES_SYNC
 
-    def set_trainer(self, status: str) -> None:
+    def set_trainer(self, status: object) -> None:
         """Note what the trainer says."""
         self._trainer, self._trainer_spoke = known_status(status), True
-
-    @property
-    def explorers(self) -> Collection[Member]:
-        """The processes of explorers that have been heard of and are not dead."""
-        return self._explorers.keys()
 
     def counts(self) -> dict[str, int]:
         """Count explorers per status."""

@@ -162,15 +162,15 @@ class VersionBook:
             raise VersionError(f"version {version} was published with other weights; a version never changes")
         self._newest[Place.STORE] = Whereabouts(version, state)
 
-    def follow(self, version: Version, location: str) -> None:
-        """Take note of a commit that nobody announced. It makes a version where versions are checkpoints: where others
-        are handed over, one that they have not come to is no news.
+    def follow(self, version: Version, location: str, *, always: bool = False) -> None:
+        """Take note of a commit that nobody announced. Where versions are checkpoints (`always`) it makes one; where
+        others were handed over, it is no news before they have come to its step.
         """
         newest = self.newest
         if newest is not None and version.step > newest.step:
             version = Version(max(version.attempt, newest.attempt), version.step)
         handed = [self._newest[place].version for place in (Place.STORE, Place.SENT) if place in self._newest]
-        if not handed or version <= max(handed):
+        if always or not handed or version <= max(handed):
             self.announce(version, location)
 
     def lost(self, version: Version) -> Whereabouts | None:

@@ -1,5 +1,5 @@
 """The synchronizer's calls for programs that hand over whole state dicts, or broadcast them themselves, in place of
-slots and node agents: the actor's half, base of `SynchronizerActor`. The client's is `handover_client`.
+slots and node agents: the actor's half and the client's, bases of `SynchronizerActor` and `Synchronizer`.
 
 The actor holds references, sizes and digests, never the bytes of a tensor.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import ANSWER_S
+from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.handles import asked, fetched, forwarded
 from trinity_sync.actors.monitor import MONITOR, MonitorClient
-from trinity_sync.actors.synchronizer import StoredState
+from trinity_sync.actors.synchronizer import StoredState, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.files import MANIFEST
@@ -32,10 +34,12 @@ from trinity_sync.sync.settings import SynchronizerConfig
 from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Hashable
+    from collections.abc import Awaitable, Iterator, Sequence
 
-    from ray import ObjectRef
+    import torch
     from ray.actor import ActorHandle
+
+    from trinity_sync.sync.state_dicts import Tensors
 
 T = TypeVar("T")
 
@@ -62,7 +66,7 @@ class Handover:
         self._statuses = StatusBook(expects_trainer=not config.trinity)
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
-        self._served: set[Hashable] = set()
+        self._served: set[Member] = set()
         self._announcer: Member | None = None
         self._meta: list[Described] | None = None
         self._watches: set[asyncio.Task[None]] = set()
@@ -132,14 +136,14 @@ class Handover:
 
     async def follow(self, version: Version, location: str) -> None:
         """Take note of a commit of the run's checkpoint monitor."""
-        if self._config.follow_commits and self._checkpoint_dir is not None:
-            self._book.follow(Version(*version), location)
+        if self._config.follow_commits is not False and self._checkpoint_dir is not None:
+            self._book.follow(Version(*version), location, always=self._config.follow_commits is True)
             self._announcer = None
             self._changes.announce()
 
     def _follow_newest(self) -> None:
         """Take note of the newest weights that the checkpoint folder holds already."""
-        if not self._config.follow_commits or self._checkpoint_dir is None:
+        if self._config.follow_commits is False or self._checkpoint_dir is None:
             return
         try:
             folder = self._step_dir(step := int((self._checkpoint_dir / _TRACKER).read_text()))
@@ -153,7 +157,9 @@ class Handover:
         return self._checkpoint_dir / f"global_step_{step}"
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Return the newest version's folder; see `Synchronizer.get_latest_model_path`."""
+        """Return the folder of the newest version: of its checkpoint or, for one in memory, where that is or would be.
+        None: there is none, or the checkpoint folder is not known.
+        """
         newest, location = self._book.find(), self._book.location
         if newest is not None and newest.state is not None and newest.location is None:
             location = None if self._checkpoint_dir is None else str(self._step_dir(newest.version.step))
@@ -169,8 +175,10 @@ class Handover:
         """Take note that the tensors of a version are lost; return what serves in its place."""
         return self._book.lost(Version(*version))
 
-    async def get_state_dict_meta(self) -> list[Described] | None:
-        """Return what the last state dict is made of, or what is sent over the group; see `Synchronizer`."""
+    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
+        ``bfloat16``, shape), in the order in which they come; None: neither is known.
+        """
         described = self._described()
         if described is None:
             return None
@@ -223,7 +231,7 @@ class Handover:
         finally:
             self._changes.announce()
         statuses = self._statuses
-        waiting = statuses.trainer_requiring_sync() if trainer else statuses.requiring_sync(self._explorer(member))
+        waiting = statuses.trainer_requiring_sync() if trainer else statuses.requiring_sync(member)
         try:
             with waiting:
                 await self._changes.wait(
@@ -249,10 +257,6 @@ class Handover:
         """Whether the other side of a broadcast is over."""
         return self._statuses.explorers_stopped if trainer else self._statuses.trainer_requires_sync() is None
 
-    def _explorer(self, member: Member) -> Member:
-        """Return the process of an explorer, under the name by which its status is known."""
-        return next((known for known in self._statuses.explorers if known.life == member.life), member)
-
     async def sent(self, trainer: Member, version: Version) -> None:
         """Take note that all explorers of the group have a version."""
         version = Version(*version)
@@ -261,60 +265,52 @@ class Handover:
         self._book.announce(version, place=Place.SENT)
         self._changes.announce()
 
-    # -- a program whose modules are named actors of Ray's
+    # -- a program whose trainer and explorer are named actors of Ray's
 
-    async def setup_weight_sync_group(
-        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
-    ) -> WeightSyncGroup:
-        """As `open_group`; an explorer that is such a module is told."""
-        group = await self.open_group(trainer, address, port, meta, explorers)
-        if self._config.trinity:
-            explorer = self._module(self._config.explorer_name)
-            await self._within(explorer.setup_weight_sync_group.remote(address, port))
-            if meta is not None:
-                await self._within(explorer.set_state_dict_meta.remote(meta))
-        return group
+    async def coordinate_weight_sync_setup(self, timeout_s: float | None = None) -> None:
+        """Have both enter a group of their own: the trainer's `get_weight_sync_info` gives (address, port, meta);
+        `setup_weight_sync_group(address, port, world_size, group_name, timeout_s)` is called on both together, and
+        `set_state_dict_meta(meta)` on the explorer.
 
-    async def coordinate_weight_sync_setup(self, timeout_s: float | None) -> None:
-        """Have trainer and explorer enter a process group together; see `Synchronizer`."""
-        config = self._config
-        trainer, explorer = self._module(config.trainer_name), self._module(config.explorer_name)
-        limit = timeout_s or config.timeout_s
-        address, port, meta = await self._within(trainer.get_weight_sync_info.remote(), limit)
-        group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
-        await self._within(
-            asyncio.gather(*(one.setup_weight_sync_group.remote(*group) for one in (trainer, explorer))), limit
-        )
-        await self._within(explorer.set_state_dict_meta.remote(meta), limit)
-        self._meta = meta
+        Args:
+            timeout_s: limit of all of it, seconds; the configured one unless given.
+
+        Raises:
+            RunError: one of them is not there.
+            WaitTimeout: one does not answer.
+        """
+        config, limit = self._config, timeout_s or self._config.timeout_s
+        trainer, explorer = self._actor(config.trainer_name), self._actor(config.explorer_name)
+        try:
+            async with asyncio.timeout(limit):
+                address, port, self._meta = await trainer.get_weight_sync_info.remote()
+                group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
+                await asyncio.gather(*(one.setup_weight_sync_group.remote(*group) for one in (trainer, explorer)))
+                await explorer.set_state_dict_meta.remote(self._meta)
+        except TimeoutError:
+            raise WaitTimeout(f"{config.trainer_name} and {config.explorer_name}", "enter a group", limit) from None
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """Have explorer and trainer leave the group, in this order: so nothing is under way. See `Synchronizer`."""
+        """Have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
+        or fails, is logged and passed over.
+        """
         for name in (self._config.explorer_name, self._config.trainer_name):
             try:
-                await self._within(self._module(name).teardown_weight_sync_group.remote())
-            except (RunError, RayError) as error:
+                async with asyncio.timeout(self._config.timeout_s):
+                    await self._actor(name).teardown_weight_sync_group.remote()
+            except (RunError, RayError, TimeoutError) as error:
                 story.warning("%s has not left its weight sync group: %s", name, error)
 
-    def _module(self, name: str) -> ActorHandle:
+    def _actor(self, name: str) -> ActorHandle:
         namespace = self._config.namespace
         try:
             return ray.get_actor(name, namespace=namespace)
         except ValueError:
             raise RunError(f"there is no actor {name!r} in Ray namespace {namespace!r}") from None
 
-    async def _within(self, answer: Awaitable[T], timeout_s: float | None = None) -> T:
-        limit = timeout_s or self._config.timeout_s
-        try:
-            return await asyncio.wait_for(_awaited(answer), limit)
-        except RayError:  # first: an actor's own TimeoutError comes as both
-            raise
-        except TimeoutError:
-            raise WaitTimeout("trainer and explorer", "set up or leave the weight sync group", limit) from None
-
     # -- whom the actor serves
 
-    async def attach(self, member: Member, owned: list[ObjectRef[None]]) -> None:
+    async def attach(self, member: Member, owned: Sequence[Awaitable[None]]) -> None:
         """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
@@ -324,30 +320,224 @@ class Handover:
             await owned[0]
         self._rounds.gone(member)
         self._statuses.drop(member)
-        self._release(member)
-
-    async def add_module(self, module: ActorHandle | None) -> None:
-        """Serve an actor of Ray's as well, until it is gone; None: nothing to do."""
-        if module is not None and module not in self._served:
-            self._served.add(module)
-            watch = asyncio.ensure_future(self._watch_module(module))
-            self._watches.add(watch)
-            watch.add_done_callback(self._watches.discard)
-
-    async def _watch_module(self, module: ActorHandle) -> None:
-        with contextlib.suppress(RayError):
-            while True:  # a module that is busy answers when it can, and a dead one fails the call
-                await module.__ray_ready__.remote()
-                await asyncio.sleep(_ALIVE_S)
-        self._release(module)
-
-    def _release(self, served: Hashable) -> None:
-        self._served.discard(served)
+        self._served.discard(member)
         self._changes.announce()
         if not self._served:
             # Not `exit_actor`, which waits for the calls that are under way, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
 
+    async def add_module(self, module_ref: ActorHandle | None) -> None:
+        """Serve an actor of the program as well, until it is gone. A process that calls `get_actor` is served anyhow;
+        None is such a process.
+        """
+        if module_ref is None or (module := Member("module", module_ref._actor_id.hex())) in self._served:
+            return
+        self._served.add(module)
+        watch = asyncio.ensure_future(self.attach(module, [_dead(module_ref)]))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
 
-async def _awaited(answer: Awaitable[T]) -> T:
-    return await answer
+
+async def _dead(module: ActorHandle) -> None:
+    """Fail when an actor is dead; one that is busy answers when it can."""
+    while True:
+        await module.__ray_ready__.remote()
+        await asyncio.sleep(_ALIVE_S)
+
+
+#: The calls by which actors watch this process; while it lives, so do they.
+_attached: dict[tuple[str, Member], tuple[Call[None], Call[None]]] = {}
+
+
+class HandoverClient:
+    """The client's half. Each method is called plainly, and waits for its answer, or with `.remote`, which returns
+    Ray's reference to it.
+    """
+
+    def __init__(self, client: SynchronizerClient) -> None:
+        self.client = client
+
+    @property
+    def timeout_s(self) -> float:
+        """The actor's limit of a wait that names none, seconds."""
+        return self.client.timeout_s
+
+    def _answer(self, call: Call[T]) -> T:
+        """Wait for the answer of a call that has no limit of its own."""
+        return call.result(self.client.timeout_s)
+
+    def _attach(self, name: str) -> Member:
+        """Return this process under a name; the actor notices its end from now on."""
+        member = this_process(name)
+        key = (self.client.handle._actor_id.hex(), member)
+        if key not in _attached:
+            held = self.client.lifeline()
+            _attached[key] = (held, self.client.attach(member, [held.reference]))
+        return member
+
+    # -- whole state dicts
+
+    @asked
+    def set_model_state_dict(
+        self,
+        model_state_dict: Tensors | str | os.PathLike[str] | None,
+        trainer_step: int,
+        *,
+        attempt: int | None = None,
+        wire_dtype: str | None = None,
+        location: str | None = None,
+    ) -> Call[None]:
+        """Publish a version. Its tensors go into the object store in large buckets; the actor gets references.
+
+        Called by one process of the trainer, which has to live as long as readers are to have the tensors.
+
+        Args:
+            model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
+                tensor at a time. A path: readers are told it, and read it themselves. None: the version is the
+                checkpoint of that step on disk; its commit is waited for.
+            trainer_step: names the version.
+            attempt: the run's attempt; None: that of the version before, or the next one for an earlier step, as from a
+                trainer that was started again.
+            wire_dtype: dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
+            location: the folder of the checkpoint, where there is no state dict and the actor does not know the
+                checkpoint folder.
+
+        Raises:
+            RunError: the attempt has a later version, or the version was published with other weights; or the step's
+                checkpoint failed, or there is none and nobody who saves it.
+            WaitTimeout: the checkpoint was not committed in time; names what is missing.
+        """
+        state: object = None
+        if isinstance(model_state_dict, (str, os.PathLike)):
+            state = os.fspath(model_state_dict)
+        elif model_state_dict is not None:
+            from trinity_sync.sync import state_dicts
+
+            state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
+        publisher = this_process(TRAINER)
+        return self.client.ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
+
+    @fetched
+    def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
+        """Return the newest version: its tensors, every byte checked, and its step; both of one version.
+
+        Args:
+            copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
+
+        Returns:
+            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`), or came another way,
+            (path, step) where it was published as a path, and (None, -1) before the first.
+
+        Raises:
+            RunError: the tensors are lost with the process that published them, or damaged; or cannot be fetched now.
+                For lost ones the newest checkpoint, where one is known, serves from then on.
+        """
+        newest = self._answer(self.client.find())
+        if newest is None:
+            return None, -1
+        if not isinstance(newest.state, StoredState):
+            return newest.state if isinstance(newest.state, str) else None, newest.version.step
+        from trinity_sync.sync import state_dicts
+
+        try:
+            tensors = state_dicts.get(newest.version, newest.state, self.client.timeout_s)
+        except state_dicts.StateLostError as error:
+            serves = self._answer(self.client.state_lost(newest.version))
+            instead = (
+                "no checkpoint is known that could serve"
+                if serves is None or serves.location is None
+                else f"the checkpoint of step {serves.version.step} in {serves.location} serves from now on"
+            )
+            raise RunError(f"{error}, the process that published them is gone; {instead}") from error
+        if copy:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        return tensors, newest.version.step
+
+    def _iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of the newest version, all of one version; nothing where it is not in memory. `.remote`
+        yields Ray's references to such pairs.
+
+        Raises:
+            RunError: as `get_model_state_dict`; or the version was published as a path.
+        """
+        state, step = self.get_model_state_dict()
+        if isinstance(state, str):
+            raise RunError(f"version {step} was published as the path {state!r}, and has no tensors here")
+        yield from (state or {}).items()
+
+    get_model_state_dict_iterator = fetched(_iterate, lambda pairs: map(ray.put, pairs))
+
+    get_state_dict_meta = forwarded(Handover.get_state_dict_meta)
+    get_latest_model_path = forwarded(Handover.get_latest_model_path)
+
+    # -- broadcasts over a group of the program's own
+
+    @asked
+    def setup_weight_sync_group(
+        self,
+        master_address: str,
+        master_port: int,
+        state_dict_meta: Sequence[Described] | None = None,
+        *,
+        explorers: int = 1,
+    ) -> Call[WeightSyncGroup]:
+        """As rank 0 of the trainer, tell the explorers where to meet for broadcasts.
+
+        Args:
+            master_address, master_port: address of a store that serves already.
+            state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
+            explorers: number of explorers in the group. The group before it is over.
+        """
+        trainer = self._attach(TRAINER)
+        meta = (
+            None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
+        )
+        return self.client.open_group(trainer, master_address, int(master_port), meta, explorers)
+
+    @asked
+    def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
+        """As an explorer, wait for a group and take a place in it.
+
+        Args:
+            explorer: the explorer's name, unique in the run.
+            after: the id of the group that it was in before.
+
+        Raises:
+            RunError: all places are taken.
+            WaitTimeout: the trainer set up none.
+        """
+        member = self._attach(explorer)
+        return self.client.join_group(member, after, self.client.timeout_s)
+
+    @asked
+    def ready_to_nccl_sync(
+        self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
+    ) -> Call[int | None]:
+        """Wait until the trainer and all explorers of the group are ready for a broadcast.
+
+        Args:
+            module: ``"trainer"``, or the explorer's name.
+            trainer_step: the step that the trainer is going to send; of an explorer it means nothing.
+            timeout_s: limit, seconds; the configured one unless given.
+
+        Returns:
+            The step that is going to be sent. It is the newest version only after `notify_nccl_sync_done`, so that no
+            label stands before its bytes. None: there is nobody to wait for, since the trainer, or every explorer that
+            had said its status, has stopped.
+
+        Raises:
+            RunError: a member of the group died.
+            WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
+        """
+        member = self._attach(module)
+        limit = self.client.timeout_s if timeout_s is None else timeout_s
+        return self.client.ready(member, trainer_step, limit)
+
+    @asked
+    def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
+        """As the trainer, say that the version was sent to all explorers of the group."""
+        return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
+
+    coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
+    coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
+    add_module = forwarded(Handover.add_module)

@@ -19,8 +19,8 @@ class SynchronizerConfig:
         log_dir: folder of the actor's log; None for Ray's own logs.
         checkpoint_dir: the checkpoint folder, in which versions are found that are announced without one; None: it is
             not known.
-        follow_commits: what is committed in the checkpoint folder, or was before the start, is a version by itself, as
-            long as the program hands over no state dicts and broadcasts none.
+        follow_commits: whether what is committed in the checkpoint folder, or was before the start, is a version by
+            itself; None: as long as the program hands over no state dicts and broadcasts none.
         detached: the actor outlives the process that made it, and ends with the last one that uses it.
         namespace: Ray namespace of the actor, filled in by `get_actor`.
         trinity: the program is one of Trinity-RFT's loops: until a trainer says its status, no wait for a version goes
@@ -36,7 +36,7 @@ class SynchronizerConfig:
     timeout_s: float = 600.0
     log_dir: str | None = None
     checkpoint_dir: str | None = None
-    follow_commits: bool = True
+    follow_commits: bool | None = None
     detached: bool = False
     namespace: str | None = None
     trinity: bool = False

@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.failures import failures_logged
-from trinity_sync.actors.handles import asked
+from trinity_sync.actors.handles import asked, forwarded
 from trinity_sync.actors.synchronizer import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
@@ -39,8 +39,7 @@ from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
-from trinity_sync.sync.handover import Handover
-from trinity_sync.sync.handover_client import HandoverClient
+from trinity_sync.sync.handover import Handover, HandoverClient
 from trinity_sync.sync.settings import SynchronizerConfig, synchronizer_config
 
 if TYPE_CHECKING:
@@ -233,8 +232,10 @@ class SynchronizerActor(Handover):
 
     # -- status
 
-    async def set_trainer_status(self, status: str) -> None:
-        """Take note of what the trainer is doing, one of `STATUSES`; with stopped all waits for versions end."""
+    async def set_trainer_status(self, status: object) -> None:
+        """Take note of what the trainer is doing: running, requires_sync or stopped, as that text, an enum's member or
+        its name. When it has stopped all waits for versions end.
+        """
         self._statuses.set_trainer(status)
         self._changes.announce()
 
@@ -354,17 +355,13 @@ class Synchronizer(HandoverClient):
         made._attach(_process_name())
         return made
 
-    @asked
-    def get_latest_model_version(self) -> Call[int]:
-        """Return the step of the newest committed version, -1 before the first."""
-        return self.client.get_latest_model_version()
-
-    @asked
-    def get_latest_model_path(self, use_huggingface: bool = False) -> Call[str | None]:
-        """Return the folder of the newest version: of its checkpoint or, for one in memory, where that is or would be.
-        None: there is none, or the checkpoint folder is not known.
-        """
-        return self.client.get_latest_model_path(use_huggingface)
+    get_latest_model_version = forwarded(SynchronizerActor.get_latest_model_version)
+    notify_no_new_model_state_dict = forwarded(SynchronizerActor.notify_no_new_model_state_dict)
+    set_trainer_status = forwarded(SynchronizerActor.set_trainer_status)
+    get_trainer_status = forwarded(SynchronizerActor.get_trainer_status)
+    trainer_requires_weight_sync = forwarded(SynchronizerActor.trainer_requires_weight_sync)
+    get_explorer_status_counts = forwarded(SynchronizerActor.get_explorer_status_counts)
+    explorer_requires_sync = forwarded(SynchronizerActor.explorer_requires_sync)
 
     @asked
     def wait_new_model_state_dict(self, current_version: int) -> Call[int]:
@@ -379,29 +376,7 @@ class Synchronizer(HandoverClient):
             RunError: the newest version is an earlier one.
             WaitTimeout: nothing came within the configured timeout.
         """
-        return self.client.wait_new_model_state_dict(self._attach(_process_name()), current_version)
-
-    @asked
-    def notify_no_new_model_state_dict(self) -> Call[None]:
-        """Say that no version comes now; those who wait for one wait no longer."""
-        return self.client.notify_no_new_model_state_dict()
-
-    @asked
-    def set_trainer_status(self, status: object) -> Call[None]:
-        """Say what the trainer is doing: running, requires_sync or stopped; also as an enum's member or its name. One
-        that has stopped ends all waits for a version.
-        """
-        return self.client.set_trainer_status(plain(status))
-
-    @asked
-    def get_trainer_status(self) -> Call[str]:
-        """Return what the trainer said last."""
-        return self.client.get_trainer_status()
-
-    @asked
-    def trainer_requires_weight_sync(self) -> Call[bool | None]:
-        """Return whether the trainer waits for a broadcast; None: it has stopped."""
-        return self.client.trainer_requires_weight_sync()
+        return self.client.ask("wait_new_model_state_dict", self._attach(_process_name()), current_version)
 
     @asked
     def set_explorer_status(self, status: object, old_status: object = None) -> Call[None]:
@@ -409,16 +384,6 @@ class Synchronizer(HandoverClient):
         the process lives. Statuses as for `set_trainer_status`.
         """
         return self.client.set_explorer_status(self._attach(_process_name()), plain(status), plain(old_status))
-
-    @asked
-    def get_explorer_status_counts(self) -> Call[dict[str, int]]:
-        """Count the explorers in each status."""
-        return self.client.get_explorer_status_counts()
-
-    @asked
-    def explorer_requires_sync(self) -> Call[bool]:
-        """Return whether an explorer waits for a version or a broadcast."""
-        return self.client.explorer_requires_sync()
 
 
 class _Actor(SynchronizerActor):
