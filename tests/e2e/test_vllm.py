@@ -156,7 +156,7 @@ print("up", flush=True)
 for step, path in enumerate(sys.argv[1:]):
     synchronizer.set_model_state_dict(load_file(Path(path) / "model.safetensors"), step)
     sys.stdin.readline()
-synchronizer.notify_no_new_model_state_dict()
+synchronizer.set_trainer_status("stopped")
 sys.stdin.readline()
 """
 

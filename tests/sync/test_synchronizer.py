@@ -207,16 +207,31 @@ def test_whoever_waits_for_a_newer_version_is_woken_by_the_commit() -> None:
     run(story())
 
 
-def test_nobody_waits_for_a_version_after_the_trainer_has_ended() -> None:
+def test_nobody_waits_for_a_version_after_the_trainer_has_stopped() -> None:
     async def story() -> None:
         actor = body()
         await commit(actor, 0)
         pending = await waiting(actor.wait_newer(Version(0, 0), LONG))
-        await actor.notify_no_new_model_state_dict()
+        await actor.set_trainer_status("stopped")
         await turns()
         assert pending.result() is None
         assert await actor.wait_newer(Version(0, 0), LONG) is None
         assert await actor.wait_newer(None, LONG) == Version(0, 0)
+        await actor.set_trainer_status("running")
+        (await waiting(actor.wait_newer(Version(0, 0), LONG))).cancel()
+
+    run(story())
+
+
+def test_word_that_no_version_comes_now_wakes_those_who_wait_and_nobody_later() -> None:
+    async def story() -> None:
+        actor = body()
+        await commit(actor, 0)
+        pending = [await waiting(actor.wait_newer(Version(0, 0), LONG)) for _ in range(2)]
+        await actor.notify_no_new_model_state_dict()
+        await turns()
+        assert [task.result() for task in pending] == [None, None]
+        (await waiting(actor.wait_newer(Version(0, 0), LONG))).cancel()
 
     run(story())
 
@@ -434,7 +449,7 @@ def test_the_seed_calls_go_by_steps(make_synchronizer: Callable[..., Synchronize
     assert synchronizer.get_latest_model_path() == "/run/global_step_0/actor"
     assert synchronizer.get_latest_model_path(use_huggingface=True) == "/run/global_step_0/actor/huggingface"
     assert synchronizer.wait_new_model_state_dict(step - 1) == step
-    synchronizer.notify_no_new_model_state_dict()
+    synchronizer.set_trainer_status("stopped")
     assert synchronizer.wait_new_model_state_dict(step) == step
     synchronizer.set_explorer_status("running")
     assert synchronizer.get_explorer_status_counts()["running"] == 1

@@ -13,6 +13,9 @@ from trinity_sync.protocol.parts import Kind
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+MONITOR = "checkpoint_monitor"
+"""Name of the actor in a run's Ray namespace."""
+
 Event = dict[str, object]
 """Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 
@@ -125,7 +128,9 @@ class MonitorClient(Client):
         what = f"wait for {len(parts)} parts of step {step}"
         return self._call(what, "announce", step, list(parts), weights=weights, attempt=attempt)
 
-    def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Pending[Committed]:
+    def wait_committed(
+        self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind | None
+    ) -> Pending[Committed]:
         """Wait until the step is committed, its trackers have moved and retention has run."""
         return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
 

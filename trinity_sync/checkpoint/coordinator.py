@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from trinity_sync.actors.monitor import Facts, MonitorClient
+from trinity_sync.actors.monitor import Committed, Facts, MonitorClient
 from trinity_sync.actors.pending import ANSWER_S, Pending, Transport
 from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -27,7 +27,7 @@ from trinity_sync.host.origin import described
 from trinity_sync.host.threads import in_background
 from trinity_sync.host.yielding import PATIENCE, Yielding
 from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FileTuple
+from trinity_sync.protocol.parts import STATE_DICT, FileTuple
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -238,6 +238,24 @@ class CheckpointCoordinator:
         await self._monitor.monitor_step(global_step, weights=is_state_dict, attempt=self._attempt).answer(
             self._timeout_s
         )
+
+    def wait_committed(
+        self, global_step: int, is_state_dict: bool = False, *, timeout_s: float | None = None
+    ) -> Committed:
+        """Wait until the step is committed (`is_state_dict`: its weights), its trackers have moved and retention has
+        run; at most `timeout_s`, in place of the coordinator's limit. Any process may call it.
+
+        Returns:
+            What was committed: its `path`, `digest`, `bytes` and more.
+
+        Raises:
+            RunError: the step failed; says why.
+            WaitTimeout: it names what is missing.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        kind = STATE_DICT if is_state_dict else None
+        committed = self._monitor.wait_committed(global_step, self._attempt, limit, kind=kind)
+        return committed.result(limit + ANSWER_S)
 
     @property
     def durable(self) -> bool:

@@ -38,7 +38,12 @@ class Execution:
         events: is told what happens beyond the saves themselves.
         changes: announced when something was done.
         clock: Unix seconds.
+
+    Attributes:
+        announce: told of each commit, in a thread; None: nobody is.
     """
+
+    announce: Callable[[Committed], None] | None = None
 
     def __init__(
         self, disk: CheckpointDisk, book: CommitBook, events: EventLog, changes: Changes, clock: Callable[[], float]
@@ -230,6 +235,8 @@ class Execution:
             times = {"written_s": written_s, "total_s": total_s}
             result = self._disk.describe(manifest, pruned, **times, beside=commit.beside)
             self._record(commit, result)
+            if self.announce is not None:
+                await asyncio.to_thread(self.announce, result)
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)
         finally:

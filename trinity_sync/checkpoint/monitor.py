@@ -21,17 +21,20 @@ the staging folder, so an actor that was killed goes on where it was.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.hosting import Host
-from trinity_sync.actors.monitor import Committed, Event, Facts, PrunedStep, StepStatus
+from trinity_sync.actors.monitor import MONITOR, Committed, Event, Facts, PrunedStep, StepStatus
+from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
@@ -44,16 +47,20 @@ from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.host.urls import absolute
+from trinity_sync.protocol.choices import plain, trinity_field
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, Kind
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
+from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-ACTOR_NAME = "checkpoint_monitor"
+ACTOR_NAME = MONITOR
+
+_WHO = "the checkpoint monitor"
 
 _ENDING = ("the checkpoint monitor", "carry out what was decided")
 
@@ -82,6 +89,7 @@ class MonitorConfig:
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
         owner: the run; None: that of the mark of the checkpoint folder, which gets one if it has none.
+        namespace: Ray namespace of the run, filled in by `get_actor`: a synchronizer in it is told of each commit.
         writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails where
             that is another one by now.
     """
@@ -96,6 +104,7 @@ class MonitorConfig:
     writer: str | None = None
     roles: Sequence[str] = ()
     owner: Owner | None = None
+    namespace: str | None = None
 
 
 class CheckpointMonitor(Writers):
@@ -114,20 +123,23 @@ class CheckpointMonitor(Writers):
     @classmethod
     def get_actor(
         cls,
-        namespace: str,
-        save_strategy: str | None = None,
+        namespace: object,
+        save_strategy: object = None,
         default_local_dir: str | None = None,
         default_hdfs_dir: str | None = None,
         *,
         config: MonitorConfig | None = None,
         own: Mapping[str, object] | None = None,
     ) -> ActorHandle:
-        """Return the handle of the run's monitor, which is created if it is not there.
+        """Return the handle of the run's monitor, which is created if it is not there. It is Ray's; in this process its
+        methods can be called plainly, too, and wait for the answer.
 
         It lives as long as the process that created it, so let the driver be the first to call.
 
         Args:
-            namespace: the run's Ray namespace. The other arguments matter to the first caller only; see the class.
+            namespace: the run's Ray namespace, or the `Config` of a Trinity-RFT program, which says all the rest. The
+                other arguments matter to the first caller only; see the class.
+            save_strategy: also as an enum's member, or its name.
             own: further keyword arguments of a subclass's constructor.
 
         Raises:
@@ -135,19 +147,26 @@ class CheckpointMonitor(Writers):
         """
         import ray  # a local process has no use for it, and a second to wait for it
 
+        from trinity_sync.actors.handles import plainly
+
+        if not isinstance(namespace, str):
+            save_strategy = save_strategy or trinity_field(namespace, "trainer.save_strategy")
+            default_local_dir = default_local_dir or trinity_field(namespace, "checkpoint_job_dir")
+            namespace = str(trinity_field(namespace, "ray_namespace"))
+        name, limit = namespace or None, (config or MonitorConfig()).timeout_s
         try:
-            return ray.get_actor(ACTOR_NAME, namespace=namespace)
+            return plainly(ray.get_actor(ACTOR_NAME, namespace=name), _WHO, limit)
         except ValueError:
             pass
-        strategy = save_strategy or "unrestricted"
+        strategy = str(plain(save_strategy or "unrestricted")).lower()
         if strategy not in SAVE_STRATEGIES:
             raise ConfigError(f"checkpoint.save_strategy is {strategy!r}; it has to be {' or '.join(SAVE_STRATEGIES)}")
-        config = config or MonitorConfig()
+        config = replace(config or MonitorConfig(), namespace=name or ray.get_runtime_context().namespace)
         if isinstance(config.policies, Mapping):
             config = replace(config, policies=make_policies(config.policies))
         options = {
             "name": ACTOR_NAME,
-            "namespace": namespace,
+            "namespace": name,
             "get_if_exists": True,
             "num_cpus": 0,
             "max_restarts": -1,
@@ -160,7 +179,7 @@ class CheckpointMonitor(Writers):
         remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
         body = failures_logged(small_actor(cls, strategy, folder, remote, config, **(own or {})))
-        _created[namespace] = ray.remote(body).options(**options).remote()
+        _created[namespace] = plainly(ray.remote(body).options(**options).remote(), _WHO, limit)
         return _created[namespace]
 
     def __init__(
@@ -195,6 +214,8 @@ class CheckpointMonitor(Writers):
             self._events.fault("checkpoint folder", problem)
         changes = Changes()
         execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
+        if config.namespace is not None:
+            execution.announce = partial(_announce, config.namespace)
         if default_hdfs_dir is not None and self._disk.root is not None:
             resumed = not restarted and config.attempt > 0
             execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
@@ -431,6 +452,18 @@ class CheckpointMonitor(Writers):
         status = self._book.status(step, kind)
         missing = ", ".join(status.missing) or ("its commit" if status.state == "committing" else "word of it")
         return f"checkpoint step {step} (missing: {missing})", f"commit as {kind or status.wanted or 'asked for'}"
+
+
+def _announce(namespace: str, committed: Committed) -> None:
+    """Tell the run's synchronizer, where there is one, of a commit. Waits for no answer."""
+    import ray  # as in `CheckpointMonitor.get_actor`
+    from ray.exceptions import RayError
+
+    from trinity_sync.actors.synchronizer import SYNCHRONIZER, SynchronizerClient
+
+    with contextlib.suppress(ValueError, RayError):  # there is none, or its node is gone
+        client = SynchronizerClient(ray.get_actor(SYNCHRONIZER, namespace=namespace), ANSWER_S)
+        client.follow(Version(committed["attempt"], committed["step"]), str(committed["path"]))
 
 
 def _ray_host() -> Host:

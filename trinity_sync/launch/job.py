@@ -92,7 +92,7 @@ class Job:
             with contextlib.suppress(Exception):
                 self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
-        actors.synchronizer.notify_no_new_model_state_dict().result(actors.synchronizer.timeout_s)
+        actors.synchronizer.set_trainer_status("stopped").result(actors.synchronizer.timeout_s)
         self._finish_copies(at_once=not completed)
         if not completed:
             raise KeyboardInterrupt

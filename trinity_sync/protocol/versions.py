@@ -58,7 +58,8 @@ class Whereabouts:
 
     Attributes:
         version: whose weights they are.
-        state: what the trainer's side left for readers to get the tensors by (opaque here); None: there is nothing.
+        state: what the trainer's side left for readers to get the tensors by; two of one version are equal where the
+            tensors are. None: there is nothing.
         location: folder of its checkpoint; None: there is none, or none that is known.
     """
 
@@ -147,16 +148,30 @@ class VersionBook:
     # -- versions without a slot
 
     def publish(self, version: Version, state: object) -> None:
-        """Take note that a version's tensors are in the object store; those of the version before are let go.
+        """Take note that a version's tensors are in the object store; those of the version before are let go. The same
+        version may be published again: its tensors are those of the last call.
 
         Raises:
-            VersionError: it is not newer than the last state dict, or older than the newest checkpoint.
+            VersionError: it is older than the last state dict or checkpoint, or was published with another state.
         """
         stored, saved = self._newest.get(Place.STORE), self._newest.get(Place.DISK)
         for before in filter(None, (stored, saved)):
-            if version < before.version or (before is stored and version == before.version):
+            if version < before.version:
                 raise VersionError(f"version {version} cannot be published after version {before.version}")
+        if stored is not None and version == stored.version and state != stored.state:
+            raise VersionError(f"version {version} was published with other weights; a version never changes")
         self._newest[Place.STORE] = Whereabouts(version, state)
+
+    def follow(self, version: Version, location: str, *, always: bool = False) -> None:
+        """Take note of a commit that nobody announced. Where versions are checkpoints (`always`) it makes one; where
+        others were handed over, it is no news before they have come to its step.
+        """
+        newest = self.newest
+        if newest is not None and version.step > newest.step:
+            version = Version(max(version.attempt, newest.attempt), version.step)
+        handed = [self._newest[place].version for place in (Place.STORE, Place.SENT) if place in self._newest]
+        if always or not handed or version <= max(handed):
+            self.announce(version, location)
 
     def lost(self, version: Version) -> Whereabouts | None:
         """Take note that a version's tensors are lost; return what serves in its place, None where nothing does."""

@@ -6,7 +6,10 @@ The actor holds references, sizes and digests, never the bytes of a tensor.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,22 +19,35 @@ from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.handles import asked, fetched, forwarded
+from trinity_sync.actors.monitor import MONITOR, MonitorClient
 from trinity_sync.actors.synchronizer import StoredState, SynchronizerClient
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.logs import story
+from trinity_sync.protocol.files import MANIFEST
 from trinity_sync.protocol.members import Member, Roll
+from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
+from trinity_sync.protocol.statuses import StatusBook
 from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, Whereabouts
+from trinity_sync.sync.settings import SynchronizerConfig
 from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Iterator, Sequence
 
     import torch
-    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
     from trinity_sync.sync.state_dicts import Tensors
 
 T = TypeVar("T")
+
+#: Names the newest committed weights in the checkpoint folder, for verl and Trinity-RFT too.
+_TRACKER = "latest_state_dict_iteration.txt"
+
+#: A module that answers is asked again after so long whether it lives, seconds.
+_ALIVE_S = 1.0
 
 
 class Handover:
@@ -39,21 +55,55 @@ class Handover:
 
     Args:
         book: of all versions.
-        checkpoint_dir: the checkpoint folder, in which announced versions are; None: it is not known.
+        config: the actor's settings.
     """
 
-    def __init__(self, book: VersionBook, checkpoint_dir: str | None) -> None:
+    def __init__(self, book: VersionBook, config: SynchronizerConfig) -> None:
         self._changes = Changes()
         self._book = book
-        self._checkpoint_dir = checkpoint_dir
+        self._config = config
+        self._checkpoint_dir = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
+        self._statuses = StatusBook(expects_trainer=not config.trinity)
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
         self._served: set[Member] = set()
+        self._announcer: Member | None = None
+        self._meta: list[Described] | None = None
+        self._watches: set[asyncio.Task[None]] = set()
+        self._follow_newest()
 
     # -- state dicts
 
-    async def put_state(self, version: Version, state: StoredState) -> None:
-        """Take note that a state dict is in the object store."""
+    async def set_model_state_dict(
+        self, step: int, attempt: int | None, state: object, location: str | None, publisher: Member
+    ) -> None:
+        """Publish a version: as `put_state`, or as `announce` where there is no state.
+
+        Args:
+            attempt: None: that of the newest version, and the next one where the trainer has gone back to an earlier
+                step. With what is on disk only another process goes back, for saves may end out of order.
+            publisher: the process that calls.
+        """
+        saved = self._book.newest_in(Place.DISK)
+        restarted = saved is not None and saved.version == self._book.newest and publisher != self._announcer
+        version = self._version(step, attempt, restarted=restarted or state is not None)
+        if state is None:
+            await self.announce(version, location)
+            self._announcer = publisher
+        else:
+            await self.put_state(version, state)
+
+    def _version(self, step: int, attempt: int | None, *, restarted: bool) -> Version:
+        newest = self._book.newest
+        if attempt is not None or newest is None:
+            return Version(attempt or 0, step)
+        if step >= newest.step or not restarted:
+            return Version(newest.attempt, step)
+        story.warning("step %d follows version %s: the trainer has gone back", step, newest)
+        return Version(newest.attempt + 1, step)
+
+    async def put_state(self, version: Version, state: object) -> None:
+        """Take note that a state dict is in the object store, or (a path) where readers know to look."""
         try:
             self._book.publish(Version(*version), state)
         except VersionError as error:
@@ -61,16 +111,61 @@ class Handover:
         self._changes.announce()
 
     async def announce(self, version: Version, location: str | None) -> None:
-        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it."""
+        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it.
+        Where it is not committed yet, wait for its commit.
+        """
         version = Version(*version)
         if location is None and self._checkpoint_dir is not None:
-            folder = Path(self._checkpoint_dir) / f"global_step_{version.step}"
-            if (folder / "manifest.json").is_file():
+            folder = self._step_dir(version.step)
+            if (folder / MANIFEST).is_file():
                 location = str(folder)
             elif version.step > 0:
-                raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
+                location = await self._committed(version, folder)
         self._book.announce(version, location)
         self._changes.announce()
+
+    async def _committed(self, version: Version, folder: Path) -> str | None:
+        """Wait for the commit of a version's weights; return their folder."""
+        limit = self._config.timeout_s
+        try:
+            monitor = MonitorClient(ray.get_actor(MONITOR, namespace=self._config.namespace))
+        except ValueError:
+            raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint") from None
+        committed = monitor.wait_committed(version.step, None, limit, kind=STATE_DICT)
+        return (await committed.answer(limit + ANSWER_S))["path"]
+
+    async def follow(self, version: Version, location: str) -> None:
+        """Take note of a commit of the run's checkpoint monitor."""
+        if self._config.follow_commits is not False and self._checkpoint_dir is not None:
+            self._book.follow(Version(*version), location, always=self._config.follow_commits is True)
+            self._announcer = None
+            self._changes.announce()
+
+    def _follow_newest(self) -> None:
+        """Take note of the newest weights that the checkpoint folder holds already."""
+        if self._config.follow_commits is False or self._checkpoint_dir is None:
+            return
+        try:
+            folder = self._step_dir(step := int((self._checkpoint_dir / _TRACKER).read_text()))
+            attempt = int(json.loads((folder / MANIFEST).read_text())["attempt"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # nothing was committed, or it is not whole
+        self._book.follow(Version(attempt, step), str(folder))
+
+    def _step_dir(self, step: int) -> Path:
+        assert self._checkpoint_dir is not None, "asked for where it is known"
+        return self._checkpoint_dir / f"global_step_{step}"
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """Return the folder of the newest version: of its checkpoint or, for one in memory, where that is or would be.
+        None: there is none, or the checkpoint folder is not known.
+        """
+        newest, location = self._book.find(), self._book.location
+        if newest is not None and newest.state is not None and newest.location is None:
+            location = None if self._checkpoint_dir is None else str(self._step_dir(newest.version.step))
+        if location is None:
+            return None
+        return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
 
     async def find(self) -> Whereabouts | None:
         """Return the newest version with what is needed to have its tensors; None before the first."""
@@ -80,12 +175,20 @@ class Handover:
         """Take note that the tensors of a version are lost; return what serves in its place."""
         return self._book.lost(Version(*version))
 
-    async def described(self) -> list[Described] | None:
-        """Return what the last state dict is made of, or what is sent over the group: (name, dtype, shape) in order."""
+    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
+        ``bfloat16``, shape), in the order in which they come; None: neither is known.
+        """
+        described = self._described()
+        if described is None:
+            return None
+        return [(name, dtype.removeprefix("torch."), tuple(shape)) for name, dtype, shape in described]
+
+    def _described(self) -> list[Described] | None:
         stored = self._book.newest_in(Place.STORE)
         if stored is not None and isinstance(stored.state, StoredState):
             return stored.state.tensors
-        return self._rounds.group.meta if self._rounds.group is not None else None
+        return self._rounds.group.meta if self._rounds.group is not None else self._meta
 
     # -- broadcasts
 
@@ -114,26 +217,45 @@ class Handover:
                 # The group was over with that: it had the process before this one. There will be another one.
                 self._changes.announce()
 
-    async def ready(self, member: Member, step: int | None, timeout_s: float) -> int:
-        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent."""
+    async def ready(self, member: Member, step: int | None, timeout_s: float) -> int | None:
+        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent.
+        None: there is nobody to wait for, for the others have stopped.
+        """
+        trainer = member.name == TRAINER
+        if self._stopped(trainer):
+            return None
         try:
             meeting = self._rounds.arrive(member, step)
         except RoundError as error:
             raise RunError(str(error)) from None
         finally:
             self._changes.announce()
+        statuses = self._statuses
+        waiting = statuses.trainer_requiring_sync() if trainer else statuses.requiring_sync(member)
         try:
-            await self._changes.wait(
-                lambda: meeting.ended,
-                lambda: (self._rounds.missing(), f"come to the broadcast that {member} is ready for"),
-                timeout_s,
-            )
+            with waiting:
+                await self._changes.wait(
+                    lambda: meeting.ended or self._stopped(trainer),
+                    lambda: (self._rounds.missing(), f"come to the broadcast that {member} is ready for"),
+                    timeout_s,
+                )
+        except WaitTimeout as error:
+            if not self._config.trinity:
+                raise
+            story.error("no version is sent: %s", error)
         finally:
             if not meeting.ended:
                 self._rounds.withdraw(meeting, member)
-        if meeting.step is None:
+        if meeting.failed is not None:
             raise RunError(f"{member} waited in vain: {meeting.failed}")
+        if meeting.step is not None and self._config.trinity:
+            # Such a program says nothing when it has sent a version.
+            self._book.announce(self._version(meeting.step, None, restarted=True), place=Place.SENT)
         return meeting.step
+
+    def _stopped(self, trainer: bool) -> bool:
+        """Whether the other side of a broadcast is over."""
+        return self._statuses.explorers_stopped if trainer else self._statuses.trainer_requires_sync() is None
 
     async def sent(self, trainer: Member, version: Version) -> None:
         """Take note that all explorers of the group have a version."""
@@ -143,9 +265,52 @@ class Handover:
         self._book.announce(version, place=Place.SENT)
         self._changes.announce()
 
+    # -- a program whose trainer and explorer are named actors of Ray's
+
+    async def coordinate_weight_sync_setup(self, timeout_s: float | None = None) -> None:
+        """Have both enter a group of their own: the trainer's `get_weight_sync_info` gives (address, port, meta);
+        `setup_weight_sync_group(address, port, world_size, group_name, timeout_s)` is called on both together, and
+        `set_state_dict_meta(meta)` on the explorer.
+
+        Args:
+            timeout_s: limit of all of it, seconds; the configured one unless given.
+
+        Raises:
+            RunError: one of them is not there.
+            WaitTimeout: one does not answer.
+        """
+        config, limit = self._config, timeout_s or self._config.timeout_s
+        trainer, explorer = self._actor(config.trainer_name), self._actor(config.explorer_name)
+        try:
+            async with asyncio.timeout(limit):
+                address, port, self._meta = await trainer.get_weight_sync_info.remote()
+                group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
+                await asyncio.gather(*(one.setup_weight_sync_group.remote(*group) for one in (trainer, explorer)))
+                await explorer.set_state_dict_meta.remote(self._meta)
+        except TimeoutError:
+            raise WaitTimeout(f"{config.trainer_name} and {config.explorer_name}", "enter a group", limit) from None
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
+        or fails, is logged and passed over.
+        """
+        for name in (self._config.explorer_name, self._config.trainer_name):
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    await self._actor(name).teardown_weight_sync_group.remote()
+            except (RunError, RayError, TimeoutError) as error:
+                story.warning("%s has not left its weight sync group: %s", name, error)
+
+    def _actor(self, name: str) -> ActorHandle:
+        namespace = self._config.namespace
+        try:
+            return ray.get_actor(name, namespace=namespace)
+        except ValueError:
+            raise RunError(f"there is no actor {name!r} in Ray namespace {namespace!r}") from None
+
     # -- whom the actor serves
 
-    async def attach(self, member: Member, owned: list[ObjectRef[None]]) -> None:
+    async def attach(self, member: Member, owned: Sequence[Awaitable[None]]) -> None:
         """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
@@ -153,16 +318,31 @@ class Handover:
         self._served.add(member)
         with contextlib.suppress(RayError):
             await owned[0]
+        self._rounds.gone(member)
+        self._statuses.drop(member)
         self._served.discard(member)
-        self._gone(member)
         self._changes.announce()
         if not self._served:
             # Not `exit_actor`, which waits for the calls that are under way, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def _gone(self, member: Member) -> None:
-        """Forget a process that the actor served and that is dead."""
-        self._rounds.gone(member)
+    async def add_module(self, module_ref: ActorHandle | None) -> None:
+        """Serve an actor of the program as well, until it is gone. A process that calls `get_actor` is served anyhow;
+        None is such a process.
+        """
+        if module_ref is None or (module := Member("module", module_ref._actor_id.hex())) in self._served:
+            return
+        self._served.add(module)
+        watch = asyncio.ensure_future(self.attach(module, [_dead(module_ref)]))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+
+async def _dead(module: ActorHandle) -> None:
+    """Fail when an actor is dead; one that is busy answers when it can."""
+    while True:
+        await module.__ray_ready__.remote()
+        await asyncio.sleep(_ALIVE_S)
 
 
 #: The calls by which actors watch this process; while it lives, so do they.
@@ -170,10 +350,17 @@ _attached: dict[tuple[str, Member], tuple[Call[None], Call[None]]] = {}
 
 
 class HandoverClient:
-    """The client's half."""
+    """The client's half. Each method is called plainly, and waits for its answer, or with `.remote`, which returns
+    Ray's reference to it.
+    """
 
     def __init__(self, client: SynchronizerClient) -> None:
         self.client = client
+
+    @property
+    def timeout_s(self) -> float:
+        """The actor's limit of a wait that names none, seconds."""
+        return self.client.timeout_s
 
     def _answer(self, call: Call[T]) -> T:
         """Wait for the answer of a call that has no limit of its own."""
@@ -190,49 +377,56 @@ class HandoverClient:
 
     # -- whole state dicts
 
+    @asked
     def set_model_state_dict(
         self,
-        model_state_dict: Tensors | None,
+        model_state_dict: Tensors | str | os.PathLike[str] | None,
         trainer_step: int,
         *,
-        attempt: int = 0,
+        attempt: int | None = None,
         wire_dtype: str | None = None,
         location: str | None = None,
-    ) -> None:
+    ) -> Call[None]:
         """Publish a version. Its tensors go into the object store in large buckets; the actor gets references.
 
         Called by one process of the trainer, which has to live as long as readers are to have the tensors.
 
         Args:
             model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
-                tensor at a time. None: the version is the checkpoint of that step on disk.
+                tensor at a time. A path: readers are told it, and read it themselves. None: the version is the
+                checkpoint of that step on disk; its commit is waited for.
             trainer_step: names the version.
-            attempt: the run's attempt.
+            attempt: the run's attempt; None: that of the version before, or the next one for an earlier step, as from a
+                trainer that was started again.
             wire_dtype: dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
             location: the folder of the checkpoint, where there is no state dict and the actor does not know the
                 checkpoint folder.
 
         Raises:
-            RunError: the version is not newer than the one before, or there is no committed checkpoint of the step.
+            RunError: the attempt has a later version, or the version was published with other weights; or the step's
+                checkpoint failed, or there is none and nobody who saves it.
+            WaitTimeout: the checkpoint was not committed in time; names what is missing.
         """
-        version = Version(attempt, trainer_step)
-        if model_state_dict is None:
-            self._answer(self.client.announce(version, location))
-            return
-        from trinity_sync.sync import state_dicts
+        state: object = None
+        if isinstance(model_state_dict, (str, os.PathLike)):
+            state = os.fspath(model_state_dict)
+        elif model_state_dict is not None:
+            from trinity_sync.sync import state_dicts
 
-        stored = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
-        self._answer(self.client.put_state(version, stored))
+            state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
+        publisher = this_process(TRAINER)
+        return self.client.ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
 
-    def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
+    @fetched
+    def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
         """Return the newest version: its tensors, every byte checked, and its step; both of one version.
 
         Args:
             copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
 
         Returns:
-            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`), or came another way, and
-            (None, -1) before the first.
+            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`), or came another way,
+            (path, step) where it was published as a path, and (None, -1) before the first.
 
         Raises:
             RunError: the tensors are lost with the process that published them, or damaged; or cannot be fetched now.
@@ -242,7 +436,7 @@ class HandoverClient:
         if newest is None:
             return None, -1
         if not isinstance(newest.state, StoredState):
-            return None, newest.version.step
+            return newest.state if isinstance(newest.state, str) else None, newest.version.step
         from trinity_sync.sync import state_dicts
 
         try:
@@ -259,20 +453,26 @@ class HandoverClient:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return tensors, newest.version.step
 
-    def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype as torch
-        prints it, shape), in the order in which they come.
+    def _iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of the newest version, all of one version; nothing where it is not in memory. `.remote`
+        yields Ray's references to such pairs.
 
         Raises:
-            RunError: neither is known.
+            RunError: as `get_model_state_dict`; or the version was published as a path.
         """
-        meta = self._answer(self.client.described())
-        if meta is None:
-            raise RunError("nothing is known of the tensors: no state dict and no weight sync group was set up")
-        return [(name, dtype, tuple(shape)) for name, dtype, shape in meta]
+        state, step = self.get_model_state_dict()
+        if isinstance(state, str):
+            raise RunError(f"version {step} was published as the path {state!r}, and has no tensors here")
+        yield from (state or {}).items()
+
+    get_model_state_dict_iterator = fetched(_iterate, lambda pairs: map(ray.put, pairs))
+
+    get_state_dict_meta = forwarded(Handover.get_state_dict_meta)
+    get_latest_model_path = forwarded(Handover.get_latest_model_path)
 
     # -- broadcasts over a group of the program's own
 
+    @asked
     def setup_weight_sync_group(
         self,
         master_address: str,
@@ -280,7 +480,7 @@ class HandoverClient:
         state_dict_meta: Sequence[Described] | None = None,
         *,
         explorers: int = 1,
-    ) -> WeightSyncGroup:
+    ) -> Call[WeightSyncGroup]:
         """As rank 0 of the trainer, tell the explorers where to meet for broadcasts.
 
         Args:
@@ -292,9 +492,10 @@ class HandoverClient:
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self._answer(self.client.open_group(trainer, master_address, int(master_port), meta, explorers))
+        return self.client.open_group(trainer, master_address, int(master_port), meta, explorers)
 
-    def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
+    @asked
+    def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
         """As an explorer, wait for a group and take a place in it.
 
         Args:
@@ -306,22 +507,23 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        limit = self.client.timeout_s
-        return self.client.join_group(member, after, limit).result(limit + ANSWER_S)
+        return self.client.join_group(member, after, self.client.timeout_s)
 
+    @asked
     def ready_to_nccl_sync(
         self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
-    ) -> int:
+    ) -> Call[int | None]:
         """Wait until the trainer and all explorers of the group are ready for a broadcast.
 
         Args:
             module: ``"trainer"``, or the explorer's name.
-            trainer_step: the step that the trainer is going to send; None from an explorer.
+            trainer_step: the step that the trainer is going to send; of an explorer it means nothing.
             timeout_s: limit, seconds; the configured one unless given.
 
         Returns:
             The step that is going to be sent. It is the newest version only after `notify_nccl_sync_done`, so that no
-            label stands before its bytes.
+            label stands before its bytes. None: there is nobody to wait for, since the trainer, or every explorer that
+            had said its status, has stopped.
 
         Raises:
             RunError: a member of the group died.
@@ -329,8 +531,13 @@ class HandoverClient:
         """
         member = self._attach(module)
         limit = self.client.timeout_s if timeout_s is None else timeout_s
-        return self.client.ready(member, trainer_step, limit).result(limit + ANSWER_S)
+        return self.client.ready(member, trainer_step, limit)
 
-    def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
+    @asked
+    def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
         """As the trainer, say that the version was sent to all explorers of the group."""
-        self._answer(self.client.sent(this_process(TRAINER), Version(attempt, trainer_step)))
+        return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
+
+    coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
+    coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
+    add_module = forwarded(Handover.add_module)

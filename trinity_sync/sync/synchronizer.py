@@ -18,54 +18,37 @@ import os
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import ANSWER_S, MemberDied
+from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.failures import failures_logged
-from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient, SynchronizerMemory
+from trinity_sync.actors.handles import asked, forwarded
+from trinity_sync.actors.synchronizer import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
+from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
+from trinity_sync.sync.settings import SynchronizerConfig, synchronizer_config
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-ACTOR_NAME = "synchronizer"
+__all__ = ["ACTOR_NAME", "STATUSES", "Synchronizer", "SynchronizerActor", "SynchronizerConfig"]
 
-STATUSES = ("running", "requires_sync", "stopped")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynchronizerConfig:
-    """Settings of the actor.
-
-    Attributes:
-        slots: snapshots held at a time (`sync.slots`).
-        lease_s: seconds until a lease ends by itself (`sync.lease_s`).
-        timeout_s: limit of the waits that name none (`sync.timeout_s`), seconds.
-        log_dir: folder of the actor's log; None for Ray's own logs.
-        checkpoint_dir: folder in which versions are found that are announced without one; None: it is not known.
-        detached: the actor outlives the process that made it, and ends with the last one that uses it.
-    """
-
-    slots: int = 2
-    lease_s: float = 600.0
-    timeout_s: float = 600.0
-    log_dir: str | None = None
-    checkpoint_dir: str | None = None
-    detached: bool = False
+ACTOR_NAME = SYNCHRONIZER
 
 
 class SynchronizerActor(Handover):
@@ -78,11 +61,8 @@ class SynchronizerActor(Handover):
 
     def __init__(self, config: SynchronizerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         own_log(config.log_dir, "synchronizer")
-        super().__init__(VersionBook(config.slots, clock), config.checkpoint_dir)
-        self._config = config
-        self._trainer_status = "running"
-        self._explorers: dict[Member, Counter[str]] = {}
-        self._no_new_version = False
+        super().__init__(VersionBook(config.slots, clock), config)
+        self._wakes = 0
         # Agents and ranks that are dead, by name, and not yet followed by another process of that name.
         self._dead: dict[str, Member] = {}
 
@@ -206,18 +186,41 @@ class SynchronizerActor(Handover):
         self._changes.announce()
 
     async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:
-        """Wait for a version newer than `version`; return the newest, or None when none will come."""
+        """Wait for a version newer than `version`; return the newest. None: none will come, as the trainer has stopped,
+        or none comes now, as `notify_no_new_model_state_dict` has it.
+        """
+        wakes = self._wakes
 
         def newer() -> Version | None:
             newest = self._book.newest
             return newest if newest is not None and (version is None or newest > version) else None
 
         await self._changes.wait(
-            lambda: self._no_new_version or newer() is not None,
+            lambda: self._statuses.trainer_stopped or self._wakes != wakes or newer() is not None,
             lambda: ("the trainer", f"publish a version after {version}"),
             timeout_s,
         )
         return newer()
+
+    async def wait_new_model_state_dict(self, explorer: Member, current_version: int) -> int:
+        """Wait for a step past `current_version`; see `Synchronizer.wait_new_model_state_dict`."""
+        newest = self._book.newest
+        if newest is None and current_version < 0:
+            return 0
+        if newest is not None and newest.step < current_version:
+            raise RunError(
+                f"{explorer} has version {current_version}, and the newest is {newest}: the trainer has gone back, so "
+                "start the explorer again"
+            )
+        held = Version(newest.attempt if newest else 0, current_version)
+        with self._statuses.requiring_sync(explorer):
+            self._changes.announce()
+            found = await self.wait_newer(held, self._config.timeout_s)
+        return current_version if found is None else found.step
+
+    async def get_latest_model_version(self) -> int:
+        """Return the step of the newest version, -1 before the first."""
+        return -1 if self._book.newest is None else self._book.newest.step
 
     async def newest(self) -> Version | None:
         """Return the newest committed version."""
@@ -229,40 +232,39 @@ class SynchronizerActor(Handover):
 
     # -- status
 
-    async def set_trainer_status(self, status: str) -> None:
-        """Take note of what the trainer is doing, one of `STATUSES`."""
-        self._trainer_status = _known(status)
+    async def set_trainer_status(self, status: object) -> None:
+        """Take note of what the trainer is doing: running, requires_sync or stopped, as that text, an enum's member or
+        its name. When it has stopped all waits for versions end.
+        """
+        self._statuses.set_trainer(status)
         self._changes.announce()
 
     async def get_trainer_status(self) -> str:
         """Return what the trainer said last."""
-        return self._trainer_status
+        return self._statuses.trainer
+
+    async def trainer_requires_weight_sync(self) -> bool | None:
+        """Return whether the trainer waits for a broadcast; None: it has stopped."""
+        return self._statuses.trainer_requires_sync()
 
     async def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> None:
         """Take note that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
-        _known(status)
         if not self._roll.present(member):
             raise RunError(f"{member} is dead, so no explorer of it is {status}")
-        counts = self._explorers.setdefault(member, Counter())
-        if old_status is not None:
-            if counts[_known(old_status)] <= 0:
-                raise ValueError(f"no explorer of {member} is {old_status}, so none can go from there to {status}")
-            counts[old_status] -= 1
-        counts[status] += 1
+        self._statuses.set_explorer(member, status, old_status)
         self._changes.announce()
-
-    def _gone(self, member: Member) -> None:
-        super()._gone(member)
-        self._explorers.pop(member, None)
 
     async def get_explorer_status_counts(self) -> dict[str, int]:
         """Count explorers per status, of processes that live."""
-        return {status: sum(counts[status] for counts in self._explorers.values()) for status in STATUSES}
+        return self._statuses.counts()
+
+    async def explorer_requires_sync(self) -> bool:
+        """Return whether an explorer waits for a version or a broadcast."""
+        return self._statuses.counts()[REQUIRES_SYNC] > 0
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """Take note that the trainer has ended: whoever waits for a version waits no longer."""
-        self._no_new_version = True
-        story.info("the trainer has ended")
+        """Take note that no version comes now: those who wait for one now wait no longer."""
+        self._wakes += 1
         self._changes.announce()
 
     async def memory(self) -> SynchronizerMemory:
@@ -279,14 +281,9 @@ def _process_name() -> str:
     return f"process {os.getpid()} of {platform.node()}"
 
 
-def _known(status: str) -> str:
-    if status not in STATUSES:
-        raise ValueError(f"unknown status {status!r}; one of {', '.join(STATUSES)}")
-    return status
-
-
 class Synchronizer(HandoverClient):
     """A thin, picklable client of the actor. Make it with `get_actor`; every call is bounded by the actor's timeout.
+    Each method is called plainly, or with `.remote`, which returns Ray's reference to the answer, to be awaited.
 
     Example:
         synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")    # the driver
@@ -303,14 +300,34 @@ class Synchronizer(HandoverClient):
         return self.client.handle
 
     @classmethod
-    def get_actor(cls, config: SynchronizerConfig | None = None, namespace: str | None = None) -> Synchronizer:
-        """Return the run's synchronizer. With a config it is created where there is none; without one it must be there.
-        The actor serves the calling process from now on, and ends when the last one it serves is gone.
+    def get_actor(
+        cls,
+        config: object | None = None,
+        namespace: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+    ) -> Synchronizer:
+        """Return the run's synchronizer. With a config or settings it is created where there is none; without any it
+        must be there. The actor serves the calling process from now on, and ends when the last one it serves is gone.
+
+        Args:
+            config: a `SynchronizerConfig`, or the `Config` of a Trinity-RFT program, whose namespace it then is.
+            namespace: Ray namespace; None: the config's, else that of the program.
+            timeout_s, checkpoint_dir: settings of that name, without a config or in place of the config's.
 
         Raises:
-            RunError: no config was given and there is none.
+            ConfigError: the config is none of these, or a field of it is wrong.
+            RunError: no config or setting was given and there is none.
         """
-        if config is None:
+        settings = None if config is None else synchronizer_config(config)
+        namespace = namespace or (settings.namespace if settings is not None else None)
+        given: dict[str, Any] = {}
+        if timeout_s is not None:
+            given["timeout_s"] = timeout_s
+        if checkpoint_dir is not None:
+            given["checkpoint_dir"] = str(Path(checkpoint_dir).absolute())
+        if settings is None and not given:
             try:
                 actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
             except ValueError:
@@ -320,67 +337,53 @@ class Synchronizer(HandoverClient):
             found = cls(actor, ray.get(actor.timeout_s.remote(), timeout=60))
             found._attach(_process_name())
             return found
+        given["namespace"] = namespace or ray.get_runtime_context().namespace
+        settings = replace(settings or SynchronizerConfig(), **given)
         actor = (
-            ray.remote(failures_logged(small_actor(_Actor, config)))
+            ray.remote(failures_logged(small_actor(_Actor, settings)))
             .options(
                 name=ACTOR_NAME,
                 namespace=namespace,
                 get_if_exists=True,
                 num_cpus=0,
                 max_concurrency=10_000,
-                **({"lifetime": "detached"} if config.detached else {}),
+                **({"lifetime": "detached"} if settings.detached else {}),
             )
             .remote()
         )
-        made = cls(actor, config.timeout_s)
+        made = cls(actor, settings.timeout_s)
         made._attach(_process_name())
         return made
 
-    def get_latest_model_version(self) -> int:
-        """Return the step of the newest committed version, -1 before the first."""
-        newest = self._answer(self.client.newest())
-        return -1 if newest is None else newest.step
+    get_latest_model_version = forwarded(SynchronizerActor.get_latest_model_version)
+    notify_no_new_model_state_dict = forwarded(SynchronizerActor.notify_no_new_model_state_dict)
+    set_trainer_status = forwarded(SynchronizerActor.set_trainer_status)
+    get_trainer_status = forwarded(SynchronizerActor.get_trainer_status)
+    trainer_requires_weight_sync = forwarded(SynchronizerActor.trainer_requires_weight_sync)
+    get_explorer_status_counts = forwarded(SynchronizerActor.get_explorer_status_counts)
+    explorer_requires_sync = forwarded(SynchronizerActor.explorer_requires_sync)
 
-    def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Return the folder of the newest version on disk, None where the sync mode writes none."""
-        location = self._answer(self.client.newest_location())
-        if location is None:
-            return None
-        return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
+    @asked
+    def wait_new_model_state_dict(self, current_version: int) -> Call[int]:
+        """Wait for a step past `current_version` and return it. The explorer requires sync while it waits.
 
-    def wait_new_model_state_dict(self, current_version: int) -> int:
-        """Wait for a step past `current_version` and return it; that one itself when the trainer has ended.
+        Returns:
+            `current_version` itself where the trainer has stopped, or says meanwhile that none comes now
+            (`notify_no_new_model_state_dict`). Before the first version -1 is answered with 0, at once: the weights
+            that the explorer began with.
 
         Raises:
+            RunError: the newest version is an earlier one.
             WaitTimeout: nothing came within the configured timeout.
         """
-        newest = self._answer(self.client.newest())
-        held = Version(newest.attempt if newest else 0, current_version)
-        limit = self.client.timeout_s
-        found = self.client.wait_newer(held, limit).result(limit + ANSWER_S)
-        return current_version if found is None else found.step
+        return self.client.ask("wait_new_model_state_dict", self._attach(_process_name()), current_version)
 
-    def notify_no_new_model_state_dict(self) -> None:
-        """Say that the trainer has ended; waits for a new version end."""
-        self._answer(self.client.notify_no_new_model_state_dict())
-
-    def set_trainer_status(self, status: str) -> None:
-        """Say what the trainer is doing: running, requires_sync or stopped."""
-        self._answer(self.client.set_trainer_status(status))
-
-    def get_trainer_status(self) -> str:
-        """Return what the trainer said last."""
-        return self._answer(self.client.get_trainer_status())
-
-    def set_explorer_status(self, status: str, old_status: str | None = None) -> None:
+    @asked
+    def set_explorer_status(self, status: object, old_status: object = None) -> Call[None]:
         """Say that one explorer of this process goes from `old_status` (None: it is new) to `status`. It counts while
-        the process lives.
+        the process lives. Statuses as for `set_trainer_status`.
         """
-        self._answer(self.client.set_explorer_status(self._attach(_process_name()), status, old_status))
-
-    def get_explorer_status_counts(self) -> dict[str, int]:
-        """Count the explorers in each status."""
-        return self._answer(self.client.get_explorer_status_counts())
+        return self.client.set_explorer_status(self._attach(_process_name()), plain(status), plain(old_status))
 
 
 class _Actor(SynchronizerActor):

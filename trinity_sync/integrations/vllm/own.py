@@ -78,8 +78,8 @@ class EngineWeights:
                 engine's weights were touched, until a version is taken whole.
         """
         tensors, step = synchronizer.get_model_state_dict()
-        if tensors is None:
-            folder = synchronizer.get_latest_model_path()
+        if not isinstance(tensors, dict):
+            folder = tensors or synchronizer.get_latest_model_path()
             if folder is None:
                 raise RunError(f"{self._name} cannot take a version: none was published yet, or none can be had here")
             tensors, step = _read(Path(folder), step)  # it may be a newer one by now

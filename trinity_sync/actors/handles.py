@@ -1,0 +1,116 @@
+"""Handles of actors whose methods are called plainly, and then wait, or as Ray's with `.remote`, for a reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+
+from trinity_sync.actors.calls import ANSWER_S, Call
+from trinity_sync.protocol.choices import plain
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Method(Generic[P, R]):
+    """A method of one handle.
+
+    Args:
+        wait: calls, and waits for the answer.
+        remote: calls; returns Ray's reference to the answer, for `ray.get` and `await`.
+    """
+
+    def __init__(self, wait: Callable[P, R], remote: Callable[P, Any]) -> None:
+        self._wait, self.remote = wait, remote
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call, and wait for the answer."""
+        return self._wait(*args, **kwargs)
+
+
+class HandleMethod(Generic[P, R]):
+    """A method of a client as its class has it.
+
+    Args:
+        of: what it is documented as.
+        bind: makes the method of a handle.
+    """
+
+    def __init__(self, of: Callable[..., object], bind: Callable[[Any], Method[P, R]]) -> None:
+        functools.update_wrapper(self, of)  # type: ignore[arg-type]
+        self._bind = bind
+
+    def __get__(self, handle: object, owner: type) -> Method[P, R]:
+        return self._bind(handle)
+
+
+def asked(begin: Callable[Concatenate[Any, P], Call[R]]) -> HandleMethod[P, R]:
+    """Make a client's method of one that begins a call. Plainly it waits for as long as `timeout_s` says, the method's
+    argument or else the client's attribute.
+    """
+
+    def bind(handle: Any) -> Method[P, R]:
+        return Method(
+            lambda *args, **kwargs: begin(handle, *args, **kwargs).result(_limit(kwargs, handle.timeout_s)),
+            lambda *args, **kwargs: begin(handle, *args, **kwargs).reference,
+        )
+
+    return HandleMethod(begin, bind)
+
+
+def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> HandleMethod[P, R]:
+    """Make a client's method of the actor's; an enum's member goes as its value."""
+
+    def begin(handle: Any, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        call: Call[R] = handle.client.ask(method.__name__, *map(plain, args), **kwargs)
+        return call
+
+    return HandleMethod(method, asked(begin)._bind)
+
+
+def fetched(
+    fetch: Callable[Concatenate[Any, P], R], put: Callable[[R], Any] = lambda found: ray.put(found)
+) -> HandleMethod[P, R]:
+    """Make a client's method of one whose answer is made in the calling process, from what the actor and the object
+    store have. `.remote` makes it, too (errors are raised there), and puts it into the object store.
+    """
+
+    def bind(handle: Any) -> Method[P, R]:
+        return Method(
+            lambda *args, **kwargs: fetch(handle, *args, **kwargs),
+            lambda *args, **kwargs: put(fetch(handle, *args, **kwargs)),
+        )
+
+    return HandleMethod(fetch, bind)
+
+
+def plainly(handle: ActorHandle, who: str, timeout_s: float) -> ActorHandle:
+    """Let the methods of a handle be called plainly in this process. It stays Ray's: sent to another process, it has
+    `.remote` only.
+
+    Args:
+        who: what errors call the actor.
+        timeout_s: limit of a plain call that names none, seconds.
+    """
+
+    def method(name: str) -> Method[..., Any]:
+        remote = getattr(handle, name).remote
+
+        def wait(*args: object, **kwargs: object) -> object:
+            call: Call[object] = Call(remote(*args, **kwargs), who, f"answer {name}")
+            return call.result(_limit(kwargs, timeout_s))
+
+        return Method(wait, remote)
+
+    vars(handle).update({name: method(name) for name in dir(handle) if not name.startswith("_")})
+    return handle
+
+
+def _limit(kwargs: Mapping[str, Any], timeout_s: float) -> float:
+    """The actor ends its own waits at the limit that it was given, and says more of them than we could."""
+    named = kwargs.get("timeout_s")
+    return (timeout_s if named is None else float(named)) + ANSWER_S

@@ -1,0 +1,76 @@
+"""Settings of the synchronizer, as our own class or read from the configuration of a program of Trinity-RFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.choices import plain, trinity_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronizerConfig:
+    """Settings of the actor.
+
+    Attributes:
+        slots: snapshots held at a time (`sync.slots`).
+        lease_s: seconds until a lease ends by itself (`sync.lease_s`).
+        timeout_s: limit of the waits that name none (`sync.timeout_s`), seconds.
+        log_dir: folder of the actor's log; None for Ray's own logs.
+        checkpoint_dir: the checkpoint folder, in which versions are found that are announced without one; None: it is
+            not known.
+        follow_commits: whether what is committed in the checkpoint folder, or was before the start, is a version by
+            itself; None: as long as the program hands over no state dicts and broadcasts none.
+        detached: the actor outlives the process that made it, and ends with the last one that uses it.
+        namespace: Ray namespace of the actor, filled in by `get_actor`.
+        trinity: the program is one of Trinity-RFT's loops: until a trainer says its status, no wait for a version goes
+            on; a broadcast that nobody comes to in time is answered with None, and not an error; its version counts
+            from when all are ready.
+        trainer_name, explorer_name: of the actors that `coordinate_weight_sync_setup` calls, in the same namespace.
+        explorer_world_size: how many processes of the explorer enter the group that it sets up.
+        group_name: of that group.
+    """
+
+    slots: int = 2
+    lease_s: float = 600.0
+    timeout_s: float = 600.0
+    log_dir: str | None = None
+    checkpoint_dir: str | None = None
+    follow_commits: bool | None = None
+    detached: bool = False
+    namespace: str | None = None
+    trinity: bool = False
+    trainer_name: str = "trainer"
+    explorer_name: str = "explorer"
+    explorer_world_size: int = 1
+    group_name: str = "rollout_weight_sync"
+
+
+def synchronizer_config(config: object) -> SynchronizerConfig:
+    """Return the settings that a configuration stands for: one of ours, or a `Config` of Trinity-RFT, known by its
+    fields.
+
+    Raises:
+        ConfigError: it is neither, or a field is missing or wrong; names it.
+    """
+    if isinstance(config, SynchronizerConfig):
+        return config
+    if not hasattr(config, "synchronizer") or not hasattr(config, "ray_namespace"):
+        raise ConfigError(f"the synchronizer's config is a {type(config).__name__}: pass a SynchronizerConfig, or the "
+                          "Config of a Trinity-RFT program")  # fmt: skip
+    method = str(plain(trinity_field(config, "synchronizer.sync_method"))).lower()
+    timeout_s = trinity_field(config, "synchronizer.sync_timeout")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
+        raise ConfigError(f"synchronizer.sync_timeout is {timeout_s!r}; it has to be a number of seconds above 0")
+    return SynchronizerConfig(
+        timeout_s=float(timeout_s),
+        checkpoint_dir=str(trinity_field(config, "checkpoint_job_dir")) or None,
+        follow_commits=method == "checkpoint" and trinity_field(config, "mode") != "bench",
+        detached=True,
+        namespace=str(trinity_field(config, "ray_namespace")) or None,
+        trinity=True,
+        trainer_name=str(trinity_field(config, "trainer.name")),
+        explorer_name=str(trinity_field(config, "explorer.name")),
+        explorer_world_size=int(trinity_field(config, "synchronizer.explorer_world_size") or 1),
+        group_name=str(trinity_field(config, "synchronizer.group_name")),
+    )
