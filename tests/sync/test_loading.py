@@ -306,7 +306,9 @@ def test_files_are_handed_to_the_store_with_their_digests(
     mode.publish(sealed)
     assert [path for path, _, _ in store.files] == [f"actor/weights_{part}.safetensors" for part in trainer.layouts]
     assert store.failed == []
-    assert trainer.synchronizer.newest_location().result(LIMIT) == str(store.begin(sealed.version, []))
+    newest = trainer.synchronizer.find().result(LIMIT)
+    assert newest is not None
+    assert newest.location == str(store.begin(sealed.version, []))
 
 
 def test_a_write_that_fails_is_told_and_the_version_before_stays_the_newest(

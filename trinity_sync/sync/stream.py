@@ -159,6 +159,8 @@ def _broadcast(group: Group, tensor: torch.Tensor, timeout_s: float, what: str) 
         tensor = tensor.view(-1).view(torch.uint8)
     try:
         wait(begin_broadcast(group, tensor, timeout_s), timeout_s, nccl=tensor.is_cuda)
+    except RunError:
+        raise
     except RuntimeError as error:
         raise RunError(f"{what} could not be broadcast within {timeout_s:g} s: {error}") from error
 

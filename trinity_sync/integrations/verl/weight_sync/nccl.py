@@ -181,6 +181,8 @@ def _told(what: str, check: Callable[[], None]) -> Iterator[None]:
     """Errors of torch's in our words: that of the link, which knows who is gone, if it has one."""
     try:
         yield
+    except RunError:
+        raise
     except RuntimeError as error:
         check()
         raise RunError(f"{what}: {error}") from error
