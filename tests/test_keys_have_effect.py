@@ -213,7 +213,7 @@ def loop_of(cfg: DictConfig, model: str, scanned: Scanned) -> Any:
     pool = SimpleNamespace(clients={"explorer-0": None}) if explores else None
     job._scanned = scanned
     job._cfg, job._last_step, job._stop = cfg, cfg.trainer.steps, threading.Event()
-    job._recorder = SimpleNamespace(attempt=0, fault=None)  # type: ignore[assignment]
+    job._recorder = SimpleNamespace(attempt=0, event=None, fault=None)  # type: ignore[assignment]
     job._folder = SimpleNamespace(metrics=Path("metrics.jsonl"))  # type: ignore[assignment]
     job._start = Start(0, False, Path("checkpoints"), None)
     nothing = dict.fromkeys(("trainer", "synchronizer", "published_base"))
