@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def own_pace(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
     monkeypatch.delattr(ConfigStore, "__deepcopy__")
+    monkeypatch.delattr(base.Metadata, "__deepcopy__")
     return monkeypatch
 
 
@@ -117,6 +119,16 @@ def test_a_change_of_what_was_composed_is_not_in_the_next_one(options: Path) -> 
     cfg.retention.policies.keep_last.n = 77
     cfg.hydra.job.env_copy.append("HOME")
     assert told(["retention=[keep_last]"]) == before
+
+
+def test_a_copy_has_flags_and_drawn_values_of_its_own() -> None:
+    numbers = itertools.count()
+    OmegaConf.register_new_resolver("drawn", lambda: next(numbers), use_cache=True, replace=True)
+    cfg = OmegaConf.create({"a": "${drawn:}"})
+    before = copy.deepcopy(cfg)
+    assert (cfg.a, before.a, copy.deepcopy(cfg).a) == (0, 1, 0)
+    OmegaConf.set_readonly(before, True)
+    assert not OmegaConf.is_readonly(cfg)
 
 
 @pytest.mark.parametrize("mode", ["r", "rb"])
