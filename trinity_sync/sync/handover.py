@@ -46,6 +46,9 @@ T = TypeVar("T")
 #: Names the newest committed weights in the checkpoint folder, for verl and Trinity-RFT too.
 _TRACKER = "latest_state_dict_iteration.txt"
 
+#: When the trainer has stopped, commits have so long, seconds.
+_LAST_COMMITS_S = 60.0
+
 #: A module that answers is asked again after so long whether it lives, seconds.
 _ALIVE_S = 1.0
 
@@ -128,11 +131,14 @@ class Handover:
         """Wait for the commit of a version's weights; return their folder."""
         limit = self._config.timeout_s
         try:
-            monitor = MonitorClient(ray.get_actor(MONITOR, namespace=self._config.namespace))
-        except ValueError:
+            monitor = self._monitor()
+        except RunError:
             raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint") from None
         committed = monitor.wait_committed(version.step, None, limit, kind=STATE_DICT)
         return (await committed.answer(limit + ANSWER_S))["path"]
+
+    def _monitor(self) -> MonitorClient:
+        return MonitorClient(self._actor(MONITOR))
 
     async def follow(self, version: Version, location: str) -> None:
         """Take note of a commit of the run's checkpoint monitor."""
@@ -140,6 +146,16 @@ class Handover:
             self._book.follow(Version(*version), location, always=self._config.follow_commits is True)
             self._announcer = None
             self._changes.announce()
+
+    async def _follow_last(self) -> None:
+        """Take note of what is being committed now, as nobody saves any more."""
+        if not self._config.follow_commits:
+            return
+        try:
+            await self._monitor().finish_saves(_LAST_COMMITS_S).answer(_LAST_COMMITS_S + ANSWER_S)
+        except RunError as error:  # there is no monitor, or a save failed
+            story.warning("what was being saved when the trainer stopped is no version: %s", error)
+        self._follow_newest()
 
     def _follow_newest(self) -> None:
         """Take note of the newest weights that the checkpoint folder holds already."""
@@ -150,7 +166,7 @@ class Handover:
             attempt = int(json.loads((folder / MANIFEST).read_text())["attempt"])
         except (OSError, ValueError, KeyError, TypeError):
             return  # nothing was committed, or it is not whole
-        self._book.follow(Version(attempt, step), str(folder))
+        self._book.follow(Version(attempt, step), str(folder), always=self._config.follow_commits is True)
 
     def _step_dir(self, step: int) -> Path:
         assert self._checkpoint_dir is not None, "asked for where it is known"

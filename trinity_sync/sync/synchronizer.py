@@ -37,7 +37,7 @@ from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
-from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES
+from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, STOPPED, known_status
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
 from trinity_sync.sync.settings import SynchronizerConfig, synchronizer_config
@@ -234,8 +234,10 @@ class SynchronizerActor(Handover):
 
     async def set_trainer_status(self, status: object) -> None:
         """Take note of what the trainer is doing: running, requires_sync or stopped, as that text, an enum's member or
-        its name. When it has stopped all waits for versions end.
+        its name. When it has stopped all waits for versions end, after the commits that are under way.
         """
+        if known_status(status) == STOPPED:
+            await self._follow_last()
         self._statuses.set_trainer(status)
         self._changes.announce()
 
