@@ -173,9 +173,7 @@ class Handover:
         return self._checkpoint_dir / f"global_step_{step}"
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Return the folder of the newest version: of its checkpoint or, for one in memory, where that is or would be.
-        None: there is none, or the checkpoint folder is not known.
-        """
+        """Return the newest version's folder; see `Synchronizer.get_latest_model_path`."""
         newest, location = self._book.find(), self._book.location
         if newest is not None and newest.state is not None and newest.location is None:
             location = None if self._checkpoint_dir is None else str(self._step_dir(newest.version.step))
@@ -192,9 +190,7 @@ class Handover:
         return self._book.lost(Version(*version))
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
-        ``bfloat16``, shape), in the order in which they come; None: neither is known.
-        """
+        """Describe what explorers get; see `Synchronizer.get_state_dict_meta`."""
         described = self._described()
         if described is None:
             return None
@@ -284,17 +280,7 @@ class Handover:
     # -- a program whose trainer and explorer are named actors of Ray's
 
     async def coordinate_weight_sync_setup(self, timeout_s: float | None = None) -> None:
-        """Have both enter a group of their own: the trainer's `get_weight_sync_info` gives (address, port, meta);
-        `setup_weight_sync_group(address, port, world_size, group_name, timeout_s)` is called on both together, and
-        `set_state_dict_meta(meta)` on the explorer.
-
-        Args:
-            timeout_s: limit of all of it, seconds; the configured one unless given.
-
-        Raises:
-            RunError: one of them is not there.
-            WaitTimeout: one does not answer.
-        """
+        """Have the program's own actors enter a group; see `Synchronizer.coordinate_weight_sync_setup`."""
         config, limit = self._config, timeout_s or self._config.timeout_s
         trainer, explorer = self._actor(config.trainer_name), self._actor(config.explorer_name)
         try:
@@ -307,9 +293,7 @@ class Handover:
             raise WaitTimeout(f"{config.trainer_name} and {config.explorer_name}", "enter a group", limit) from None
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """Have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
-        or fails, is logged and passed over.
-        """
+        """Have them leave it; see `Synchronizer.coordinate_weight_sync_teardown`."""
         for name in (self._config.explorer_name, self._config.trainer_name):
             try:
                 async with asyncio.timeout(self._config.timeout_s):
@@ -343,9 +327,7 @@ class Handover:
             ray.kill(ray.get_runtime_context().current_actor)
 
     async def add_module(self, module_ref: ActorHandle | None) -> None:
-        """Serve an actor of the program as well, until it is gone. A process that calls `get_actor` is served anyhow;
-        None is such a process.
-        """
+        """Serve an actor of the program as well, until it is gone; see `Synchronizer.add_module`."""
         if module_ref is None or (module := Member("module", module_ref._actor_id.hex())) in self._served:
             return
         self._served.add(module)
@@ -431,7 +413,7 @@ class HandoverClient:
 
             state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
         publisher = this_process(TRAINER)
-        return self.client.ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
+        return self.client._ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
 
     @fetched
     def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
@@ -484,7 +466,13 @@ class HandoverClient:
     get_model_state_dict_iterator = fetched(_iterate, lambda pairs: map(ray.put, pairs))
 
     get_state_dict_meta = forwarded(Handover.get_state_dict_meta)
+    """`()`: the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
+    ``bfloat16``, shape), in the order in which they come; None: neither is known.
+    """
     get_latest_model_path = forwarded(Handover.get_latest_model_path)
+    """`(use_huggingface=False)`: the folder of the newest version: of its checkpoint or, for one in memory, where that
+    is or would be. None: there is none, or the checkpoint folder is not known.
+    """
 
     # -- broadcasts over a group of the program's own
 
@@ -508,7 +496,7 @@ class HandoverClient:
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self.client.open_group(trainer, master_address, int(master_port), meta, explorers)
+        return self.client._ask("open_group", trainer, master_address, int(master_port), meta, explorers)
 
     @asked
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
@@ -523,7 +511,7 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        return self.client.join_group(member, after, self.client.timeout_s)
+        return self.client._ask("join_group", member, after, self.client.timeout_s)
 
     @asked
     def ready_to_nccl_sync(
@@ -547,13 +535,24 @@ class HandoverClient:
         """
         member = self._attach(module)
         limit = self.client.timeout_s if timeout_s is None else timeout_s
-        return self.client.ready(member, trainer_step, limit)
+        return self.client._ask("ready", member, trainer_step, limit)
 
     @asked
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
         """As the trainer, say that the version was sent to all explorers of the group."""
-        return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
+        return self.client._ask("sent", this_process(TRAINER), Version(attempt, trainer_step))
 
     coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
+    """`(timeout_s=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group
+    of their own: `get_weight_sync_info` of the trainer gives (address, port, meta), `setup_weight_sync_group(address,
+    port, world_size, group_name, timeout_s)` is called on both together, `set_state_dict_meta(meta)` on the explorer.
+    RunError: one is not there; WaitTimeout: one does not answer in all of `timeout_s`.
+    """
     coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
+    """`()`: have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
+    or fails, is logged and passed over.
+    """
     add_module = forwarded(Handover.add_module)
+    """`(module_ref)`: serve an actor of the program as well, until it is gone. A process that calls `get_actor` is
+    served anyhow; None is such a process.
+    """
