@@ -132,9 +132,6 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
     def _backend(self) -> str:
         return "fsdp" if fsdp_version(self.model) == 1 else "fsdp2"
 
-    def _weights(self) -> list[str]:
-        return [contents.MODEL, contents.METADATA]
-
     def _check(self, todo: list[str]) -> None:
         if contents.MODEL in todo and self.model is None:
             raise ConfigError("save_contents has 'model', but the checkpoint manager was made without a model")

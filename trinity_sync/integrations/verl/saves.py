@@ -58,9 +58,9 @@ class CommittedSaves(Saves):
     def _backend(self) -> str:
         """The kind of the engine, as manifests name it."""
 
-    @abstractmethod
     def _weights(self) -> list[str]:
         """The contents that a save of the weights alone consists of."""
+        return [contents.MODEL, contents.METADATA]
 
     @abstractmethod
     def _check(self, todo: list[str]) -> None:
