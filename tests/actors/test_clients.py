@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.client import Client
 from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.handles import HandleMethod
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.node.agent import NodeAgent
-from trinity_sync.sync.synchronizer import SynchronizerActor
+from trinity_sync.sync.synchronizer import Synchronizer, SynchronizerActor
 
 
 class Given(dict[str, Any]):
@@ -81,3 +82,22 @@ def test_what_a_client_asks_its_actor_can_answer(whose: str) -> None:
             for parameter, value in bound.items():
                 if isinstance(value, Given):
                     assert {value.name, parameter} in ({parameter}, {"weights", "is_state_dict"})
+
+
+def test_what_programs_ask_the_synchronizer_it_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle()
+    synchronizer = Synchronizer(cast(Any, handle), 1.0)
+    monkeypatch.setattr(synchronizer, "_attach", Given)
+    not_asked = {"set_model_state_dict", "get_model_state_dict", "get_model_state_dict_iterator", "_iterate"}
+    methods = [name for of in Synchronizer.__mro__ for name, own in vars(of).items() if isinstance(own, HandleMethod)]
+    assert {"wait_new_model_state_dict", "ready_to_nccl_sync", "get_trainer_status"} <= set(methods)
+    for name in set(methods) - not_asked:
+        own = inspect.getattr_static(Synchronizer, name)
+        parameters = list(inspect.signature(own.__wrapped__).parameters.values())[1:]
+        for passed in (parameters, [one for one in parameters if one.default is one.empty]):
+            given = {one.name: 7 if one.name in ("master_port", "trainer_step") else "asked" for one in passed}
+            getattr(synchronizer, name).remote(
+                **(given | ({"state_dict_meta": []} if "state_dict_meta" in given else {}))
+            )
+            called, args, kwargs = handle.called.pop()
+            inspect.signature(getattr(SynchronizerActor, called)).bind(None, *args, **kwargs)

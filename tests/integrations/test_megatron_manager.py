@@ -20,7 +20,7 @@ from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.integrations.verl.run import VerlRun
-from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 TREES = ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt")
 
@@ -73,6 +73,12 @@ def save_by_verl(ranks: list[Any], layout: str, contents: list[str] | None, path
 
 def wait(ranks: list[Any], layout: str) -> None:
     every(ranks, "manager", layout, "wait_on_save_thread")
+
+
+def contents_of(folder: Path) -> dict[str, Any]:
+    """What verl is told that the checkpoint consists of."""
+    found: dict[str, Any] = json.loads((folder / "actor" / "ckpt_contents.json").read_text())["contents"]
+    return found
 
 
 def kept(root: Path) -> list[int]:
@@ -362,6 +368,41 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
     for error in outcomes(ranks, "by_engine", "tp2", "save_checkpoint", actor_path(root, 2), global_step=2):
         assert "step 2 was saved with model; it is not saved again with extra, model" in str(error)
     wait(ranks, "tp2")
+
+
+# ---- weights for explorers
+
+
+@pytest.mark.parametrize(
+    ("layout", "trees"),
+    [pytest.param("tp2", True, id="trees"), pytest.param("tp2", False, id="hugging-face", marks=pytest.mark.all)],
+)
+def test_weights_alone_are_saved_and_announced_and_a_full_save_of_the_step_adds_the_rest(
+    ranks: list[Any], run: VerlRun, root: Path, step: int, layout: str, trees: bool
+) -> None:
+    every(ranks, "use", layout, run.namespace, trees=trees)
+    every(ranks, "train", layout, 0)
+    every(ranks, "manager", layout, "save_state_dict", None, step)
+    every(ranks, "manager", layout, "save_state_dict", actor_path(root, step), step)
+    wait(ranks, layout)
+    folder = step_dir(root, step)
+    assert read_manifest(folder).kind == STATE_DICT
+    assert run.synchronizer.get_latest_model_version() == step
+    assert {"optimizer", "rng_state"}.isdisjoint(contents_of(folder))
+    weights = file_hashes(folder / "actor" / "model")
+    before = every(ranks, "state", layout)
+    place = actor_path(root, step)
+    every(ranks, "manager", layout, "save_checkpoint", place, global_step=step, save_as_hf=True)
+    wait(ranks, layout)
+    assert read_manifest(folder).kind == FULL
+    assert verification.verify(folder).ok
+    assert {"model", "optimizer", "rng_state"} <= set(contents_of(folder))
+    after = file_hashes(folder / "actor" / "model")
+    assert {name: after.get(name) for name in weights} == weights
+    assert (folder / "actor" / "model" / "huggingface" / "model.safetensors").is_file()
+    every(ranks, "train", layout, 1)
+    load(ranks, layout, root, step)
+    assert every(ranks, "state", layout) == before
 
 
 # ---- faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,8 +225,9 @@ class Run:
         self.monitor = CheckpointMonitor.get_actor(settings)
         self.coordinator = CheckpointCoordinator(self.monitor, timeout_s=LIMIT)
 
-    def save(self, step: int, *, fails: bool = False) -> None:
+    def save(self, step: int, *, fails: bool = False, after: threading.Event | None = None) -> None:
         def write() -> None:
+            assert after is None or after.wait(LIMIT)
             if fails:
                 raise OSError("disk full")
             place = step_dir(self.folder, step) / "actor"
@@ -268,6 +270,17 @@ def test_a_synchronizer_begins_with_what_was_committed_before(make_run: Callable
     first.save(2)
     first.coordinator.wait_committed(2)
     assert make_run().synchronizer.get_latest_model_version() == 2
+
+
+def test_a_trainer_that_stops_ends_the_waits_after_the_commit_that_is_under_way(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.synchronizer.set_trainer_status("running")
+    waiting = run.synchronizer.wait_new_model_state_dict.remote(0)
+    written = threading.Event()
+    threading.Timer(1.0, written.set).start()
+    run.save(2, after=written)
+    run.synchronizer.set_trainer_status("stopped")
+    assert ray.get(waiting, timeout=LIMIT) == 2
 
 
 def test_in_memory_mode_a_commit_is_no_version(make_run: Callable[..., Run]) -> None:

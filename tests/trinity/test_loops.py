@@ -54,6 +54,10 @@ def test_each_version_that_is_published_is_loaded_with_its_digest(runs: Runs, sc
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_trinitys_own_classes_give_the_same_calls_and_versions(runs: Runs, scenario: str) -> None:
     ours, control = runs["ours", scenario], runs["trinity", scenario]
-    assert versions(ours["explorer"]["loads"]) == versions(control["explorer"]["loads"])
-    for module in ("trainer", "explorer"):
-        assert calls(ours, module) == calls(control, module)
+    loads, controls = versions(ours["explorer"]["loads"]), versions(control["explorer"]["loads"])
+    # Trinity-RFT looks at the tracker once a second, so it may miss the version that its trainer stops after.
+    missed = [[version] for version, _ in loads[len(controls) :]]
+    assert (loads[: len(controls)], missed in ([], [[STEPS]])) == (controls, True)
+    assert not missed or scenario.startswith("checkpoint")
+    assert calls(ours, "trainer") == calls(control, "trainer")
+    assert [call for call in calls(ours, "explorer") if call[2:] not in missed] == calls(control, "explorer")

@@ -17,28 +17,17 @@ R = TypeVar("R")
 
 
 class Method(Generic[P, R]):
-    """A method of one handle.
-
-    Args:
-        wait: calls, and waits for the answer.
-        remote: calls; returns Ray's reference to the answer, for `ray.get` and `await`.
-    """
+    """A method of one handle: called, it waits for the answer; `remote` returns Ray's reference to it."""
 
     def __init__(self, wait: Callable[P, R], remote: Callable[P, Any]) -> None:
         self._wait, self.remote = wait, remote
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call, and wait for the answer."""
         return self._wait(*args, **kwargs)
 
 
 class HandleMethod(Generic[P, R]):
-    """A method of a client as its class has it.
-
-    Args:
-        of: what it is documented as.
-        bind: makes the method of a handle.
-    """
+    """A method of a client as its class has it; `bind` makes the one of a handle."""
 
     def __init__(self, of: Callable[..., object], bind: Callable[[Any], Method[P, R]]) -> None:
         functools.update_wrapper(self, of)  # type: ignore[arg-type]
@@ -66,7 +55,7 @@ def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> 
     """Make a client's method of the actor's; an enum's member goes as its value."""
 
     def begin(handle: Any, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        call: Call[R] = handle.client.ask(method.__name__, *map(plain, args), **kwargs)
+        call: Call[R] = handle.client._ask(method.__name__, *map(plain, args), **kwargs)
         return call
 
     return HandleMethod(method, asked(begin)._bind)
@@ -89,12 +78,8 @@ def fetched(
 
 
 def plainly(handle: ActorHandle, who: str, timeout_s: float) -> ActorHandle:
-    """Let the methods of a handle be called plainly in this process. It stays Ray's: sent to another process, it has
-    `.remote` only.
-
-    Args:
-        who: what errors call the actor.
-        timeout_s: limit of a plain call that names none, seconds.
+    """Let the methods of a handle be called plainly in this process, too, within `timeout_s` where they name no limit.
+    It stays Ray's: sent to another process, it has `.remote` only. `who` is what errors call the actor.
     """
 
     def method(name: str) -> Method[..., Any]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypedDict
 from trinity_sync.actors.calls import Call, T
 from trinity_sync.actors.client import RayClient
 from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version, Whereabouts
 from trinity_sync.weights.shards import Described
@@ -79,7 +78,7 @@ class SynchronizerMemory(TypedDict):
 
 class SynchronizerClient(RayClient):
     """See `trinity_sync.sync.synchronizer.SynchronizerActor`, of which each method here has one. Programs use
-    `trinity_sync.sync.Synchronizer`, which waits for the answers.
+    `trinity_sync.sync.Synchronizer`, which has the calls that are theirs alone.
 
     Args:
         handle: Ray's handle of the synchronizer.
@@ -94,41 +93,41 @@ class SynchronizerClient(RayClient):
 
     def begin(self, version: Version, parts: Sequence[str], timeout_s: float) -> Call[int]:
         """Ask for a slot for the version; answered when one is free."""
-        return self.ask("begin", version, list(parts), timeout_s)
+        return self._ask("begin", version, list(parts), timeout_s)
 
     def begin_if_free(self, version: Version, parts: Sequence[str]) -> Call[int | None]:
         """Ask for a slot for the version; the answer is None where none is free now."""
-        return self.ask("begin_if_free", version, list(parts))
+        return self._ask("begin_if_free", version, list(parts))
 
     def staged(self, version: Version, parts: Mapping[str, PartInfo]) -> Call[None]:
         """Say that parts of a node are in its slot."""
-        return self.ask("staged", version, dict(parts))
+        return self._ask("staged", version, dict(parts))
 
     def digested(self, version: Version, digest: str | None) -> Call[None]:
         """Say that the digest of the whole version is known (None: not asked for)."""
-        return self.ask("digested", version, digest)
+        return self._ask("digested", version, digest)
 
     def failed(self, version: Version, error: str) -> Call[None]:
         """Say that a part of the version cannot be had; whoever waits for it is told."""
-        return self.ask("failed", version, error)
+        return self._ask("failed", version, error)
 
     def wait_sealed(self, version: Version, timeout_s: float) -> Call[Sealed]:
         """Wait until all ranks have staged the version."""
-        return self.ask("wait_sealed", version, timeout_s)
+        return self._ask("wait_sealed", version, timeout_s)
 
     def commit(self, version: Version, location: str | None = None) -> Call[None]:
         """Say that the version is available, in a folder where the sync mode writes one."""
-        return self.ask("commit", version, location)
+        return self._ask("commit", version, location)
 
     def discard(self, version: Version) -> Call[None]:
         """Give back the slot of a version that was staged for a checkpoint only."""
-        return self.ask("discard", version)
+        return self._ask("discard", version)
 
     # -- watching agents and ranks
 
     def lifeline(self) -> Call[None]:
         """Make a call that is never answered; see `watch`."""
-        return self.ask("lifeline")
+        return self._ask("lifeline")
 
     def watch(self, member: Member, owned: Sequence[ObjectRef[None]]) -> None:
         """Have the death of a node agent or a rank noticed: `owned` holds the reference to its call of `hold`."""
@@ -138,96 +137,69 @@ class SynchronizerClient(RayClient):
 
     def lease(self, reader: Hashable, version: Version | None = None) -> Call[Lease]:
         """Hold a committed version, the newest unless named."""
-        return self.ask("lease", reader, version)
+        return self._ask("lease", reader, version)
 
     def holds(self, lease_id: int) -> Call[bool]:
         """Ask whether a lease lasts still."""
-        return self.ask("holds", lease_id)
+        return self._ask("holds", lease_id)
 
     def release(self, lease_id: int) -> Call[bool]:
         """Say that the reader is done; the answer is whether it still held its lease."""
-        return self.ask("release", lease_id)
+        return self._ask("release", lease_id)
 
     def drop_reader(self, reader: Hashable) -> Call[None]:
         """Say that the reader is gone; its leases end."""
-        return self.ask("drop_reader", reader)
+        return self._ask("drop_reader", reader)
 
     def wait_newer(self, version: Version | None, timeout_s: float) -> Call[Version | None]:
         """Wait for a version newer than this one; the answer is the newest, or None where none will come."""
-        return self.ask("wait_newer", version, timeout_s)
+        return self._ask("wait_newer", version, timeout_s)
 
     def newest(self) -> Call[Version | None]:
         """Ask for the newest committed version."""
-        return self.ask("newest")
+        return self._ask("newest")
+
+    def newest_location(self) -> Call[str | None]:
+        """Ask for the folder of the newest version, which exists where the sync mode writes one."""
+        return self._ask("newest_location")
 
     # -- status
 
     def set_trainer_status(self, status: str) -> Call[None]:
         """Say what the trainer is doing, one of `sync.synchronizer.STATUSES`."""
-        return self.ask("set_trainer_status", status)
+        return self._ask("set_trainer_status", status)
 
     def get_trainer_status(self) -> Call[str]:
         """Ask what the trainer said last."""
-        return self.ask("get_trainer_status")
-
-    def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> Call[None]:
-        """Say that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
-        return self.ask("set_explorer_status", member, status, old_status)
-
-    def get_explorer_status_counts(self) -> Call[dict[str, int]]:
-        """Ask how many explorers are in each status, of processes that live."""
-        return self.ask("get_explorer_status_counts")
+        return self._ask("get_trainer_status")
 
     def memory(self) -> Call[SynchronizerMemory]:
         """Ask for the peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
-        return self.ask("memory")
+        return self._ask("memory")
 
     # -- whole state dicts
 
     def follow(self, version: Version, location: str) -> Call[None]:
         """Tell of a commit of the checkpoint monitor."""
-        return self.ask("follow", version, location)
+        return self._ask("follow", version, location)
 
     def put_state(self, version: Version, state: StoredState) -> Call[None]:
         """Say that a state dict is in the object store."""
-        return self.ask("put_state", version, state)
+        return self._ask("put_state", version, state)
 
     def find(self) -> Call[Whereabouts | None]:
         """Ask for the newest version and where it is, with the `StoredState` of a state dict; None before the first."""
-        return self.ask("find")
+        return self._ask("find")
 
     def state_lost(self, version: Version) -> Call[Whereabouts | None]:
         """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
-        return self.ask("state_lost", version)
-
-    # -- broadcasts of a program's own
-
-    def open_group(
-        self, trainer: Member, address: str, port: int, meta: Sequence[Described] | None, explorers: int
-    ) -> Call[WeightSyncGroup]:
-        """Say that the trainer has set up where a group for broadcasts meets."""
-        return self.ask("open_group", trainer, address, port, meta, explorers)
-
-    def join_group(self, explorer: Member, after: int, timeout_s: float) -> Call[WeightSyncGroup]:
-        """Wait for a group with an id above `after`; the answer holds the explorer's place in it."""
-        return self.ask("join_group", explorer, after, timeout_s)
-
-    def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int | None]:
-        """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent, or
-        None where the other side has stopped.
-        """
-        return self.ask("ready", member, step, timeout_s)
-
-    def sent(self, trainer: Member, version: Version) -> Call[None]:
-        """Say that all explorers of the group have a version."""
-        return self.ask("sent", trainer, version)
+        return self._ask("state_lost", version)
 
     # -- whom it serves
 
     def attach(self, member: Member, owned: Sequence[ObjectRef[None]]) -> Call[None]:
         """Have the end of a process noticed, as `watch`; when the last one that attached is gone, so is the actor."""
-        return self.ask("attach", member, list(owned))
+        return self._ask("attach", member, list(owned))
 
-    def ask(self, method: str, *args: object, **kwargs: object) -> Call[T]:
-        """Call a method of the actor."""
+    def _ask(self, method: str, *args: object, **kwargs: object) -> Call[T]:
         return self._call(f"answer {method}", method, *args, **kwargs)

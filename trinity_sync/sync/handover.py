@@ -46,6 +46,9 @@ T = TypeVar("T")
 #: Names the newest committed weights in the checkpoint folder, for verl and Trinity-RFT too.
 _TRACKER = "latest_state_dict_iteration.txt"
 
+#: When the trainer has stopped, commits have so long, seconds.
+_LAST_COMMITS_S = 60.0
+
 #: A module that answers is asked again after so long whether it lives, seconds.
 _ALIVE_S = 1.0
 
@@ -128,11 +131,14 @@ class Handover:
         """Wait for the commit of a version's weights; return their folder."""
         limit = self._config.timeout_s
         try:
-            monitor = MonitorClient(ray.get_actor(MONITOR, namespace=self._config.namespace))
-        except ValueError:
+            monitor = self._monitor()
+        except RunError:
             raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint") from None
         committed = monitor.wait_committed(version.step, None, limit, kind=STATE_DICT)
         return (await committed.answer(limit + ANSWER_S))["path"]
+
+    def _monitor(self) -> MonitorClient:
+        return MonitorClient(self._actor(MONITOR))
 
     async def follow(self, version: Version, location: str) -> None:
         """Take note of a commit of the run's checkpoint monitor."""
@@ -140,6 +146,16 @@ class Handover:
             self._book.follow(Version(*version), location, always=self._config.follow_commits is True)
             self._announcer = None
             self._changes.announce()
+
+    async def _follow_last(self) -> None:
+        """Take note of what is being committed now, as nobody saves any more."""
+        if not self._config.follow_commits:
+            return
+        try:
+            await self._monitor().finish_saves(_LAST_COMMITS_S).answer(_LAST_COMMITS_S + ANSWER_S)
+        except RunError as error:  # there is no monitor, or a save failed
+            story.warning("what was being saved when the trainer stopped is no version: %s", error)
+        self._follow_newest()
 
     def _follow_newest(self) -> None:
         """Take note of the newest weights that the checkpoint folder holds already."""
@@ -150,16 +166,14 @@ class Handover:
             attempt = int(json.loads((folder / MANIFEST).read_text())["attempt"])
         except (OSError, ValueError, KeyError, TypeError):
             return  # nothing was committed, or it is not whole
-        self._book.follow(Version(attempt, step), str(folder))
+        self._book.follow(Version(attempt, step), str(folder), always=self._config.follow_commits is True)
 
     def _step_dir(self, step: int) -> Path:
         assert self._checkpoint_dir is not None, "asked for where it is known"
         return self._checkpoint_dir / f"global_step_{step}"
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Return the folder of the newest version: of its checkpoint or, for one in memory, where that is or would be.
-        None: there is none, or the checkpoint folder is not known.
-        """
+        """Return the newest version's folder; see `Synchronizer.get_latest_model_path`."""
         newest, location = self._book.find(), self._book.location
         if newest is not None and newest.state is not None and newest.location is None:
             location = None if self._checkpoint_dir is None else str(self._step_dir(newest.version.step))
@@ -176,9 +190,7 @@ class Handover:
         return self._book.lost(Version(*version))
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
-        ``bfloat16``, shape), in the order in which they come; None: neither is known.
-        """
+        """Describe what explorers get; see `Synchronizer.get_state_dict_meta`."""
         described = self._described()
         if described is None:
             return None
@@ -268,17 +280,7 @@ class Handover:
     # -- a program whose trainer and explorer are named actors of Ray's
 
     async def coordinate_weight_sync_setup(self, timeout_s: float | None = None) -> None:
-        """Have both enter a group of their own: the trainer's `get_weight_sync_info` gives (address, port, meta);
-        `setup_weight_sync_group(address, port, world_size, group_name, timeout_s)` is called on both together, and
-        `set_state_dict_meta(meta)` on the explorer.
-
-        Args:
-            timeout_s: limit of all of it, seconds; the configured one unless given.
-
-        Raises:
-            RunError: one of them is not there.
-            WaitTimeout: one does not answer.
-        """
+        """Have the program's own actors enter a group; see `Synchronizer.coordinate_weight_sync_setup`."""
         config, limit = self._config, timeout_s or self._config.timeout_s
         trainer, explorer = self._actor(config.trainer_name), self._actor(config.explorer_name)
         try:
@@ -291,9 +293,7 @@ class Handover:
             raise WaitTimeout(f"{config.trainer_name} and {config.explorer_name}", "enter a group", limit) from None
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """Have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
-        or fails, is logged and passed over.
-        """
+        """Have them leave it; see `Synchronizer.coordinate_weight_sync_teardown`."""
         for name in (self._config.explorer_name, self._config.trainer_name):
             try:
                 async with asyncio.timeout(self._config.timeout_s):
@@ -327,9 +327,7 @@ class Handover:
             ray.kill(ray.get_runtime_context().current_actor)
 
     async def add_module(self, module_ref: ActorHandle | None) -> None:
-        """Serve an actor of the program as well, until it is gone. A process that calls `get_actor` is served anyhow;
-        None is such a process.
-        """
+        """Serve an actor of the program as well, until it is gone; see `Synchronizer.add_module`."""
         if module_ref is None or (module := Member("module", module_ref._actor_id.hex())) in self._served:
             return
         self._served.add(module)
@@ -415,7 +413,7 @@ class HandoverClient:
 
             state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
         publisher = this_process(TRAINER)
-        return self.client.ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
+        return self.client._ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
 
     @fetched
     def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
@@ -468,7 +466,13 @@ class HandoverClient:
     get_model_state_dict_iterator = fetched(_iterate, lambda pairs: map(ray.put, pairs))
 
     get_state_dict_meta = forwarded(Handover.get_state_dict_meta)
+    """`()`: the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
+    ``bfloat16``, shape), in the order in which they come; None: neither is known.
+    """
     get_latest_model_path = forwarded(Handover.get_latest_model_path)
+    """`(use_huggingface=False)`: the folder of the newest version: of its checkpoint or, for one in memory, where that
+    is or would be. None: there is none, or the checkpoint folder is not known.
+    """
 
     # -- broadcasts over a group of the program's own
 
@@ -492,7 +496,7 @@ class HandoverClient:
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self.client.open_group(trainer, master_address, int(master_port), meta, explorers)
+        return self.client._ask("open_group", trainer, master_address, int(master_port), meta, explorers)
 
     @asked
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
@@ -507,7 +511,7 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        return self.client.join_group(member, after, self.client.timeout_s)
+        return self.client._ask("join_group", member, after, self.client.timeout_s)
 
     @asked
     def ready_to_nccl_sync(
@@ -531,13 +535,24 @@ class HandoverClient:
         """
         member = self._attach(module)
         limit = self.client.timeout_s if timeout_s is None else timeout_s
-        return self.client.ready(member, trainer_step, limit)
+        return self.client._ask("ready", member, trainer_step, limit)
 
     @asked
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
         """As the trainer, say that the version was sent to all explorers of the group."""
-        return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
+        return self.client._ask("sent", this_process(TRAINER), Version(attempt, trainer_step))
 
     coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
+    """`(timeout_s=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group
+    of their own: `get_weight_sync_info` of the trainer gives (address, port, meta), `setup_weight_sync_group(address,
+    port, world_size, group_name, timeout_s)` is called on both together, `set_state_dict_meta(meta)` on the explorer.
+    RunError: one is not there; WaitTimeout: one does not answer in all of `timeout_s`.
+    """
     coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
+    """`()`: have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
+    or fails, is logged and passed over.
+    """
     add_module = forwarded(Handover.add_module)
+    """`(module_ref)`: serve an actor of the program as well, until it is gone. A process that calls `get_actor` is
+    served anyhow; None is such a process.
+    """

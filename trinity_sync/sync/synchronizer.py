@@ -37,7 +37,7 @@ from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
-from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES
+from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, STOPPED, known_status
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
 from trinity_sync.sync.settings import SynchronizerConfig, synchronizer_config
@@ -233,9 +233,9 @@ class SynchronizerActor(Handover):
     # -- status
 
     async def set_trainer_status(self, status: object) -> None:
-        """Take note of what the trainer is doing: running, requires_sync or stopped, as that text, an enum's member or
-        its name. When it has stopped all waits for versions end.
-        """
+        """Take note of what the trainer is doing; see `Synchronizer.set_trainer_status`."""
+        if known_status(status) == STOPPED:
+            await self._follow_last()
         self._statuses.set_trainer(status)
         self._changes.announce()
 
@@ -356,12 +356,21 @@ class Synchronizer(HandoverClient):
         return made
 
     get_latest_model_version = forwarded(SynchronizerActor.get_latest_model_version)
+    """`()`: the step of the newest version, -1 before the first."""
     notify_no_new_model_state_dict = forwarded(SynchronizerActor.notify_no_new_model_state_dict)
+    """`()`: no version comes now; those who wait for one now wait no longer."""
     set_trainer_status = forwarded(SynchronizerActor.set_trainer_status)
+    """`(status)`: the trainer is running, requires_sync or stopped, as that text, an enum's member or its name. When it
+    has stopped all waits for versions end, after the commits that are under way.
+    """
     get_trainer_status = forwarded(SynchronizerActor.get_trainer_status)
+    """`()`: what the trainer said last."""
     trainer_requires_weight_sync = forwarded(SynchronizerActor.trainer_requires_weight_sync)
+    """`()`: whether the trainer waits for a broadcast; None: it has stopped."""
     get_explorer_status_counts = forwarded(SynchronizerActor.get_explorer_status_counts)
+    """`()`: how many explorers are in each status, of processes that live."""
     explorer_requires_sync = forwarded(SynchronizerActor.explorer_requires_sync)
+    """`()`: whether an explorer waits for a version or a broadcast."""
 
     @asked
     def wait_new_model_state_dict(self, current_version: int) -> Call[int]:
@@ -376,14 +385,15 @@ class Synchronizer(HandoverClient):
             RunError: the newest version is an earlier one.
             WaitTimeout: nothing came within the configured timeout.
         """
-        return self.client.ask("wait_new_model_state_dict", self._attach(_process_name()), current_version)
+        return self.client._ask("wait_new_model_state_dict", self._attach(_process_name()), current_version)
 
     @asked
     def set_explorer_status(self, status: object, old_status: object = None) -> Call[None]:
         """Say that one explorer of this process goes from `old_status` (None: it is new) to `status`. It counts while
         the process lives. Statuses as for `set_trainer_status`.
         """
-        return self.client.set_explorer_status(self._attach(_process_name()), plain(status), plain(old_status))
+        member = self._attach(_process_name())
+        return self.client._ask("set_explorer_status", member, plain(status), plain(old_status))
 
 
 class _Actor(SynchronizerActor):

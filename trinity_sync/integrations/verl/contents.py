@@ -4,9 +4,11 @@ from __future__ import annotations
 
 MODEL, METADATA, OPTIMIZER, EXTRA, EXPORT = "model", "metadata", "optim", "extra_state", "hf_model"
 STATE = "state"
-"""All that the ranks of a Megatron engine write together."""
-WEIGHTS = (MODEL, METADATA)
-OF_FIRST_RANK = (METADATA, EXPORT)
+"""All that the ranks of a Megatron engine write together, but for the model where it is saved already."""
+DESCRIPTION = "description"
+"""Beside the weights of a Megatron engine: the metadata of a save of the weights alone."""
+WEIGHTS = (MODEL, METADATA, DESCRIPTION)
+OF_FIRST_RANK = (METADATA, EXPORT, DESCRIPTION)
 
 
 def writers(name: str, world_size: int) -> range:

@@ -14,16 +14,14 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.backends.safe_loading import nothing_runs
-from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.copies import Copies, check_export
 from trinity_sync.integrations.verl.interfaces import OpensMonitor
-from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.ranks import use_on_first_rank
 from trinity_sync.integrations.verl.reading import check_files
 from trinity_sync.integrations.verl.saves import CommittedSaves
-from trinity_sync.protocol.parts import FULL, STATE_DICT
-from trinity_sync.sync import Synchronizer
+from trinity_sync.protocol.parts import FULL
 
 if TYPE_CHECKING:
     from trinity_sync.backends.engines import FsdpEngine
@@ -70,8 +68,6 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         if self.should_save_hf_model:
             check_export(self)
         self._start_saves(Copies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
-        self._announced: int | None = None
-        self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
 
     # ---- saving
 
@@ -113,35 +109,6 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         if self.rank == 0:
             self._commits.follow(global_step, FULL, lambda _: self.register_checkpoint(local_path, max_ckpt_to_keep))
-
-    def save_state_dict(self, local_path: str | None, global_step: int = 0) -> None:
-        """Save the sharded weights alone, and announce the version when they are committed. Collective.
-
-        Nothing is written of weights that are on disk already (those of step 0 that nobody has trained, those that
-        `load_checkpoint` has just read), nor for a second call of the same step. What is a checkpoint of this step
-        already, of whichever run, stays: the weights are then committed beside it, for as long as this run needs them.
-
-        Args:
-            local_path: as for `save_checkpoint`.
-
-        Raises:
-            Exception: as `save_checkpoint`.
-        """
-        if local_path is None:
-            return
-        if self._step is None and global_step in (0, self._loaded):
-            together(f"announce version {global_step}", lambda: self._announce(global_step))
-            return
-        self._save(local_path, global_step, STATE_DICT, [contents.MODEL, contents.METADATA])
-        if self.rank == 0 and self._announced != global_step:
-            self._commits.follow(global_step, STATE_DICT, lambda folder: self._announce(global_step, folder))
-
-    def _announce(self, step: int, location: str | None = None) -> None:
-        if self.rank == 0 and self._synchronizer is not None and self._announced != step:
-            if location is None and self._root is not None and step_dir(self._root, step).is_dir():
-                location = str(step_dir(self._root, step))
-            self._synchronizer.set_model_state_dict(None, step, attempt=self._attempt, location=location)
-        self._announced = step
 
     # ---- weights in memory
 
@@ -187,13 +154,6 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         """Load with verl's own code, which would run what is pickled in the files."""
         with nothing_runs(local_path):
             VerlCheckpointManager.load_checkpoint(self, local_path, hdfs_path, del_local_after_load)
-
-
-def _synchronizer(ray_namespace: str) -> Synchronizer | None:
-    try:
-        return Synchronizer.get_actor(namespace=ray_namespace or None)
-    except RunError:
-        return None
 
 
 def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "model/huggingface"
 
+_TREES = {contents.STATE, contents.MODEL}
+_CONFIG, _MANIFEST = "transformer_config.json", "ckpt_contents.json"
+
 
 class Copies:
     """Copies of one save after another, in memory that is kept.
@@ -34,13 +38,21 @@ class Copies:
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the ranks' wait for each other where they write together, and for a copy, seconds.
+        saved_of: tells the contents that are saved of a step already.
         lazily: see `interfaces.Copies`. Not of a model with buffers.
 
     Attributes:
         meeting: in which the ranks write what was copied last; None before.
     """
 
-    def __init__(self, manager: MegatronCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
+    def __init__(
+        self,
+        manager: MegatronCheckpointManager,
+        timeout_s: float,
+        *,
+        saved_of: Callable[[int], set[str]],
+        lazily: bool,
+    ) -> None:
         self._manager = manager
         self._lazily = lazily
         self._copying: Copying | None = None
@@ -49,6 +61,17 @@ class Copies:
         self.meeting: Meeting | None = None
         self._files = model_files(manager.hf_config, manager.processing_class) if manager.rank == 0 else ModelFiles({})
         self._small: dict[str, bytes] | None = None
+        self._saved_of = saved_of
+
+    def trees_left(self, step: int) -> list[str]:
+        """The trees that a full save of the step consists of, without the model's where that is saved already."""
+        manager = self._manager
+        asked = (
+            (trees.MODEL, manager.should_save_dist_ckpt_model and contents.MODEL not in self._saved_of(step)),
+            (trees.OPTIMIZER, manager.should_save_optimizer),
+            (trees.EXTRA, manager.should_save_extra),
+        )
+        return [name for name, wanted in asked if wanted]
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         """See `interfaces.Copies`. A rank that fails to describe its state leaves the others waiting in megatron-core's
@@ -57,25 +80,25 @@ class Copies:
         found: dict[str, SaveFn] = {}
         if trees.gathers_late(self._manager.model):
             trees.gather_parameters(self._manager.model)
-        if contents.STATE in todo:
-            found[contents.STATE] = self._take_trees(step, folder, staging, durable)
+        for name, names in ((contents.STATE, self.trees_left(step)), (contents.MODEL, [trees.MODEL])):
+            if name in todo:
+                found[name] = self._take_trees(step, names, folder, staging, durable)
         exports = contents.EXPORT in todo
-        if contents.METADATA in todo or exports:
+        described = next((name for name in (contents.METADATA, contents.DESCRIPTION) if name in todo), None)
+        if described or exports:
             together(f"describe the contents of step {step}", self._read_small)
-        small = self._small or {}
         if exports:
             export = self._take_export(step, folder)
             if self._manager.rank == 0:
                 found[contents.EXPORT] = export
-        if contents.METADATA in todo and self._manager.rank == 0:
-            own = {name: data for name, data in small.items() if not (exports and name.startswith(HUGGING_FACE))}
-            own["ckpt_contents.json"] = self._manifest(step, contents.STATE in todo)
-            found[contents.METADATA] = lambda: ModelFiles(own).write(folder)
+        if described and self._manager.rank == 0:
+            there = self._saved_of(step) | set(todo)
+            found[described] = self._take_small(step, folder, described, there)
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
         """See `interfaces.Copies`."""
-        if name == contents.STATE and self.meeting is not None:
+        if name in _TREES and self.meeting is not None:
             self.meeting.give_up(error)
 
     def wait_until_copied(self) -> None:
@@ -85,8 +108,8 @@ class Copies:
 
     # ---- the trees of megatron-core
 
-    def _take_trees(self, step: int, folder: Path, staging: Path, durable: bool) -> SaveFn:
-        pending = self._trees.plan(folder, trees_to_save(self._manager))
+    def _take_trees(self, step: int, names: list[str], folder: Path, staging: Path, durable: bool) -> SaveFn:
+        pending = self._trees.plan(folder, names)
 
         limit = self._meetings.timeout_s
         lazily = self._lazily and not trees.has_buffers(self._manager.model)
@@ -116,11 +139,14 @@ class Copies:
         manager, place = self._manager, folder / HUGGING_FACE
         what = f"export the model of step {step}"
         dtype = str(next(manager.model[0].parameters()).dtype).removeprefix("torch.")
+        # Those that are saved already stay as they are.
+        described = {contents.METADATA, contents.DESCRIPTION} & self._saved_of(step)
+        files = self._files if described or manager.rank else self._files.with_dtype(dtype)
         if manager.vanilla_bridge and not any(manager._get_bridge_extended_args().values()):
             state = use_on_first_rank(what, manager.bridge.export_weights(manager.model), _copied)
 
             def write() -> list[Path]:
-                self._files.with_dtype(dtype).write(place)
+                files.write(place)
                 _write_weights(manager.bridge, state or {}, place)
                 return _files(place)
 
@@ -129,7 +155,7 @@ class Copies:
         together(what, lambda: manager._save_model_as_hf_via_bridge(str(place)))
 
         def write_beside() -> list[Path]:
-            self._files.with_dtype(dtype).write(place)  # over what the bridge has written of these
+            files.write(place)  # over what the bridge has written of these
             return _files(place)
 
         return write_beside
@@ -142,26 +168,30 @@ class Copies:
         if manager.rank != 0 or self._small is not None:
             return
         with tempfile.TemporaryDirectory() as name:
-            if manager.should_save_extra:
-                manager._save_transformer_config(name)
+            manager._save_transformer_config(name)
             own = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
         self._small = own | {f"{HUGGING_FACE}/{path}": data for path, data in self._files.contents.items()}
+
+    def _take_small(self, step: int, folder: Path, described: str, there: set[str]) -> SaveFn:
+        left_out: tuple[str, ...] = () if self._manager.should_save_extra else (_CONFIG,)
+        if contents.EXPORT in there:
+            left_out += (HUGGING_FACE,)
+        own = {name: data for name, data in (self._small or {}).items() if not name.startswith(left_out)}
+        manifest = {_MANIFEST: self._manifest(step, bool(_TREES & there))}
+        if described == contents.METADATA:
+            return lambda: ModelFiles(own | manifest).write(folder)
+
+        def write() -> list[Path]:
+            ModelFiles(manifest).write(folder)  # not reported: a full save of the step writes it anew
+            return ModelFiles(own).write(folder)
+
+        return write
 
     def _manifest(self, step: int, has_trees: bool) -> bytes:
         with tempfile.TemporaryDirectory() as name:  # verl makes folders when it names them
             found = self._manager._build_checkpoint_manifest(name, step, has_trees)
         found["layout"] = trees.layout(self._manager)
         return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
-
-
-def trees_to_save(manager: MegatronCheckpointManager) -> list[str]:
-    """The trees that a save of this manager consists of."""
-    asked = (
-        (trees.MODEL, manager.should_save_dist_ckpt_model),
-        (trees.OPTIMIZER, manager.should_save_optimizer),
-        (trees.EXTRA, manager.should_save_extra),
-    )
-    return [name for name, wanted in asked if wanted]
 
 
 def _copied(tensors: Pairs) -> dict[str, torch.Tensor]:

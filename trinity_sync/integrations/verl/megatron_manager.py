@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,11 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.interfaces import OpensMonitor
-from trinity_sync.integrations.verl.megatron_copies import Copies, trees_to_save
+from trinity_sync.integrations.verl.megatron_copies import Copies
 from trinity_sync.integrations.verl.megatron_loading import check_loadable, load
 from trinity_sync.integrations.verl.reading import held_throughout
 from trinity_sync.integrations.verl.saves import CommittedSaves
-from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 if TYPE_CHECKING:
     from trinity_sync.backends.engines import MegatronEngine
@@ -54,6 +56,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
     """
 
     _copies: Copies
+    checkpoint_save_contents: list[str]
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
     ) -> None:
         super().__init__(*args, **kwargs)
         _check_engine(self)
-        self._start_saves(Copies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
+        copies = Copies(self, timeout_s, saved_of=self.saved_of, lazily=lazily)
+        self._start_saves(copies, opens or ray_namespace, timeout_s)
         self._contents_saved: list[str] = []
 
     # ---- saving
@@ -77,6 +81,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
+        save_as_hf: bool = False,
     ) -> None:
         """Save what `save_contents` asks for. Collective; returns when the state is copied. An export by
         Megatron-Bridge, or with options in ``mbridge_config``, is written before.
@@ -87,6 +92,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
             hdfs_path: where rank 0 copies them after the commit; None: nowhere.
             max_ckpt_to_keep: how many full checkpoints stay, whoever wrote them; None or 0: no limit. A pinned or
                 leased one stays beside them. Enforced after the commit.
+            save_as_hf: the model in Hugging Face format as well.
 
         Raises:
             ConfigError, RunError: on every rank; also for what an earlier save failed of.
@@ -94,7 +100,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         if local_path is None:
             return
         asked = sorted(self.checkpoint_save_contents)
-        if self._step == global_step and self._saved and asked != self._contents_saved:
+        if self._step == global_step and FULL in self._kinds and asked != self._contents_saved:
             raise ConfigError(
                 f"step {global_step} was saved with {', '.join(self._contents_saved)}; it is not saved again with "
                 f"{', '.join(asked)}"
@@ -102,18 +108,36 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         wanted = [
             name
             for name, is_asked in (
-                (contents.STATE, bool(trees_to_save(self))),
+                (contents.STATE, bool(self._copies.trees_left(global_step))),
                 (contents.METADATA, True),
-                (contents.EXPORT, self.should_save_hf_model),
+                (contents.EXPORT, self.should_save_hf_model or save_as_hf),
             )
             if is_asked
         ]
-        self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
+        if save_as_hf and self.bridge is None:
+            raise ConfigError("save_as_hf needs a bridge, and the engine has none")
+        with self._asked_for([*asked, *(["hf_model"] if save_as_hf and "hf_model" not in asked else [])]):
+            self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         self._contents_saved = asked
         if self.rank == 0:
             self._commits.follow(
                 global_step, FULL, lambda _: self._follow_commit(local_path, hdfs_path, max_ckpt_to_keep)
             )
+
+    def save_state_dict(self, local_path: str | None, global_step: int = 0) -> None:
+        """Save the model alone, and its Hugging Face export where that is asked for; see `CommittedSaves`."""
+        with self._asked_for(["model", *(name for name in self.checkpoint_save_contents if name == "hf_model")]):
+            super().save_state_dict(local_path, global_step)
+
+    @contextmanager
+    def _asked_for(self, save_contents: list[str]) -> Iterator[None]:
+        """Save these contents for the length of the block."""
+        before: list[str] = self.checkpoint_save_contents
+        self.checkpoint_save_contents = save_contents
+        try:
+            yield
+        finally:
+            self.checkpoint_save_contents = before
 
     def _follow_commit(self, local_path: str, hdfs_path: str | None, max_ckpt_to_keep: int | None) -> None:
         if hdfs_path is not None:
@@ -133,7 +157,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     def _watch(self, step: int, meeting: Meeting) -> None:
         try:
-            self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=FULL).result(self._timeout_s)
+            kind = FULL if FULL in self._kinds else STATE_DICT
+            self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind).result(self._timeout_s)
         except Exception as error:
             meeting.give_up(error)
 
@@ -143,11 +168,15 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
     def _backend(self) -> str:
         return "megatron"
 
+    def _weights(self) -> list[str]:
+        model = [contents.MODEL] if self.should_save_dist_ckpt_model else []
+        return [*model, contents.DESCRIPTION, *([contents.EXPORT] if self.should_save_hf_model else [])]
+
     def _check(self, todo: list[str]) -> None:
         if self.should_save_optimizer and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         strategy = self._monitor.describe().result(self._timeout_s)["save_strategy"]
-        if contents.STATE in todo and strategy != "unrestricted":
+        if {contents.STATE, contents.MODEL} & set(todo) and strategy != "unrestricted":
             raise ConfigError(
                 f"save_strategy is {strategy}; the ranks of a Megatron engine finish a checkpoint together, so it has "
                 "to be unrestricted"

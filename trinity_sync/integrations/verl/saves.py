@@ -33,6 +33,7 @@ from trinity_sync.integrations.verl.reading import hold, step_at
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.sync import Synchronizer
 
 
 class CommittedSaves(Saves):
@@ -56,6 +57,10 @@ class CommittedSaves(Saves):
     @abstractmethod
     def _backend(self) -> str:
         """The kind of the engine, as manifests name it."""
+
+    def _weights(self) -> list[str]:
+        """The contents that a save of the weights alone consists of."""
+        return [contents.MODEL, contents.METADATA]
 
     @abstractmethod
     def _check(self, todo: list[str]) -> None:
@@ -103,6 +108,8 @@ class CommittedSaves(Saves):
         self._last_loaded: str | None = None
         self._saving = threading.Lock()
         self._beside: Beside | None = None
+        self._announced: int | None = None
+        self._synchronizer = _synchronizer(run) if isinstance(run, str) else None
         if isinstance(run, str):
             self._use(RunMonitor.in_namespace(run, timeout_s))
         else:
@@ -166,6 +173,40 @@ class CommittedSaves(Saves):
         self._saved[place] = saved | set(todo)
         self._kinds.add(kind)
         self._commits.expect(step, kind)
+
+    def saved_of(self, step: int) -> set[str]:
+        """Return the contents of a step that this run has saved already, at whichever place."""
+        return {name for names in self._saved.values() for name in names} if self._step == step else set()
+
+    def save_state_dict(self, local_path: str | None, global_step: int = 0) -> None:
+        """Save the weights alone, and announce the version when they are committed. Collective; returns when they are
+        copied.
+
+        Nothing is written of weights that are on disk already (those of step 0 that nobody has trained, those that
+        `load_checkpoint` has just read), nor for a second call of the same step. What is a checkpoint of this step
+        already, of whichever run, stays: the weights are then committed beside it, for as long as this run needs them.
+
+        Args:
+            local_path: as for `save_checkpoint`.
+
+        Raises:
+            Exception: as `save_checkpoint`.
+        """
+        if local_path is None:
+            return
+        if self._step is None and global_step in (0, self._loaded):
+            together(f"announce version {global_step}", lambda: self._announce(global_step))
+            return
+        self._save(local_path, global_step, STATE_DICT, self._weights())
+        if self.rank == 0 and self._announced != global_step:
+            self._commits.follow(global_step, STATE_DICT, lambda folder: self._announce(global_step, folder))
+
+    def _announce(self, step: int, location: str | None = None) -> None:
+        if self.rank == 0 and self._synchronizer is not None and self._announced != step:
+            if location is None and self._root is not None and step_dir(self._root, step).is_dir():
+                location = str(step_dir(self._root, step))
+            self._synchronizer.set_model_state_dict(None, step, attempt=self._attempt, location=location)
+        self._announced = step
 
     def _write(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> None:
         begun: list[tuple[Path, Path]] = []
@@ -396,3 +437,10 @@ class CommittedSaves(Saves):
     def _prepare(self, local_path: str, held: ExitStack) -> None:
         self._check_files(local_path)
         hold(self._root, local_path, f"rank {self.rank}", self._timeout_s, held)
+
+
+def _synchronizer(ray_namespace: str) -> Synchronizer | None:
+    try:
+        return Synchronizer.get_actor(namespace=ray_namespace or None)
+    except RunError:
+        return None
