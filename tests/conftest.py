@@ -15,7 +15,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests import parts
-from trinity_sync.config import make_quick
+from tests.quick_hydra import make_quick
 from trinity_sync.host import masking
 
 # How long an example takes depends on what else the machine does; what hangs is ended by pytest's own limit. Continuous

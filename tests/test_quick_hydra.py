@@ -20,6 +20,7 @@ from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, _utils, base, open_dict
 
+from tests.quick_hydra import make_quick
 from trinity_sync import config
 
 CHOICES = (
@@ -32,20 +33,21 @@ CHOICES = (
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> None:
-    config.make_quick()
+    make_quick()
 
 
 @pytest.mark.parametrize(("package", "other"), [("hydra", "1.3.9"), ("omegaconf", "2.4.0")])
 def test_who_uses_the_library_or_has_other_versions_keeps_hydra_as_it_is(package: str, other: str) -> None:
     program = f"""
 import {package}
+from tests.quick_hydra import make_quick
 from trinity_sync import config
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import _utils
 config.compose(["sync=nccl"])
 assert not hasattr(_utils.get_yaml_loader, "__wrapped__")
 {package}.__version__ = "{other}"
-config.make_quick()
+make_quick()
 assert not hasattr(_utils.get_yaml_loader, "__wrapped__") and "__deepcopy__" not in vars(ConfigStore)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

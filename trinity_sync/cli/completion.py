@@ -101,11 +101,9 @@ def _overrides(before: Sequence[str], word: str) -> list[str]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from trinity_sync import config
     from trinity_sync.config.composition import completions
     from trinity_sync.launch.command_line import CommandLine
 
-    config.make_quick()
     try:
         return completions([*CommandLine.read(before).arguments, word])
     except (HydraException, OmegaConfBaseException, SystemExit, AssertionError, ValueError):

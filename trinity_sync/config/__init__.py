@@ -16,7 +16,6 @@ from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.overrides import quote
 from trinity_sync.config.places import anchored, from_here
 from trinity_sync.config.problems import Check, Get, Problem
-from trinity_sync.config.quick_hydra import make_quick
 from trinity_sync.config.registration import register
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import Trust, asked_again, check_saved_target, only_trusted, only_trusted_places
@@ -51,7 +50,6 @@ __all__ = [
     "instantiate_target",
     "load",
     "load_class",
-    "make_quick",
     "only_trusted",
     "only_trusted_places",
     "plain",

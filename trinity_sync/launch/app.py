@@ -107,7 +107,6 @@ def run_main(
     """
     global _session
     _session = _Session(resume=resume, until=until)
-    config.make_quick()
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run, _session.rerun = line.dry_run, rerun.is_asked_for(line.arguments)
