@@ -14,7 +14,7 @@ import pytest
 
 VERSION = "0.6.0"
 FETCH_S = 120
-RUN_S = 900
+RUN_S = 1500
 ROOT = Path(__file__).parents[2]
 
 SCENARIOS = [f"{mode}-{style}" for mode in ("memory", "checkpoint", "nccl") for style in ("fixed", "explorer_driven")]
@@ -29,7 +29,7 @@ def _run(command: list[str], log: Path, timeout_s: float, **env: str) -> str | N
             )
         except subprocess.TimeoutExpired:
             return f"not done within {timeout_s:g} s"
-    return None if done.returncode == 0 else "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    return None if done.returncode == 0 else "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
 
 @pytest.fixture(scope="package")

@@ -25,6 +25,8 @@ import trinity.trainer.trainer as trainer_module
 from safetensors.torch import load_file, save_file
 from trinity.common.constants import SyncMethod
 
+from tests.trinity.experiences import Experiences
+
 OURS = os.environ["TRINITY_TEST_CLASSES"] == "ours"
 if OURS:
     from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
@@ -280,33 +282,6 @@ class Models:
     async def create_all_models(self) -> tuple[list[Model], list[Any]]:
         self.made = [Model(self.config)]
         return list(self.made), []
-
-
-class Experiences:
-    """The rollout coordinator and the buffer in one: what is submitted can be taken."""
-
-    def __init__(self) -> None:
-        self._batches: asyncio.Queue[int] = asyncio.Queue()
-
-    @classmethod
-    def get_actor(cls, config: Any) -> Any:
-        namespace = config if isinstance(config, str) else config.ray_namespace
-        return ray.remote(cls).options(name="experiences", namespace=namespace, get_if_exists=True, num_cpus=0).remote()
-
-    async def prepare(self) -> None:
-        pass
-
-    async def submit_batch(self, *, batch_id: int, **batch: Any) -> None:
-        self._batches.put_nowait(batch_id)
-
-    async def take(self) -> int:
-        return await self._batches.get()
-
-    async def finalize_train_batch(self, step: int) -> dict[str, Any]:
-        return {"metrics": {}, "finished_task_count": 0}
-
-    async def shutdown(self) -> None:
-        pass
 
 
 class Tasks:

@@ -11,7 +11,7 @@ import pytest
 from tests.trinity.conftest import SCENARIOS
 from tests.trinity.steps import STEPS
 
-pytestmark = [pytest.mark.all, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.all, pytest.mark.timeout(3600)]
 
 Runs = dict[tuple[str, str], dict[str, Any]]
 
