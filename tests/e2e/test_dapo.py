@@ -76,6 +76,7 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.all
 def test_every_step_trains_on_prompts_with_a_difference_in_the_order_of_the_data(filtered: Run) -> None:
     steps = asked(filtered)
     assert [len(step) for step in steps] == [2, 2, 2, 2]
@@ -86,6 +87,7 @@ def test_every_step_trains_on_prompts_with_a_difference_in_the_order_of_the_data
         assert line["filter_groups/filled"] == 0
 
 
+@pytest.mark.all
 def test_the_divergence_in_rewards_begins_at_0_and_its_coefficient_adapts(filtered: Run) -> None:
     lines = figures(filtered, *PENALTY)
     assert lines[0] == [0.0, 0.5]

@@ -129,6 +129,7 @@ def test_an_interrupted_run_goes_on_after_its_last_checkpoint(folder: Path) -> N
     assert sorted(again.digests)[-1] == last + 3
 
 
+@pytest.mark.all
 def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> None:
     started = start(folder, *LONG_ENOUGH)
     kill_at(started, "step 12/120", lambda run: run.pid_of("trainer-rank-1"))

@@ -50,7 +50,6 @@ def assert_sound(run: Run, steps: int, bound: int = 1) -> None:
 
 
 def test_a_free_run_trains_within_the_bound_and_never_on_a_wrong_label(folder: Path, tmp_path: Path) -> None:
-    """With settings that `test_matrix.py` leaves to this run."""
     run = launch(folder, *FREE, "backend=fsdp", "sync=memory", "trainer.steps=12", "checkpoint.interval=5")
     assert_sound(run, 12)
     assert run.digests[0] == initial_digest(run.folder)

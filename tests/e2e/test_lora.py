@@ -22,7 +22,8 @@ from trinity_sync.models.factory import make_model
 from trinity_sync.weights.lora import is_adapter, saved_name
 
 BACKENDS, MODES = ("fsdp", "fsdp2"), ("checkpoint", "memory", "nccl")
-SHORT = ("fsdp2", "memory", "backend.ranks=1")
+SHORT = ("fsdp2", "checkpoint", "backend.ranks=1")
+"""Its mode is that of no other whole run that `make test` has."""
 HYBRID = "backend.fsdp_size=1"
 """Of two ranks: each holds all, and the first contributes."""
 

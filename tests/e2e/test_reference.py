@@ -28,7 +28,7 @@ near = completed(*NEAR, "backend=fsdp2", "sync=checkpoint", "backend.ranks=1", "
 @pytest.mark.all
 def test_a_run_is_held_near_to_the_model_that_it_began_with(near: Run) -> None:
     assert_held(near)
-    near.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=2)  # for test_matrix.py
+    near.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=2)
     noted = {manifest["reference"]["path"] for manifest in near.manifests.values()}
     assert noted == {str(near.folder / "model")}
 

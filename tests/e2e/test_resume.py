@@ -47,7 +47,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.all
 def test_the_same_weights_have_the_same_digest_at_trainer_explorer_and_checkpoint(uninterrupted: Run) -> None:
-    """As in `test_matrix.py`, which leaves these settings to this run."""
     uninterrupted.assert_the_same_weights_everywhere([*range(0, 20, 3), 20], [*range(5, 21, 5)], explorers=1)
 
 

@@ -44,7 +44,7 @@ def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_befor
     measured = ("algorithm.calculate_entropy=true", "trainer.warmup_steps=2", "trainer.lr=1e-3")
     groups = ("backend=fsdp", "sync=nccl", "backend.ranks=1", "explorer.replicas=2")
     run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED, *measured, *groups)
-    run.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=2)  # for test_matrix.py
+    run.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=2)
     assert_measured(run, rounded=False)  # of logits in fp32, as the entropy is
     assert_truncated(run)
     entropies = [line["actor/entropy_loss"] for line in run.lines("metrics.jsonl")]

@@ -23,6 +23,8 @@ from trinity_sync.integrations.verl.run import VerlRun
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 TREES = ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt")
+# Saves of a verl program in parts: `test_manager.py` with FSDP, `tests/backends/test_megatron.py` the layouts.
+pytestmark = pytest.mark.all
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +92,11 @@ def kept(root: Path) -> list[int]:
     [
         pytest.param("tp2", False, id="tp2-hugging-face"),
         *(
-            pytest.param(name, trees, id=f"{name}-{'trees' if trees else 'hugging-face'}", marks=pytest.mark.all)
+            pytest.param(name, trees, id=f"{name}-{'trees' if trees else 'hugging-face'}")
             for name, trees in (("tp2", True), ("pp2", True), ("dp2", True), ("dp2", False), ("tp2-same", True))
         ),
-        pytest.param("dp2-late", True, id="dp2-late", marks=pytest.mark.all),
-        pytest.param("dp2-same", True, id="dp2-same", marks=pytest.mark.all),
+        pytest.param("dp2-late", True, id="dp2-late"),
+        pytest.param("dp2-same", True, id="dp2-same"),
     ],
 )
 def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
@@ -130,7 +132,6 @@ def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
     assert every(ranks, "state", layout) == after
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 @pytest.mark.parametrize("trees", [True, False])
 def test_verl_itself_loads_what_was_saved(
@@ -156,7 +157,6 @@ def test_verl_itself_loads_what_was_saved(
         assert [state[1] for state in found] == [state[1] for state in before]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 @pytest.mark.parametrize("trees", [True, False])
 def test_what_verl_itself_saved_is_loaded_bit_for_bit(
@@ -179,7 +179,6 @@ def test_what_verl_itself_saved_is_loaded_bit_for_bit(
     assert every(ranks, "state", layout) == after
 
 
-@pytest.mark.all
 def test_our_files_have_the_names_of_verls(
     ranks: list[Any], run: VerlRun, root: Path, step: int, tmp_path: Path
 ) -> None:
@@ -202,7 +201,6 @@ def test_our_files_have_the_names_of_verls(
     assert of_ours == of_theirs
 
 
-@pytest.mark.all
 def test_a_save_while_one_is_being_written_waits_for_it_and_each_holds_its_own_state(
     ranks: list[Any], run: VerlRun, root: Path, step: int
 ) -> None:
@@ -220,7 +218,6 @@ def test_a_save_while_one_is_being_written_waits_for_it_and_each_holds_its_own_s
     assert len({repr(state) for state in states}) == 3
 
 
-@pytest.mark.all
 def test_contents_that_are_left_out_are_not_written_and_not_loaded(
     ranks: list[Any], run: VerlRun, root: Path, step: int
 ) -> None:
@@ -244,7 +241,6 @@ def test_contents_that_are_left_out_are_not_written_and_not_loaded(
         assert f"{actor_path(root, step + 1)} is not there" in str(error)
 
 
-@pytest.mark.all
 def test_another_layout_says_what_is_wrong_and_loads_what_can_be_loaded(
     ranks: list[Any], started: dict[str, Any], run: VerlRun, root: Path, step: int
 ) -> None:
@@ -276,7 +272,6 @@ def test_another_layout_says_what_is_wrong_and_loads_what_can_be_loaded(
         ray.kill(one[0])
 
 
-@pytest.mark.all
 def test_random_generators_of_other_numbers_of_replicas_are_those_of_their_place_in_the_model(
     ranks: list[Any], started: dict[str, Any], run: VerlRun, root: Path, step: int
 ) -> None:
@@ -297,7 +292,6 @@ def test_random_generators_of_other_numbers_of_replicas_are_those_of_their_place
         ray.kill(one[0])
 
 
-@pytest.mark.all
 def test_an_export_stands_beside_the_tree_and_may_be_the_bridges_own(
     ranks: list[Any], run: VerlRun, root: Path, step: int
 ) -> None:
@@ -321,7 +315,6 @@ def test_an_export_stands_beside_the_tree_and_may_be_the_bridges_own(
     load(ranks, "tp2", root, step + 1)
 
 
-@pytest.mark.all
 def test_the_limit_and_the_copy_elsewhere_come_after_the_commit(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
@@ -339,7 +332,6 @@ def test_the_limit_and_the_copy_elsewhere_come_after_the_commit(
     every(ranks, "manager", "tp2", "load_checkpoint", None)
 
 
-@pytest.mark.all
 def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
@@ -408,7 +400,6 @@ def test_weights_alone_are_saved_and_announced_and_a_full_save_of_the_step_adds_
 # ---- faults
 
 
-@pytest.mark.all
 def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_is_sound(
     ranks: list[Any], run: VerlRun, root: Path, step: int
 ) -> None:
@@ -437,7 +428,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_is_sound(
     assert verification.verify(step_dir(root, step + 1)).ok
 
 
-@pytest.mark.all
 def test_nothing_that_is_pickled_in_a_checkpoint_runs(
     ranks: list[Any], run: VerlRun, root: Path, tmp_path: Path
 ) -> None:
@@ -453,7 +443,6 @@ def test_nothing_that_is_pickled_in_a_checkpoint_runs(
     assert not mark.exists()
 
 
-@pytest.mark.all
 def test_a_rank_that_is_killed_in_a_save_leaves_nothing_and_is_noticed_by_its_peers(
     ranks: list[Any], run: VerlRun, root: Path, step: int
 ) -> None:

@@ -255,12 +255,13 @@ def test_a_tracker_apart_is_closed_as_failed_when_the_process_of_the_run_is_kill
 def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
-        "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking.feeding import Trackers\n"
-        "from trinity_sync.tracking.trackers import TrackedRun\n"
+        "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking import apart\n"
+        "from trinity_sync.tracking.feeding import Trackers\n"
+        "from trinity_sync.tracking.trackers import TrackedRun\napart._LAST_S = 1.0\n"
         f"trackers = Trackers([FileTracker('log', 'stop')], TrackedRun(folder=Path({str(tmp_path)!r}), name='copy'))\n"
         "trackers.log(1, {'a': 1})\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=25.0).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=45.0).returncode == 0
     wait_for(lambda: not psutil.pid_exists(process(tmp_path)))
 
 
