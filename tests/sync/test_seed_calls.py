@@ -153,10 +153,22 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
         Synchronizer.get_actor({"slots": 2})
     with pytest.raises(ConfigError, match=r"synchronizer\.sync_timeout is '1 h'; it has to be a number of seconds"):
         synchronizer_config(config("a-run", str(tmp_path), timeout_s="1 h"))
+    with pytest.raises(ConfigError, match=r"timeout_s is nan; it has to be a number of seconds above 0"):
+        Synchronizer.get_actor(timeout_s=float("nan"))
+    spread = config("a-run", str(tmp_path))
+    spread.synchronizer.explorer_world_size = "two"
+    with pytest.raises(ConfigError, match=r"synchronizer\.explorer_world_size is 'two'"):
+        synchronizer_config(spread)
     lacking = config("a-run", str(tmp_path))
     del lacking.trainer.name
     with pytest.raises(ConfigError, match=r"has no field trainer\.name"):
         synchronizer_config(lacking)
+
+
+def test_what_trinity_rft_has_not_filled_in_is_not_known() -> None:
+    empty: Any = config("a-run", "")
+    empty.checkpoint_job_dir = empty.ray_namespace = None
+    assert (synchronizer_config(empty).checkpoint_dir, synchronizer_config(empty).namespace) == (None, None)
 
 
 def test_names_alone_make_one(cluster: None, tmp_path: Path) -> None:
@@ -246,6 +258,12 @@ def test_a_process_that_has_left_ray_and_come_back_is_another_one(monkeypatch: p
 
 
 # ---- publishing
+
+
+@pytest.mark.parametrize("step", ["7", -1, 1.5])
+def test_what_is_no_step_names_no_version(step: Any) -> None:
+    with pytest.raises(RunError, match=f"trainer_step is {step!r}; it has to be a number of steps"):
+        Synchronizer(None, LIMIT).set_model_state_dict({"w": torch.ones(2)}, step)  # type: ignore[arg-type]
 
 
 def test_a_version_is_published_again_with_the_same_weights_only(make_synchronizer: Make) -> None:
@@ -426,6 +444,22 @@ def test_a_monitors_calls_are_made_plainly_as_well(make_run: Callable[..., Run])
     assert run.monitor.status(9)["state"] == "unknown"
     with pytest.raises(WaitTimeout, match="checkpoint step 9"):
         run.monitor.wait_committed(9, timeout_s=0.1)
+
+
+def test_a_synchronizer_that_is_not_ours_is_told_nothing_and_the_mirror_goes_on(cluster: None, tmp_path: Path) -> None:
+    namespace, here, there = local_ray.new_name(), tmp_path / "here", tmp_path / "there"
+    theirs = ray.remote(Peer).options(name="synchronizer", namespace=namespace, num_cpus=0).remote()
+    monitor = CheckpointMonitor.get_actor(namespace, "unrestricted", str(here), str(there))
+    coordinator = CheckpointCoordinator(monitor, timeout_s=LIMIT)
+    (step_dir(here, 2) / "actor").mkdir(parents=True)
+    coordinator.save_sync(lambda: None, 2, is_state_dict=True)
+    asyncio.run(coordinator.register_and_monitor(2, state_dict_thread_count=1))
+    coordinator.wait_committed(2)
+    assert monitor.wait_mirrored(LIMIT) == {}
+    assert step_dir(there, 2).is_dir()
+    assert [event for event in monitor.drain_events() if event["event"] == "fault"] == []
+    for actor in (monitor, theirs):
+        ray.kill(actor)
 
 
 def test_a_commit_that_does_not_come_in_time_names_what_is_missing(make_run: Callable[..., Run]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -425,10 +426,12 @@ class HandoverClient:
                 checkpoint folder.
 
         Raises:
-            RunError: the attempt has a later version, or the version was published with other weights; or the step's
-                checkpoint failed, or there is none and nobody who saves it.
+            RunError: the attempt has a later version, or the version was published with other weights; the step is
+                none; or its checkpoint failed, or there is none and nobody who saves it.
             WaitTimeout: the checkpoint was not committed in time; names what is missing.
         """
+        if not isinstance(trainer_step, Integral) or trainer_step < 0:
+            raise RunError(f"trainer_step is {trainer_step!r}; it has to be a number of steps")
         state: object = None
         if isinstance(model_state_dict, (str, os.PathLike)):
             state = os.fspath(model_state_dict)
@@ -437,7 +440,7 @@ class HandoverClient:
 
             state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
         publisher = this_process(TRAINER)
-        return self.client.ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
+        return self.client.ask("set_model_state_dict", int(trainer_step), attempt, state, location, publisher)
 
     def _fetch(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
         """Return the newest version: its tensors, every byte checked, and its step; both of one version.

@@ -40,7 +40,7 @@ from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
-from trinity_sync.sync.settings import SynchronizerConfig, synchronizer_config
+from trinity_sync.sync.settings import SynchronizerConfig, check_limit, synchronizer_config
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -322,6 +322,7 @@ class Synchronizer(HandoverClient):
         namespace = namespace or (settings.namespace if settings is not None else None)
         given: dict[str, Any] = {}
         if timeout_s is not None:
+            check_limit("timeout_s", timeout_s)
             given["timeout_s"] = timeout_s
         if checkpoint_dir is not None:
             given["checkpoint_dir"] = str(Path(checkpoint_dir).absolute())
