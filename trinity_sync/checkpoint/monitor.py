@@ -463,9 +463,7 @@ def _announce(namespace: str, committed: Committed) -> None:
 
     from trinity_sync.actors.synchronizer import SYNCHRONIZER, SynchronizerClient
 
-    with contextlib.suppress(
-        ValueError, RayError, AttributeError
-    ):  # there is none, its node is gone, or it is not ours
+    with contextlib.suppress(ValueError, RayError, AttributeError):  # none, none that can be reached, or none of ours
         client = SynchronizerClient(ray.get_actor(SYNCHRONIZER, namespace=namespace), ANSWER_S)
         client.follow(Version(committed["attempt"], committed["step"]), str(committed["path"]))
 
