@@ -295,11 +295,11 @@ def test_a_version_that_is_gone_or_not_there_yet_is_refused_with_what_is_there()
 def test_the_place_of_the_newest_version_is_none_where_it_has_no_folder() -> None:
     async def story() -> None:
         actor = body()
-        assert await actor.newest_location() is None
+        assert await actor.get_latest_model_path() is None
         await commit(actor, 0)
-        assert await actor.newest_location() is None
+        assert await actor.get_latest_model_path() is None
         await commit(actor, 1, "/run/global_step_1")
-        assert await actor.newest_location() == "/run/global_step_1"
+        assert await actor.get_latest_model_path() == "/run/global_step_1/actor"
 
     run(story())
 

@@ -31,13 +31,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def this_process(name: str) -> Member:
-    """Name the calling process; the same member whenever it is asked for."""
-    return Member(name, _life(os.getpid()))
+    """Name the calling process; the same member whenever it is asked for, as long as it stays in Ray."""
+    return Member(name, _life(os.getpid(), ray.get_runtime_context().get_worker_id()))
 
 
 @functools.cache
-def _life(pid: int) -> str:
-    """Draw the word of one process; a fork, which inherits the drawn ones, has another number."""
+def _life(pid: int, worker: str) -> str:
+    """Draw the word of one process: a fork, which inherits the drawn ones, has another number, and one that has left
+    Ray, which is dead to actors, another worker.
+    """
     return Member.new(str(pid)).life
 
 

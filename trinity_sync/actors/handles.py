@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Mapping
+import inspect
+from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
@@ -44,7 +45,9 @@ def asked(begin: Callable[Concatenate[Any, P], Call[R]]) -> HandleMethod[P, R]:
 
     def bind(handle: Any) -> Method[P, R]:
         return Method(
-            lambda *args, **kwargs: begin(handle, *args, **kwargs).result(_limit(kwargs, handle.timeout_s)),
+            lambda *args, **kwargs: begin(handle, *args, **kwargs).result(
+                _limit(begin, args, kwargs, handle.timeout_s)
+            ),
             lambda *args, **kwargs: begin(handle, *args, **kwargs).reference,
         )
 
@@ -54,11 +57,13 @@ def asked(begin: Callable[Concatenate[Any, P], Call[R]]) -> HandleMethod[P, R]:
 def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> HandleMethod[P, R]:
     """Make a client's method of the actor's; an enum's member goes as its value."""
 
+    @functools.wraps(method)
     def begin(handle: Any, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        call: Call[R] = handle.client._ask(method.__name__, *map(plain, args), **kwargs)
+        named = {name: plain(value) for name, value in kwargs.items()}
+        call: Call[R] = handle.client._ask(method.__name__, *map(plain, args), **named)
         return call
 
-    return HandleMethod(method, asked(begin)._bind)
+    return asked(begin)
 
 
 def fetched(
@@ -77,9 +82,10 @@ def fetched(
     return HandleMethod(fetch, bind)
 
 
-def plainly(handle: ActorHandle, who: str, timeout_s: float) -> ActorHandle:
+def plainly(handle: ActorHandle, body: type, who: str, timeout_s: float) -> ActorHandle:
     """Let the methods of a handle be called plainly in this process, too, within `timeout_s` where they name no limit.
-    It stays Ray's: sent to another process, it has `.remote` only. `who` is what errors call the actor.
+    It stays Ray's: sent to another process, it has `.remote` only. `body` is the actor's class, `who` what errors call
+    the actor.
     """
 
     def method(name: str) -> Method[..., Any]:
@@ -87,7 +93,7 @@ def plainly(handle: ActorHandle, who: str, timeout_s: float) -> ActorHandle:
 
         def wait(*args: object, **kwargs: object) -> object:
             call: Call[object] = Call(remote(*args, **kwargs), who, f"answer {name}")
-            return call.result(_limit(kwargs, timeout_s))
+            return call.result(_limit(getattr(body, name), args, kwargs, timeout_s))
 
         return Method(wait, remote)
 
@@ -95,7 +101,8 @@ def plainly(handle: ActorHandle, who: str, timeout_s: float) -> ActorHandle:
     return handle
 
 
-def _limit(kwargs: Mapping[str, Any], timeout_s: float) -> float:
+def _limit(method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], timeout_s: float) -> float:
     """The actor ends its own waits at the limit that it was given, and says more of them than we could."""
-    named = kwargs.get("timeout_s")
+    given = {**dict(zip(list(inspect.signature(method).parameters)[1:], args, strict=False)), **kwargs}
+    named = given.get("timeout_s", given.get("timeout"))  # Trinity-RFT's word is the second
     return (timeout_s if named is None else float(named)) + ANSWER_S

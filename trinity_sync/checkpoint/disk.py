@@ -262,6 +262,10 @@ class CheckpointDisk:
         """List the steps of the full checkpoints that are committed."""
         return [info.step for info in catalog.scan(self.root) if info.kind == FULL] if self.root is not None else []
 
+    def newest_weights(self) -> int | None:
+        """Return the step of the newest weights that are committed, as the tracker has it."""
+        return None if self.root is None else read_tracker(self.root, STATE_DICT).step
+
     # ---- a life after the monitor's death
 
     def write_journal(self, step: int, dumped: JournalEntry | None) -> None:

@@ -22,7 +22,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker
-from trinity_sync.protocol.parts import FULL, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.tracking import units
 
@@ -89,6 +89,15 @@ class Execution:
         )
         if here:
             self._uploads.catch_up(here)
+
+    def announce_newest(self) -> None:
+        """Tell of the newest weights again: a life before may have ended between their commit and that."""
+
+        def tell() -> None:
+            if self.announce is not None and (step := self._disk.newest_weights()) is not None:
+                self.announce(self._disk.describe_committed(step, STATE_DICT))
+
+        self._in_background(asyncio.to_thread(tell))
 
     def apply(self, decisions: Iterable[Decision]) -> None:
         """Carry these out after those before."""
@@ -235,10 +244,10 @@ class Execution:
             times = {"written_s": written_s, "total_s": total_s}
             result = self._disk.describe(manifest, pruned, **times, beside=commit.beside)
             self._record(commit, result)
-            if self.announce is not None:
-                await asyncio.to_thread(self.announce, result)
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)
+            if self.announce is not None:
+                await asyncio.to_thread(self.announce, result)
         finally:
             self._finishing.discard(commit.step)
 

@@ -155,7 +155,7 @@ class CheckpointMonitor(Writers):
             namespace = str(trinity_field(namespace, "ray_namespace"))
         name, limit = namespace or None, (config or MonitorConfig()).timeout_s
         try:
-            return plainly(ray.get_actor(ACTOR_NAME, namespace=name), _WHO, limit)
+            return plainly(ray.get_actor(ACTOR_NAME, namespace=name), cls, _WHO, limit)
         except ValueError:
             pass
         strategy = str(plain(save_strategy or "unrestricted")).lower()
@@ -179,7 +179,7 @@ class CheckpointMonitor(Writers):
         remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
         body = failures_logged(small_actor(cls, strategy, folder, remote, config, **(own or {})))
-        _created[namespace] = plainly(ray.remote(body).options(**options).remote(), _WHO, limit)
+        _created[namespace] = plainly(ray.remote(body).options(**options).remote(), cls, _WHO, limit)
         return _created[namespace]
 
     def __init__(
@@ -216,6 +216,8 @@ class CheckpointMonitor(Writers):
         execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
         if config.namespace is not None:
             execution.announce = partial(_announce, config.namespace)
+            if restarted:
+                execution.announce_newest()
         if default_hdfs_dir is not None and self._disk.root is not None:
             resumed = not restarted and config.attempt > 0
             execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
@@ -461,7 +463,7 @@ def _announce(namespace: str, committed: Committed) -> None:
 
     from trinity_sync.actors.synchronizer import SYNCHRONIZER, SynchronizerClient
 
-    with contextlib.suppress(ValueError, RayError):  # there is none, or its node is gone
+    with contextlib.suppress(ValueError, RayError, AttributeError):  # none, none that can be reached, or none of ours
         client = SynchronizerClient(ray.get_actor(SYNCHRONIZER, namespace=namespace), ANSWER_S)
         client.follow(Version(committed["attempt"], committed["step"]), str(committed["path"]))
 

@@ -32,13 +32,17 @@ class StatusBook:
 
     Args:
         expects_trainer: False: until a trainer has spoken, there is none.
+
+    Attributes:
+        explorer_died: an explorer is dead that had not stopped, and none has spoken since.
     """
 
     def __init__(self, *, expects_trainer: bool = True) -> None:
         self._trainer = RUNNING if expects_trainer else STOPPED
         self._trainer_spoke = False
-        self._explorers: dict[Member, Counter[str]] = {}
-        self._explorer_spoke = False
+        # By process: one bears several names.
+        self._explorers: dict[str, Counter[str]] = {}
+        self._explorer_spoke = self.explorer_died = False
 
     @property
     def trainer(self) -> str:
@@ -77,25 +81,26 @@ class StatusBook:
             ValueError: a status is unknown, or no explorer of the process is in the old one.
         """
         status = known_status(status)
-        counts = self._explorers.setdefault(member, Counter())
+        counts = self._explorers.setdefault(member.life, Counter())
         if old_status is not None:
             old_status = known_status(old_status)
             if counts[old_status] <= 0:
                 raise ValueError(f"no explorer of {member} is {old_status}, so none can go from there to {status}")
             counts[old_status] -= 1
         counts[status] += 1
-        self._explorer_spoke = True
+        self._explorer_spoke, self.explorer_died = True, False
 
     def drop(self, member: Member) -> None:
         """Forget the explorers of a process that is dead."""
-        self._explorers.pop(member, None)
+        counts = self._explorers.pop(member.life, Counter())
+        self.explorer_died |= counts[RUNNING] + counts[REQUIRES_SYNC] > 0
 
     @contextmanager
     def requiring_sync(self, member: Member) -> Iterator[None]:
         """For the length of the block, count an explorer of the process as requiring sync; one that runs, if it has
         said so.
         """
-        counts = self._explorers.setdefault(member, Counter())
+        counts = self._explorers.setdefault(member.life, Counter())
         runs = min(counts[RUNNING], 1)
         counts.update({RUNNING: -runs, REQUIRES_SYNC: 1})
         try:

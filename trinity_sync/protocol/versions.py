@@ -118,12 +118,20 @@ class VersionBook:
         self._records: dict[Version, _Record] = {}
         self._ids = itertools.count(1)
         self._newest: dict[Place, Whereabouts] = {}
+        # The last state dict, also when its tensors are lost: explorers may have them.
+        self._published: Whereabouts | None = None
         self._dropped: set[Hashable] = set()
 
     @property
     def newest(self) -> Version | None:
         """Return the newest committed version, wherever it is."""
         return max((known.version for known in self._newest.values()), default=None)
+
+    @property
+    def latest(self) -> Version | None:
+        """Return the newest version that there was, also where its tensors are lost."""
+        known = [self.newest, self._published.version if self._published is not None else None]
+        return max(filter(None, known), default=None)
 
     def find(self) -> Whereabouts | None:
         """Return the newest version with all that is known of where it is; None before the first."""
@@ -154,13 +162,13 @@ class VersionBook:
         Raises:
             VersionError: it is older than the last state dict or checkpoint, or was published with another state.
         """
-        stored, saved = self._newest.get(Place.STORE), self._newest.get(Place.DISK)
+        stored, saved = self._published, self._newest.get(Place.DISK)
         for before in filter(None, (stored, saved)):
             if version < before.version:
                 raise VersionError(f"version {version} cannot be published after version {before.version}")
         if stored is not None and version == stored.version and state != stored.state:
             raise VersionError(f"version {version} was published with other weights; a version never changes")
-        self._newest[Place.STORE] = Whereabouts(version, state)
+        self._newest[Place.STORE] = self._published = Whereabouts(version, state)
 
     def follow(self, version: Version, location: str, *, always: bool = False) -> None:
         """Take note of a commit that nobody announced. Where versions are checkpoints (`always`) it makes one; where

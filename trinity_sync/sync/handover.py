@@ -11,11 +11,12 @@ import contextlib
 import json
 import os
 import time
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.changes import Changes
@@ -70,7 +71,8 @@ class Handover:
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
         self._served: set[Member] = set()
-        self._announcer: Member | None = None
+        # The processes that were here when the newest version on disk became known.
+        self._here: set[str] = set()
         self._meta: list[Described] | None = None
         self._watches: set[asyncio.Task[None]] = set()
         self._follow_newest()
@@ -84,20 +86,19 @@ class Handover:
 
         Args:
             attempt: None: that of the newest version, and the next one where the trainer has gone back to an earlier
-                step. With what is on disk only another process goes back, for saves may end out of order.
+                step. With what is on disk only a process that came since goes back, for saves may end out of order.
             publisher: the process that calls.
         """
         saved = self._book.newest_in(Place.DISK)
-        restarted = saved is not None and saved.version == self._book.newest and publisher != self._announcer
+        restarted = saved is not None and saved.version == self._book.latest and publisher.life not in self._here
         version = self._version(step, attempt, restarted=restarted or state is not None)
         if state is None:
-            await self.announce(version, location)
-            self._announcer = publisher
+            await self.announce(version, location, publisher.life)
         else:
             await self.put_state(version, state)
 
     def _version(self, step: int, attempt: int | None, *, restarted: bool) -> Version:
-        newest = self._book.newest
+        newest = self._book.latest
         if attempt is not None or newest is None:
             return Version(attempt or 0, step)
         if step >= newest.step or not restarted:
@@ -113,49 +114,58 @@ class Handover:
             raise RunError(str(error)) from None
         self._changes.announce()
 
-    async def announce(self, version: Version, location: str | None) -> None:
+    async def announce(self, version: Version, location: str | None, publisher: str) -> None:
         """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it.
-        Where it is not committed yet, wait for its commit.
+        Where it is not committed yet, or is being saved again, wait for its commit.
         """
         version = Version(*version)
         if location is None and self._checkpoint_dir is not None:
-            folder = self._step_dir(version.step)
-            if (folder / MANIFEST).is_file():
-                location = str(folder)
-            elif version.step > 0:
-                location = await self._committed(version, folder)
+            location = await self._committed(version, self._step_dir(version.step))
+        before = self._book.newest
         self._book.announce(version, location)
-        self._changes.announce()
+        self._note_here(before, publisher)
 
     async def _committed(self, version: Version, folder: Path) -> str | None:
-        """Wait for the commit of a version's weights; return their folder."""
-        limit = self._config.timeout_s
-        try:
-            monitor = self._monitor()
-        except RunError:
-            raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint") from None
-        committed = monitor.wait_committed(version.step, None, limit, kind=STATE_DICT)
-        return (await committed.answer(limit + ANSWER_S))["path"]
+        """Wait for the commit of a version's weights; return their folder, None for weights that nobody saved."""
+        limit, monitor = self._config.timeout_s, self._monitor()
+        saved = await asyncio.to_thread((folder / MANIFEST).is_file)
+        if monitor is not None and (version.step > 0 or saved):
+            state = (await monitor.status(version.step).answer(limit))["state"]
+            if state != "unknown" or not saved:
+                committed = monitor.wait_committed(version.step, None, limit, kind=STATE_DICT)
+                return (await committed.answer(limit + ANSWER_S))["path"]
+        if not saved and version.step > 0:
+            raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
+        return str(folder) if saved else None
 
-    def _monitor(self) -> MonitorClient:
-        return MonitorClient(self._actor(MONITOR))
+    def _note_here(self, before: Version | None, *publishers: str) -> None:
+        """Take note of who was here when a version on disk became the newest: none of these was started after it."""
+        if self._book.newest != before:
+            self._here = {member.life for member in self._served} | set(publishers)
+        self._changes.announce()
+
+    def _monitor(self) -> MonitorClient | None:
+        with contextlib.suppress(ValueError):  # there is none
+            return MonitorClient(ray.get_actor(MONITOR, namespace=self._config.namespace))
+        return None
 
     async def follow(self, version: Version, location: str) -> None:
         """Take note of a commit of the run's checkpoint monitor."""
         if self._config.follow_commits is not False and self._checkpoint_dir is not None:
+            before = self._book.newest
             self._book.follow(Version(*version), location, always=self._config.follow_commits is True)
-            self._announcer = None
-            self._changes.announce()
+            self._note_here(before)
 
     async def _follow_last(self) -> None:
         """Take note of what is being committed now, as nobody saves any more."""
         if not self._config.follow_commits:
             return
         try:
-            await self._monitor().finish_saves(_LAST_COMMITS_S).answer(_LAST_COMMITS_S + ANSWER_S)
-        except RunError as error:  # there is no monitor, or a save failed
-            story.warning("what was being saved when the trainer stopped is no version: %s", error)
-        self._follow_newest()
+            if (monitor := self._monitor()) is not None:
+                await monitor.finish_saves(_LAST_COMMITS_S).answer(_LAST_COMMITS_S + ANSWER_S)
+            self._follow_newest()
+        except RunError as error:
+            story.warning("what was being saved when the trainer stopped may be no version: %s", error)
 
     def _follow_newest(self) -> None:
         """Take note of the newest weights that the checkpoint folder holds already."""
@@ -164,8 +174,10 @@ class Handover:
         try:
             folder = self._step_dir(step := int((self._checkpoint_dir / _TRACKER).read_text()))
             attempt = int(json.loads((folder / MANIFEST).read_text())["attempt"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             return  # nothing was committed, or it is not whole
+        except OSError as error:
+            raise RunError(f"what was committed in {self._checkpoint_dir} cannot be read now: {error}") from error
         self._book.follow(Version(attempt, step), str(folder), always=self._config.follow_commits is True)
 
     def _step_dir(self, step: int) -> Path:
@@ -217,10 +229,14 @@ class Handover:
 
     async def join_group(self, explorer: Member, after: int, timeout_s: float) -> WeightSyncGroup:
         """Wait for a group with an id above `after`; return it, with the explorer's place in it."""
-        rounds = self._rounds
+        rounds, over = self._rounds, self._statuses.trainer_requires_sync
         deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
         while True:
-            await self._changes.wait(lambda: rounds.joinable(after), lambda: ("the trainer", what), timeout_s, deadline)
+            await self._changes.wait(
+                lambda: rounds.joinable(after) or over() is None, lambda: ("the trainer", what), timeout_s, deadline
+            )
+            if not rounds.joinable(after):
+                raise RunError(f"the trainer has stopped, and does not {what}")
             try:
                 return rounds.join(explorer)
             except RoundError as error:
@@ -233,8 +249,9 @@ class Handover:
         """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent.
         None: there is nobody to wait for, for the others have stopped.
         """
-        trainer = member.name == TRAINER
-        if self._stopped(trainer):
+        trainer, statuses = member.name == TRAINER, self._statuses
+        died = trainer and self._rounds.failed is not None and statuses.explorer_died
+        if self._stopped(trainer) and not died:
             return None
         try:
             meeting = self._rounds.arrive(member, step)
@@ -242,7 +259,6 @@ class Handover:
             raise RunError(str(error)) from None
         finally:
             self._changes.announce()
-        statuses = self._statuses
         waiting = statuses.trainer_requiring_sync() if trainer else statuses.requiring_sync(member)
         try:
             with waiting:
@@ -263,6 +279,7 @@ class Handover:
         if meeting.step is not None and self._config.trinity:
             # Such a program says nothing when it has sent a version.
             self._book.announce(self._version(meeting.step, None, restarted=True), place=Place.SENT)
+            self._changes.announce()
         return meeting.step
 
     def _stopped(self, trainer: bool) -> bool:
@@ -279,34 +296,34 @@ class Handover:
 
     # -- a program whose trainer and explorer are named actors of Ray's
 
-    async def coordinate_weight_sync_setup(self, timeout_s: float | None = None) -> None:
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
         """Have the program's own actors enter a group; see `Synchronizer.coordinate_weight_sync_setup`."""
-        config, limit = self._config, timeout_s or self._config.timeout_s
-        trainer, explorer = self._actor(config.trainer_name), self._actor(config.explorer_name)
-        try:
-            async with asyncio.timeout(limit):
-                address, port, self._meta = await trainer.get_weight_sync_info.remote()
-                group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
-                await asyncio.gather(*(one.setup_weight_sync_group.remote(*group) for one in (trainer, explorer)))
-                await explorer.set_state_dict_meta.remote(self._meta)
-        except TimeoutError:
-            raise WaitTimeout(f"{config.trainer_name} and {config.explorer_name}", "enter a group", limit) from None
+        config, limit = self._config, timeout or self._config.timeout_s
+        trainer, explorer, deadline = config.trainer_name, config.explorer_name, time.monotonic() + limit
+        address, port, self._meta = await self._ask_module(trainer, deadline, "get_weight_sync_info")
+        group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
+        both = (self._ask_module(name, deadline, "setup_weight_sync_group", *group) for name in (trainer, explorer))
+        await asyncio.gather(*both)
+        await self._ask_module(explorer, deadline, "set_state_dict_meta", self._meta)
 
     async def coordinate_weight_sync_teardown(self) -> None:
         """Have them leave it; see `Synchronizer.coordinate_weight_sync_teardown`."""
         for name in (self._config.explorer_name, self._config.trainer_name):
             try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    await self._actor(name).teardown_weight_sync_group.remote()
-            except (RunError, RayError, TimeoutError) as error:
+                limit = time.monotonic() + self._config.timeout_s / 2
+                await self._ask_module(name, limit, "teardown_weight_sync_group")
+            except RunError as error:
                 story.warning("%s has not left its weight sync group: %s", name, error)
 
-    def _actor(self, name: str) -> ActorHandle:
+    async def _ask_module(self, name: str, deadline: float, method: str, *args: object) -> Any:
+        """Have a named actor of the program answer until then (`time.monotonic`)."""
         namespace = self._config.namespace
         try:
-            return ray.get_actor(name, namespace=namespace)
+            actor = ray.get_actor(name, namespace=namespace)
         except ValueError:
             raise RunError(f"there is no actor {name!r} in Ray namespace {namespace!r}") from None
+        call: Call[Any] = Call(getattr(actor, method).remote(*args), name, f"answer {method}")
+        return await call.answer(round(deadline - time.monotonic(), 1))
 
     # -- whom the actor serves
 
@@ -339,8 +356,15 @@ class Handover:
 async def _dead(module: ActorHandle) -> None:
     """Fail when an actor is dead; one that is busy answers when it can."""
     while True:
-        await module.__ray_ready__.remote()
+        with contextlib.suppress(ActorUnavailableError):  # Ray is starting it again
+            await module.__ray_ready__.remote()
         await asyncio.sleep(_ALIVE_S)
+
+
+def _own(found: tuple[dict[str, torch.Tensor] | str | None, int]) -> tuple[dict[str, torch.Tensor] | str | None, int]:
+    """Copy the tensors of an answer. A view would travel with all of its bucket, once for each tensor."""
+    state, step = found
+    return {name: one.clone() for name, one in state.items()} if isinstance(state, dict) else state, step
 
 
 #: The calls by which actors watch this process; while it lives, so do they.
@@ -401,10 +425,12 @@ class HandoverClient:
                 checkpoint folder.
 
         Raises:
-            RunError: the attempt has a later version, or the version was published with other weights; or the step's
-                checkpoint failed, or there is none and nobody who saves it.
+            RunError: the attempt has a later version, or the version was published with other weights; the step is
+                none; or its checkpoint failed, or there is none and nobody who saves it.
             WaitTimeout: the checkpoint was not committed in time; names what is missing.
         """
+        if not isinstance(trainer_step, Integral) or trainer_step < 0:
+            raise RunError(f"trainer_step is {trainer_step!r}; it has to be a number of steps")
         state: object = None
         if isinstance(model_state_dict, (str, os.PathLike)):
             state = os.fspath(model_state_dict)
@@ -413,10 +439,9 @@ class HandoverClient:
 
             state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
         publisher = this_process(TRAINER)
-        return self.client._ask("set_model_state_dict", trainer_step, attempt, state, location, publisher)
+        return self.client._ask("set_model_state_dict", int(trainer_step), attempt, state, location, publisher)
 
-    @fetched
-    def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
+    def _fetch(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
         """Return the newest version: its tensors, every byte checked, and its step; both of one version.
 
         Args:
@@ -447,9 +472,10 @@ class HandoverClient:
                 else f"the checkpoint of step {serves.version.step} in {serves.location} serves from now on"
             )
             raise RunError(f"{error}, the process that published them is gone; {instead}") from error
-        if copy:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        return tensors, newest.version.step
+        found = tensors, newest.version.step
+        return _own(found) if copy else found
+
+    get_model_state_dict = fetched(_fetch, lambda found: ray.put(_own(found)))
 
     def _iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of the newest version, all of one version; nothing where it is not in memory. `.remote`
@@ -463,7 +489,9 @@ class HandoverClient:
             raise RunError(f"version {step} was published as the path {state!r}, and has no tensors here")
         yield from (state or {}).items()
 
-    get_model_state_dict_iterator = fetched(_iterate, lambda pairs: map(ray.put, pairs))
+    get_model_state_dict_iterator = fetched(
+        _iterate, lambda pairs: (ray.put((name, own.clone())) for name, own in pairs)
+    )
 
     get_state_dict_meta = forwarded(Handover.get_state_dict_meta)
     """`()`: the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as

@@ -46,6 +46,12 @@ class SynchronizerConfig:
     group_name: str = "rollout_weight_sync"
 
 
+def check_limit(name: str, seconds: object) -> None:
+    """Refuse what is no limit of a wait, by its name."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ConfigError(f"{name} is {seconds!r}; it has to be a number of seconds above 0")
+
+
 def synchronizer_config(config: object) -> SynchronizerConfig:
     """Return the settings that a configuration stands for: one of ours, or a `Config` of Trinity-RFT, known by its
     fields.
@@ -60,17 +66,19 @@ def synchronizer_config(config: object) -> SynchronizerConfig:
                           "Config of a Trinity-RFT program")  # fmt: skip
     method = str(plain(trinity_field(config, "synchronizer.sync_method"))).lower()
     timeout_s = trinity_field(config, "synchronizer.sync_timeout")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
-        raise ConfigError(f"synchronizer.sync_timeout is {timeout_s!r}; it has to be a number of seconds above 0")
+    check_limit("synchronizer.sync_timeout", timeout_s)
+    world_size = trinity_field(config, "synchronizer.explorer_world_size") or 1
+    if not isinstance(world_size, int):
+        raise ConfigError(f"synchronizer.explorer_world_size is {world_size!r}; it has to be a number of processes")
     return SynchronizerConfig(
         timeout_s=float(timeout_s),
-        checkpoint_dir=str(trinity_field(config, "checkpoint_job_dir")) or None,
+        checkpoint_dir=str(trinity_field(config, "checkpoint_job_dir") or "") or None,
         follow_commits=method == "checkpoint" and trinity_field(config, "mode") != "bench",
         detached=True,
-        namespace=str(trinity_field(config, "ray_namespace")) or None,
+        namespace=str(trinity_field(config, "ray_namespace") or "") or None,
         trinity=True,
         trainer_name=str(trinity_field(config, "trainer.name")),
         explorer_name=str(trinity_field(config, "explorer.name")),
-        explorer_world_size=int(trinity_field(config, "synchronizer.explorer_world_size") or 1),
+        explorer_world_size=world_size,
         group_name=str(trinity_field(config, "synchronizer.group_name")),
     )

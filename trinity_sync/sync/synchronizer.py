@@ -30,7 +30,7 @@ from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.handles import asked, forwarded
 from trinity_sync.actors.synchronizer import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
@@ -40,7 +40,7 @@ from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, STOPPED, known_status
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
-from trinity_sync.sync.settings import SynchronizerConfig, synchronizer_config
+from trinity_sync.sync.settings import SynchronizerConfig, check_limit, synchronizer_config
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -226,10 +226,6 @@ class SynchronizerActor(Handover):
         """Return the newest committed version."""
         return self._book.newest
 
-    async def newest_location(self) -> str | None:
-        """Return the folder of the newest version where the sync mode writes one."""
-        return self._book.location
-
     # -- status
 
     async def set_trainer_status(self, status: object) -> None:
@@ -314,27 +310,42 @@ class Synchronizer(HandoverClient):
         Args:
             config: a `SynchronizerConfig`, or the `Config` of a Trinity-RFT program, whose namespace it then is.
             namespace: Ray namespace; None: the config's, else that of the program.
-            timeout_s, checkpoint_dir: settings of that name, without a config or in place of the config's.
+            timeout_s, checkpoint_dir: settings of that name, without a config or in place of the config's. Of an actor
+                that is there, its own limit holds.
 
         Raises:
-            ConfigError: the config is none of these, or a field of it is wrong.
+            ConfigError: the config is none of these, or a field of it is wrong; or the synchronizer that is there has
+                another checkpoint folder.
             RunError: no config or setting was given and there is none.
         """
         settings = None if config is None else synchronizer_config(config)
         namespace = namespace or (settings.namespace if settings is not None else None)
         given: dict[str, Any] = {}
         if timeout_s is not None:
+            check_limit("timeout_s", timeout_s)
             given["timeout_s"] = timeout_s
         if checkpoint_dir is not None:
             given["checkpoint_dir"] = str(Path(checkpoint_dir).absolute())
-        if settings is None and not given:
-            try:
-                actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
-            except ValueError:
+        wanted = given.get("checkpoint_dir") or (settings.checkpoint_dir if settings is not None else None)
+        try:
+            actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
+        except ValueError:
+            if settings is None and not given:
                 raise RunError(
                     f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
                 ) from None
-            found = cls(actor, ray.get(actor.timeout_s.remote(), timeout=60))
+        else:
+            its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
+            if (
+                wanted is not None
+                and its.checkpoint_dir is not None
+                and Path(wanted).absolute() != Path(its.checkpoint_dir).absolute()
+            ):
+                raise ConfigError(
+                    f"the synchronizer of Ray namespace {namespace!r} is that of the run in {its.checkpoint_dir}, "
+                    f"which is not over; the checkpoint folder here is {wanted}"
+                )
+            found = cls(actor, its.timeout_s)
             found._attach(_process_name())
             return found
         given["namespace"] = namespace or ray.get_runtime_context().namespace
@@ -397,6 +408,6 @@ class Synchronizer(HandoverClient):
 
 
 class _Actor(SynchronizerActor):
-    async def timeout_s(self) -> float:
-        """Return the limit of a wait, for clients that join by name."""
-        return self._config.timeout_s
+    async def settings(self) -> SynchronizerConfig:
+        """Return what it was made with, for clients that join by name."""
+        return self._config
