@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypedDict
 from trinity_sync.actors.calls import Call, T
 from trinity_sync.actors.client import RayClient
 from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version, Whereabouts
 from trinity_sync.weights.shards import Described
@@ -166,18 +165,6 @@ class SynchronizerClient(RayClient):
         """Say what the trainer is doing, one of `sync.synchronizer.STATUSES`."""
         return self.ask("set_trainer_status", status)
 
-    def get_trainer_status(self) -> Call[str]:
-        """Ask what the trainer said last."""
-        return self.ask("get_trainer_status")
-
-    def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> Call[None]:
-        """Say that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
-        return self.ask("set_explorer_status", member, status, old_status)
-
-    def get_explorer_status_counts(self) -> Call[dict[str, int]]:
-        """Ask how many explorers are in each status, of processes that live."""
-        return self.ask("get_explorer_status_counts")
-
     def memory(self) -> Call[SynchronizerMemory]:
         """Ask for the peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
         return self.ask("memory")
@@ -188,10 +175,6 @@ class SynchronizerClient(RayClient):
         """Tell of a commit of the checkpoint monitor."""
         return self.ask("follow", version, location)
 
-    def put_state(self, version: Version, state: StoredState) -> Call[None]:
-        """Say that a state dict is in the object store."""
-        return self.ask("put_state", version, state)
-
     def find(self) -> Call[Whereabouts | None]:
         """Ask for the newest version and where it is, with the `StoredState` of a state dict; None before the first."""
         return self.ask("find")
@@ -199,28 +182,6 @@ class SynchronizerClient(RayClient):
     def state_lost(self, version: Version) -> Call[Whereabouts | None]:
         """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
         return self.ask("state_lost", version)
-
-    # -- broadcasts of a program's own
-
-    def open_group(
-        self, trainer: Member, address: str, port: int, meta: Sequence[Described] | None, explorers: int
-    ) -> Call[WeightSyncGroup]:
-        """Say that the trainer has set up where a group for broadcasts meets."""
-        return self.ask("open_group", trainer, address, port, meta, explorers)
-
-    def join_group(self, explorer: Member, after: int, timeout_s: float) -> Call[WeightSyncGroup]:
-        """Wait for a group with an id above `after`; the answer holds the explorer's place in it."""
-        return self.ask("join_group", explorer, after, timeout_s)
-
-    def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int | None]:
-        """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent, or
-        None where the other side has stopped.
-        """
-        return self.ask("ready", member, step, timeout_s)
-
-    def sent(self, trainer: Member, version: Version) -> Call[None]:
-        """Say that all explorers of the group have a version."""
-        return self.ask("sent", trainer, version)
 
     # -- whom it serves
 

@@ -519,7 +519,7 @@ class HandoverClient:
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self.client.open_group(trainer, master_address, int(master_port), meta, explorers)
+        return self.client.ask("open_group", trainer, master_address, int(master_port), meta, explorers)
 
     @asked
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
@@ -534,7 +534,7 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        return self.client.join_group(member, after, self.client.timeout_s)
+        return self.client.ask("join_group", member, after, self.client.timeout_s)
 
     @asked
     def ready_to_nccl_sync(
@@ -558,12 +558,12 @@ class HandoverClient:
         """
         member = self._attach(module)
         limit = self.client.timeout_s if timeout_s is None else timeout_s
-        return self.client.ready(member, trainer_step, limit)
+        return self.client.ask("ready", member, trainer_step, limit)
 
     @asked
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
         """As the trainer, say that the version was sent to all explorers of the group."""
-        return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
+        return self.client.ask("sent", this_process(TRAINER), Version(attempt, trainer_step))
 
     coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
     coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
