@@ -427,7 +427,7 @@ def test_it_is_made_by_who_brings_a_config_and_found_by_the_others(synchronizer:
     made = Synchronizer.get_actor(config, namespace)
     made.client.set_trainer_status("requires_sync").result(LONG)
     for found in (Synchronizer.get_actor(config, namespace), Synchronizer.get_actor(namespace=namespace)):
-        assert found.client.get_trainer_status().result(LONG) == "requires_sync"
+        assert found.get_trainer_status() == "requires_sync"
     with pytest.raises(WaitTimeout, match="within 1 s"):
         found.wait_new_model_state_dict(0)
     ray.kill(made.actor)

@@ -169,10 +169,6 @@ class SynchronizerClient(RayClient):
         """Say what the trainer is doing, one of `sync.synchronizer.STATUSES`."""
         return self._ask("set_trainer_status", status)
 
-    def get_trainer_status(self) -> Call[str]:
-        """Ask what the trainer said last."""
-        return self._ask("get_trainer_status")
-
     def memory(self) -> Call[SynchronizerMemory]:
         """Ask for the peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
         return self._ask("memory")
@@ -182,10 +178,6 @@ class SynchronizerClient(RayClient):
     def follow(self, version: Version, location: str) -> Call[None]:
         """Tell of a commit of the checkpoint monitor."""
         return self._ask("follow", version, location)
-
-    def put_state(self, version: Version, state: StoredState) -> Call[None]:
-        """Say that a state dict is in the object store."""
-        return self._ask("put_state", version, state)
 
     def find(self) -> Call[Whereabouts | None]:
         """Ask for the newest version and where it is, with the `StoredState` of a state dict; None before the first."""

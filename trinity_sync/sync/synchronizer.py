@@ -329,13 +329,13 @@ class Synchronizer(HandoverClient):
         wanted = given.get("checkpoint_dir") or (settings.checkpoint_dir if settings is not None else None)
         try:
             actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
-        except ValueError:
+            its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
+        except (ValueError, MemberDied):  # there is none, or it has just ended
             if settings is None and not given:
                 raise RunError(
                     f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
                 ) from None
         else:
-            its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
             if (
                 wanted is not None
                 and its.checkpoint_dir is not None
@@ -403,8 +403,8 @@ class Synchronizer(HandoverClient):
         """Say that one explorer of this process goes from `old_status` (None: it is new) to `status`. It counts while
         the process lives. Statuses as for `set_trainer_status`.
         """
-        member = self._attach(_process_name())
-        return self.client._ask("set_explorer_status", member, plain(status), plain(old_status))
+        process = self._attach(_process_name())
+        return self.client._ask("set_explorer_status", process, plain(status), plain(old_status))
 
 
 class _Actor(SynchronizerActor):
