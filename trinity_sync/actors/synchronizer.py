@@ -159,10 +159,6 @@ class SynchronizerClient(RayClient):
         """Ask for the newest committed version."""
         return self._ask("newest")
 
-    def newest_location(self) -> Call[str | None]:
-        """Ask for the folder of the newest version, which exists where the sync mode writes one."""
-        return self._ask("newest_location")
-
     # -- status
 
     def set_trainer_status(self, status: str) -> Call[None]:
