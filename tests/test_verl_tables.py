@@ -1,4 +1,4 @@
-"""The tables of verl's keys in docs/coming-from-verl.md: each row names keys that verl has, and a test checks it."""
+"""The tables of docs/coming-from-verl.md: a test checks each row, and verl has the keys that its rows name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trinity_sync.trainer.spec import worker_spec
 PAGE = (ROOT / "docs" / "coming-from-verl.md").read_text()
 KEY = re.compile(r"`([^`]+)`")
 VERL = Path(str(getattr(find_spec("verl"), "origin", ""))).parent
-PLUGGED_IN, OURS = "verl's keys, with the plug-in on", "verl's keys and ours"
+PLUGGED_IN, OURS, TRINITY = "verl's keys, with the plug-in on", "verl's keys and ours", "Trinity-RFT's calls"
 
 HERE = "test_verl_tables.py::test_verls_trainers_do_what_the_table_says_of_them"
 ENGINE = "test_verl_tables.py::test_a_setting_of_ours_is_one_of_verls_engine"
@@ -31,6 +31,7 @@ OBJECTIVE = "test_config_objective.py::test_the_keys_are_what_verl_is_given"
 REFUSED = (
     "integrations/test_megatron_manager.py::test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written"
 )
+SEED = "sync/test_seed_calls.py"
 EFFECT = "test_keys_have_effect.py::test_a_key_changes_what_a_run_is_built_from"
 RESUMING, RUNS = "integrations/test_resuming.py", "cli/test_runs.py"
 DAPO, V1 = "experimental/reward_loop/reward_manager/dapo.py", "trainer/ppo/v1/trainer_base.py"
@@ -94,7 +95,8 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             HERE,
         ),
         "actor.strategy": (
-            "integrations/test_plugin.py::test_engines_of_every_kind_are_ours_and_so_is_the_search_for_the_newest_checkpoint",
+            "integrations/test_plugin.py::test_engines_of_every_kind_are_ours",
+            "integrations/test_plugin.py::test_the_search_for_the_newest_checkpoint_is_ours",
             DOCTOR,
         ),
         "megatron.use_megatron_fsdp": (REFUSED, DOCTOR),
@@ -208,8 +210,70 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{RUNS}::test_a_resume_goes_on_in_place_with_the_settings_of_the_run",
         ),
     },
+    TRINITY: {
+        "Synchronizer.get_actor": (
+            f"{SEED}::test_the_settings_of_trinity_rft_are_read_by_their_names",
+            f"{SEED}::test_names_alone_make_one",
+            f"{SEED}::test_of_a_synchronizer_that_is_there_its_own_limit_holds",
+            f"{SEED}::test_a_synchronizer_of_another_checkpoint_folder_is_refused",
+        ),
+        "set_model_state_dict": (
+            f"{SEED}::test_a_state_dict_goes_in_and_out_by_remote",
+            f"{SEED}::test_a_path_is_handed_out_as_it_came",
+            f"{SEED}::test_announcing_right_after_the_save_waits_for_its_commit",
+            f"{SEED}::test_a_version_is_published_again_with_the_same_weights_only",
+            f"{SEED}::test_a_trainer_that_goes_back_begins_the_next_attempt",
+        ),
+        "get_model_state_dict": (
+            "sync/test_handover.py::test_a_version_is_handed_out_with_its_tensors",
+            "sync/test_handover.py::test_a_version_on_disk_is_named_by_its_folder",
+        ),
+        "get_state_dict_meta": ("sync/test_handover.py::test_tensors_of_every_kind_are_handed_out",),
+        "wait_new_model_state_dict": (
+            "sync/test_synchronizer.py::test_whoever_waits_for_a_newer_version_is_woken_by_the_commit",
+            f"{SEED}::test_an_explorer_requires_sync_while_it_waits",
+            f"{SEED}::test_before_the_first_version_an_explorer_without_one_is_answered_at_once",
+            "sync/test_synchronizer.py::test_nobody_waits_for_a_version_after_the_trainer_has_stopped",
+        ),
+        "notify_no_new_model_state_dict": (f"{SEED}::test_those_who_wait_are_woken_once",),
+        "get_latest_model_version": ("sync/test_synchronizer.py::test_the_seed_calls_go_by_steps",),
+        "get_latest_model_path": (
+            "sync/test_handover.py::test_a_version_on_disk_is_named_by_its_folder",
+            "sync/test_synchronizer.py::test_the_place_of_the_newest_version_is_none_where_it_has_no_folder",
+        ),
+        "set_trainer_status": (
+            f"{SEED}::test_a_status_is_an_enums_member_its_value_or_its_name",
+            "sync/test_synchronizer.py::test_a_dead_explorer_is_not_counted_whatever_it_said_last",
+        ),
+        "ready_to_nccl_sync": (
+            f"{SEED}::test_nobody_comes_to_a_broadcast_whose_other_side_has_stopped",
+            f"{SEED}::test_trinitys_trainer_is_answered_where_no_explorer_comes",
+            f"{SEED}::test_a_broadcasts_version_counts_when_all_are_ready",
+        ),
+        "coordinate_weight_sync_setup": (
+            f"{SEED}::test_trainer_and_explorer_are_led_into_a_group_and_out_of_it",
+            f"{SEED}::test_it_stays_until_the_last_module_is_gone",
+        ),
+        "setup_weight_sync_group": ("sync/test_handover.py::test_a_broadcast_begins_when_all_are_ready",),
+        "latest_state_dict_iteration.txt": (
+            f"{SEED}::test_a_commit_announces_itself",
+            f"{SEED}::test_a_synchronizer_begins_with_what_was_committed_before",
+        ),
+        "CheckpointCoordinator": ("checkpoint/test_coordinator.py::test_counted_saves_move_the_trackers",),
+        "save_async": (
+            "checkpoint/test_coordinator.py::test_a_save_that_raises_is_told_by_the_next_of_its_name_too",
+            "checkpoint/test_coordinator.py::test_a_save_that_raises_is_told_by_wait_all_and_fails_the_step",
+        ),
+        "await register_and_monitor": (
+            "checkpoint/test_coordinator.py::test_counts_given_with_the_mark_are_added",
+            "checkpoint/test_coordinator.py::test_marking_a_step_does_not_wait_for_its_parts",
+            f"{SEED}::test_a_commit_that_does_not_come_in_time_names_what_is_missing",
+        ),
+        "CheckpointMonitor.get_actor": (f"{SEED}::test_a_monitors_calls_are_made_plainly_as_well",),
+        "notify_started": ("checkpoint/test_coordinator.py::test_counted_saves_move_the_trackers",),
+    },
 }  # fmt: skip
-"""By the first key of the row."""
+"""By the first key or call of the row."""
 
 
 def rows(title: str) -> dict[str, str]:
@@ -220,7 +284,7 @@ def rows(title: str) -> dict[str, str]:
     for cell in cells:
         keys = KEY.findall(cell)
         first = keys[0] if keys else cell
-        found[keys[1] if first == "data.train_files" and "multi-turn" in cell else first] = cell
+        found[keys[1] if first == "data.train_files" and "multi-turn" in cell else first.partition("(")[0]] = cell
     assert len(found) == len(cells), "no two rows have the same first key"
     return found
 
@@ -268,7 +332,7 @@ READ = {
 """Keys that verl's programs read and its files do not have, and where they do."""
 
 
-@pytest.mark.parametrize("title", TESTS)
+@pytest.mark.parametrize("title", [PLUGGED_IN, OURS])
 def test_verl_has_the_keys_of_a_table(title: str) -> None:
     named = [key.partition("=")[0].removesuffix(".*") for cell in rows(title).values() for key in KEY.findall(cell)]
     ends = {key[dot:] for key in verls_keys() for dot in (0, *(found.end() for found in re.finditer(r"\.", key)))}
