@@ -571,14 +571,15 @@ class HandoverClient:
         return self.client._ask("sent", this_process(TRAINER), Version(attempt, trainer_step))
 
     coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
-    """`(timeout_s=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group
+    """`(timeout=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group
     of their own: `get_weight_sync_info` of the trainer gives (address, port, meta), `setup_weight_sync_group(address,
     port, world_size, group_name, timeout_s)` is called on both together, `set_state_dict_meta(meta)` on the explorer.
-    RunError: one is not there; WaitTimeout: one does not answer in all of `timeout_s`.
+    RunError: one is not there, dies or fails; WaitTimeout: one does not answer within `timeout` seconds, which are the
+    configured ones unless given.
     """
     coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
     """`()`: have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
-    or fails, is logged and passed over.
+    fails, or takes more than half of the configured limit, is logged and passed over.
     """
     add_module = forwarded(Handover.add_module)
     """`(module_ref)`: serve an actor of the program as well, until it is gone. A process that calls `get_actor` is
