@@ -29,7 +29,7 @@ def test_a_tensor_without_elements_is_published(tmp_path: Path, monkeypatch: pyt
             is_param_offload_enabled=False,
             is_optimizer_offload_enabled=False,
         )
-        monkeypatch.setattr("trinity_sync.backends.fsdp.saved_by", lambda *_: saved)
+        monkeypatch.setattr("trinity_sync.backends.fsdp.on_the_wire", lambda *_: saved)
         backend = FsdpBackend(engine, "BF16")
         check_complete([backend.shards()], {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()})
         assert backend.sources()["e"].shape == (0, 8)

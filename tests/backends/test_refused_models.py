@@ -59,7 +59,7 @@ def _group() -> Any:
 
 def test_a_model_whose_saved_tensors_are_not_views_of_the_held_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {"joined": Saved("BF16", (8, 3), None), "plain": Saved.as_held("BF16", (4, 3), "plain")}
-    monkeypatch.setattr("trinity_sync.backends.fsdp.saved_by", lambda *_: saved)
+    monkeypatch.setattr("trinity_sync.backends.fsdp.on_the_wire", lambda *_: saved)
     fields = {name: value for name, value in architecture("llama").items() if name != "model_type"}
     with pytest.raises(ConfigError, match=r"backend=fsdp2 cannot publish this model: .* 1 of its 2 .*: joined"):
         backend_of("llama", fields)

@@ -76,8 +76,8 @@ def test_what_is_handed_out_always_belongs_to_its_label(story: list[tuple[str, i
             try:
                 book.publish(version, version)
             except VersionError:
-                assert book.newest is not None
-                assert version <= book.newest
+                assert book.latest is not None
+                assert version <= book.latest
         elif call == "announce":
             book.announce(version, str(version))
         else:

@@ -310,8 +310,9 @@ class Synchronizer(HandoverClient):
         Args:
             config: a `SynchronizerConfig`, or the `Config` of a Trinity-RFT program, whose namespace it then is.
             namespace: Ray namespace; None: the config's, else that of the program.
-            timeout_s, checkpoint_dir: settings of that name, without a config or in place of the config's. Of an actor
-                that is there, its own limit holds.
+            timeout_s: the setting of that name, without a config or in place of the config's. Of an actor that is
+                there, its own holds.
+            checkpoint_dir: the setting of that name, likewise.
 
         Raises:
             ConfigError: the config is none of these, or a field of it is wrong; or the synchronizer that is there has
