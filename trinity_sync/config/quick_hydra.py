@@ -1,7 +1,7 @@
 """Composing without the work that Hydra and OmegaConf do again for each of the fifty files of a configuration.
 
 A start composes twice; a sweep twice, and twice for each of its jobs. What comes out is the same, in little more than
-half of the time, and in a quarter of it where the same files were chosen before. Functions inside of both are replaced:
+half of the time, and in a fifth of that where the same files were merged before. Functions inside of both are replaced:
 in the processes of our commands only, never in a program that uses this as a library, and only with the versions that
 this was tried with.
 """
