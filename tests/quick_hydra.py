@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -103,7 +104,7 @@ def _where_needed(create: _Map) -> _Map:
 _Load = Callable[[ConfigRepository, str], ConfigResult | None]
 
 
-class _Reading:
+class _Reading(threading.local):
     """Option files and nodes of the store as Hydra read them first. Where it reads the same text or node again it is
     given an empty one, and at the end what came out then, which nobody changes: see `_merged_once`.
     """

@@ -220,9 +220,11 @@ def test_a_rank_0_that_stands_still_holds_up_no_other_rank_for_ever_and_the_next
 ) -> None:
     """Every call of a client waits for it, also those that find out who is missing."""
     with served() as (pid, client), ThreadPoolExecutor(2) as pool:
-        meetings = [Meetings(dist.PrefixStore("saves", client), rank, 2, 0.5) for rank in range(2)]
+        meetings = [Meetings(dist.PrefixStore("saves", client), rank, 2, LIMIT) for rank in range(2)]
         begun = [pool.submit(one.begin, "step 1") for one in meetings]
         first = [one.result(LIMIT) for one in begun]
+        for one in (*meetings, *first):
+            one.timeout_s = 0.5
         os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(module, "_ANSWER_S", 0.5)
         try:
@@ -247,13 +249,13 @@ def test_the_making_of_meetings_waits_for_a_rank_0_that_stands_still_for_a_bound
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with served() as (pid, client), ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(module, "_get_default_store", lambda: dist.PrefixStore("default", client))
-        Meetings.of_default_group(0.5)
+        Meetings.of_default_group(LIMIT)
         os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(module, "_ANSWER_S", 0.5)
         try:
             made = pool.submit(Meetings.of_default_group, 0.5)
             with pytest.raises(RunError, match=r"rank 0, through which the ranks meet, did not answer"):
-                made.result(5.0)
+                made.result(LIMIT / 2)
         finally:
             os.kill(pid, signal.SIGCONT)
         made.exception(LIMIT)

@@ -459,7 +459,7 @@ class Rank:
         return os.getpid()
 
 
-@pytest.mark.parametrize("monitor_restarts", [False, True])
+@pytest.mark.parametrize("monitor_restarts", [False, pytest.param(True, marks=pytest.mark.all)])  # waits 10 s
 def test_a_rank_that_dies_while_writing_is_noticed(actor: Any, root: Path, monitor_restarts: bool) -> None:
     folder = call(actor, "begin", 20, 0, FULL, ["r0", "r1"])
     rank = Rank.remote(actor, "rank-0")

@@ -469,7 +469,7 @@ def test_a_stale_file_is_not_trusted(root: Path, join: Connect) -> None:
     stale = rendezvous.publish(root, "one", "127.0.0.1", server.getsockname()[1], b"s" * 32)
     try:
         with pytest.raises(WaitTimeout, match=r"it does not answer .*does not know the secret"):
-            join(may_start=False, timeout_s=0.5)
+            join(may_start=False, timeout_s=2.0)
         handle = join()
         assert MonitorClient(handle).describe().result(LIMIT)["pid"] != stale.pid
     finally:

@@ -1,7 +1,7 @@
 """Every FSDP backend with every sync mode, ranks and explorers: the same weights have the same digest everywhere.
 
-`make test` has whole runs of each mode elsewhere: memory in `test_resume.py` and `test_free.py`, nccl in
-`test_vllm.py`, checkpoint in `test_lora.py`.
+`make test` has whole runs of each mode elsewhere: nccl in `test_resume.py`, memory in `test_free.py`, checkpoint in
+`test_lora.py`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from trinity_sync.cli import main as cli
 # At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.
 SETTINGS = (
     "backend=fsdp2",
-    "sync=memory",
+    "sync=nccl",
     "backend.ranks=2",
     "explorer.replicas=1",
     "trainer.steps=20",

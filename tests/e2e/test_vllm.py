@@ -18,11 +18,7 @@ from tests.e2e.runs import ROOT, Run, kill_at, launch, start
 BACKENDS, MODES = ("fsdp2", "megatron"), ("checkpoint", "memory", "nccl")
 VLLM = ("explorer=vllm",)
 
-ALWAYS = ("fsdp2", "nccl", 1)  # the other modes are tried by tests/vllm, with the same workers
-CASES = [
-    pytest.param(*case, marks=() if case == ALWAYS else pytest.mark.all, id="-".join(map(str, case)))
-    for case in [*itertools.product(BACKENDS, MODES, [1]), ("fsdp2", "memory", 2), ("fsdp2", "nccl", 2)]
-]
+CASES = [*itertools.product(BACKENDS, MODES, [1]), ("fsdp2", "memory", 2), ("fsdp2", "nccl", 2)]
 
 
 def assert_sampled_as_trained(run: Run) -> None:
@@ -31,6 +27,7 @@ def assert_sampled_as_trained(run: Run) -> None:
     assert max(differences) < 0.05
 
 
+@pytest.mark.all  # tests/vllm tries the modes with the same workers
 @pytest.mark.parametrize(("backend", "mode", "processes"), CASES)
 def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     tmp_path: Path, backend: str, mode: str, processes: int

@@ -62,6 +62,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name.rsplit("-", 1)[0] for path in folder.glob("*") if path.name != ".lock")
 
 
+@pytest.mark.all
 def test_versions_move_in_verls_manager(start: Callable[..., Any]) -> None:
     program = start("memory")
     for step in (1, 2):

@@ -207,12 +207,12 @@ def test_the_last_question_is_waited_for_as_ray_is_not_to_end_meanwhile(monkeypa
         return alive("abc")
 
     with node(monkeypatch, nodes) as ended:
-        monkeypatch.setattr(node_watch, "_END_S", 5.0)
+        monkeypatch.setattr(node_watch, "_END_S", 60.0)
         began = time.monotonic()
         with ended_with_its_node(lambda error: None):
             asked.wait(30)
             threading.Timer(0.5, answer.set).start()
-        assert 0.3 < time.monotonic() - began < 4
+        assert 0.3 < time.monotonic() - began < 25
         assert not any(thread.name == "node-watch" for thread in threading.enumerate())
     assert ended == []
 

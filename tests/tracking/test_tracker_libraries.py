@@ -267,14 +267,14 @@ def test_an_mlflow_server_that_stops_answering_holds_up_neither_the_steps_nor_th
     while Stub.points != [1]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    trackers._feeds[0]._limit_s = 2.0
+    trackers._feeds[0]._limit_s = 3.0
     Stub.stopped.set()
     began = time.monotonic()
     for step in range(2, 100):
         trackers.log(step, {"loss": 0.5})
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 3.0
     trackers.close("completed")
     assert time.monotonic() - began < 20.0
     [(where, error)] = told
     assert where == "tracker mlflow"
-    assert "was not done 2 s after the end of the run, 97 calls behind" in error
+    assert "was not done 3 s after the end of the run, 97 calls behind" in error
