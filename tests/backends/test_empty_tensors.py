@@ -30,6 +30,7 @@ def test_a_tensor_without_elements_is_published(tmp_path: Path, monkeypatch: pyt
             is_optimizer_offload_enabled=False,
         )
         monkeypatch.setattr("trinity_sync.backends.fsdp.on_the_wire", lambda *_: saved)
+        monkeypatch.setattr("trinity_sync.backends.fsdp.meta_model", lambda _: torch.nn.Module())
         backend = FsdpBackend(engine, "BF16")
         check_complete([backend.shards()], {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()})
         assert backend.sources()["e"].shape == (0, 8)

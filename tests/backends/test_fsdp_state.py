@@ -75,6 +75,7 @@ def test_a_buffer_is_published_as_it_was_before_the_next_forward_pass(
     held = engine.module.state_dict()
     saved = {name: Saved.as_held(from_torch(tensor.dtype), tensor.shape, name) for name, tensor in held.items()}
     monkeypatch.setattr("trinity_sync.backends.fsdp.on_the_wire", lambda *_: saved)
+    monkeypatch.setattr("trinity_sync.backends.fsdp.meta_model", lambda _: torch.nn.Module())
     backend = FsdpBackend(engine, "F32")
     sources = backend.sources()
     engine.module(torch.randn(5, 4))
