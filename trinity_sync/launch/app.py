@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra._internal.utils as hydra_internals
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
@@ -31,7 +33,7 @@ from trinity_sync.host.masking import hide, hide_typed
 from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import origin, told
 from trinity_sync.host.terminal import output_lost, safe_streams
-from trinity_sync.launch import elsewhere, rerun
+from trinity_sync.launch import elsewhere
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.new_folder import NewFolder
@@ -57,7 +59,7 @@ class _Session:
         before: folders of jobs of earlier sweeps in it.
         around_jobs: left when the command is over.
         dry_run: only look whether runs could begin.
-        rerun: of a pickled configuration, see `launch.rerun`.
+        rerun: of a configuration that was pickled, by Hydra's ``--experimental-rerun``.
         made: the folder of the one run; None: it is not known yet, or there are several.
     """
 
@@ -109,7 +111,7 @@ def run_main(
     _session = _Session(resume=resume, until=until)
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
-        _session.dry_run, _session.rerun = line.dry_run, rerun.is_asked_for(line.arguments)
+        _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
         hide_typed(line.arguments)
         with (
             interruptible(),
@@ -163,7 +165,7 @@ def job(cfg: DictConfig) -> float:
         RunError: the objective would be NaN, which Optuna takes from nobody.
     """
     if _session.rerun:
-        rerun.take_free_folder()
+        _take_free_folder()
         _session.made = NewFolder.of(Path(HydraConfig.get().runtime.output_dir))
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
@@ -359,3 +361,33 @@ def _hydra_errors_raised() -> Iterator[None]:
         yield
     finally:
         hydra_internals.run_and_report = before
+
+
+def _is_rerun(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for Hydra's ``--experimental-rerun``."""
+    return hydra_internals.get_args_parser().parse_known_args(list(arguments))[0].experimental_rerun is not None
+
+
+def _take_free_folder() -> None:
+    """Have the job that Hydra is in be a run of its own, in a folder without one: where the first run was to be, else
+    ``NAME-rerun`` beside it (``-rerun-2``, ...). A job of a sweep goes beside the sweep. The folder is not made.
+
+    Of a rerun Hydra reads the file and calls the job: it calls no callback, writes none of its own files, and leaves
+    the folder as it was pickled, that of the first run.
+    """
+    whole = HydraConfig.get()._get_parent()  # type: ignore[attr-defined]
+    hydra = whole.hydra
+    folder = Path(hydra.runtime.output_dir)
+    if hydra.mode == RunMode.MULTIRUN:
+        sweep = folder.parents[len(Path(hydra.sweep.subdir).parts) - 1]
+        folder = sweep.with_name(f"{sweep.name}-{hydra.job.num}")
+    tried = folder
+    for number in count(1):
+        if not holds_run(tried):
+            break
+        tried = folder.with_name(f"{folder.name}-rerun{f'-{number}' if number > 1 else ''}")
+    with read_write(hydra), open_dict(hydra):
+        hydra.mode = RunMode.RUN
+        hydra.run.dir = hydra.runtime.output_dir = str(tried)
+    HydraConfig.instance().set_config(whole)
+    configure_log(hydra.job_logging, hydra.verbose)

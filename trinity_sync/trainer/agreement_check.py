@@ -86,8 +86,8 @@ class AgreementCheck:
         mean, largest = float(np.abs(here - there).mean()), float(np.abs(here - there).max())
         figures = {"tokens": count, "mean": mean, "largest": largest, "bound": self._bound}
         self._event("agreement", step=step, explorer=explorer, **figures)
-        if mean <= self._bound:
-            return None  # not a number is no agreement
+        if mean <= self._bound:  # not a number is no agreement
+            return None
         text = (
             f"{explorer} and the trainer do not compute the same of version {step - 1}: their log-probs of {count} "
             f"tokens differ by {mean:.3g} on average and by {largest:.3g} at most, where {self._bound:.3g} on average "
