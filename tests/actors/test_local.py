@@ -17,7 +17,7 @@ import pytest
 
 from trinity_sync.actors.local import frames, server
 from trinity_sync.actors.local import handle as local_handle
-from trinity_sync.actors.local.frames import NotOursError
+from trinity_sync.actors.local.frames import ForeignPeerError
 from trinity_sync.actors.local.handle import Link, LocalHandle
 from trinity_sync.actors.local.server import LocalHost, LocalServer
 from trinity_sync.actors.pending import MemberDied
@@ -207,7 +207,7 @@ def test_who_does_not_know_the_secret_is_refused_before_anything_is_unpickled(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames.pickle, "loads", lambda data: pytest.fail("it was unpickled"))
-    with pytest.raises(NotOursError):
+    with pytest.raises(ForeignPeerError):
         served.link(b"x" * frames.SECRET_BYTES)
     with socket.create_connection(("127.0.0.1", served.port), timeout=LIMIT) as other:
         other.sendall(frames.pack("anything" * 100))
@@ -227,7 +227,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
 
         pretending = threading.Thread(target=pretend)
         pretending.start()
-        with pytest.raises(NotOursError, match="does not know the secret"):
+        with pytest.raises(ForeignPeerError, match="does not know the secret"):
             Link("127.0.0.1", listening.getsockname()[1], SECRET, "the actor", LIMIT)
         pretending.join(LIMIT)
 
@@ -263,7 +263,7 @@ def test_a_proof_cannot_be_sent_back_as_ones_own() -> None:
 
         echoing = threading.Thread(target=echo)
         echoing.start()
-        with pytest.raises(NotOursError):
+        with pytest.raises(ForeignPeerError):
             Link("127.0.0.1", listening.getsockname()[1], SECRET, "the actor", LIMIT)
         echoing.join(LIMIT)
 

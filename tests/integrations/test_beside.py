@@ -47,7 +47,7 @@ def state(client: MonitorClient) -> str:
 
 
 def test_names_are_of_ranks_whose_trainer_writes_and_of_the_first() -> None:
-    assert beside.names([None, None, "data_0.pt"]) == ["beside", None, "beside-data_0.pt"]
+    assert beside.trainer_file_names([None, None, "data_0.pt"]) == ["beside", None, "beside-data_0.pt"]
 
 
 def test_rank_0_tells_of_all_for_the_others_may_be_waiting_for_it(client: MonitorClient, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_damaged_events_make_no_impossible_spans(wrong: dict[str, Any]) -> None:
 def test_lanes_are_in_the_order_of_the_work_and_of_the_explorers_numbers() -> None:
     loads = [event("load", explorer=f"explorer-{n}", version=0, total_s=0.1) for n in (10, 2, 0)]
     saves = [event("commit", step=1, total_s=0.1), event("publish", version=0, total_s=0.1)]
-    lanes = activity.lanes(activity.spans([step(1, 2, train=1)], [*loads, *saves]))
+    lanes = activity.span_lanes(activity.spans([step(1, 2, train=1)], [*loads, *saves]))
     assert list(lanes) == ["trainer", "node agents", "checkpoints", "explorer-0", "explorer-2", "explorer-10"]
 
 
@@ -113,7 +113,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=30)
 @given(times=TIMES)
 def test_in_a_row_nothing_overlaps_and_nothing_is_lost(times: list[tuple[float, float]]) -> None:
     spans = [Span("a", "b", "", begin, begin + took) for begin, took in sorted(times)]
-    rows = activity.rows(spans)
+    rows = activity.span_rows(spans)
     assert sum(map(len, rows)) == len(spans)
     for row in rows:
         for before, after in pairwise(row):
@@ -122,8 +122,8 @@ def test_in_a_row_nothing_overlaps_and_nothing_is_lost(times: list[tuple[float, 
 
 def test_an_overlap_by_the_jitter_of_clocks_needs_no_second_row() -> None:
     first, second = Span("a", "b", "", 0, 1.0004), Span("a", "b", "", 1.0, 2)
-    assert activity.rows([first, second]) == [[first, second._replace(begin=1.0004)]]
-    assert len(activity.rows([first, second._replace(begin=0.9)])) == 2
+    assert activity.span_rows([first, second]) == [[first, second._replace(begin=1.0004)]]
+    assert len(activity.span_rows([first, second._replace(begin=0.9)])) == 2
 
 
 def test_versions_held_are_those_that_were_loaded_when_a_step_began() -> None:

@@ -13,7 +13,7 @@ from tests.report.test_report import Page
 from tests.tracking import synthetic
 from trinity_sync.cli import main as cli
 from trinity_sync.config import compose
-from trinity_sync.host.references import shown
+from trinity_sync.host.references import shown_values
 from trinity_sync.report import load, render_json, write_report
 
 Capture = pytest.CaptureFixture[str]
@@ -59,7 +59,7 @@ def test_what_is_sent_to_trackers_has_references_and_no_secrets(monkeypatch: pyt
     monkeypatch.setenv("STEPS", "7")
     given = ("+tracker.x.api_key=typed", "+tracker.x.password=${oc.env:KEY}", "trainer.steps=${oc.env:STEPS}")
     cfg = compose([*given, "checkpoint.mirror=sftp://me:word@host/x", "name=${oc.env:KEY}"])
-    sent = shown(cfg)
+    sent = shown_values(cfg)
     assert sent["tracker"]["x"] == {"api_key": "***", "password": "${oc.env:KEY}"}
     assert (sent["trainer"]["steps"], sent["name"]) == ("${oc.env:STEPS}", "${oc.env:KEY}")
     assert sent["checkpoint"]["mirror"] == "sftp://me:***@host/x"

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.options import TARGET, own_targets
 from trinity_sync.host.masking import masked
-from trinity_sync.host.references import resolved, shown, with_references
+from trinity_sync.host.references import resolved, shown_values, with_references
 
 ABSENT = "(absent)"
 """Stands in `config_diff` for a key that one of the two configurations does not have."""
@@ -156,7 +156,7 @@ def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
 
 def shown_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
     """As `config_diff`, with values as they are for display, see `shown`."""
-    before, after = (dict(_leaves(_values(shown(cfg)), "")) for cfg in (old, new))
+    before, after = (dict(_leaves(_values(shown_values(cfg)), "")) for cfg in (old, new))
     return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key, _, _ in config_diff(old, new)]
 
 

@@ -18,7 +18,7 @@ from trinity_sync.errors import WaitTimeout
 _POLL_S = 0.02
 
 
-class NotOursError(OSError):
+class ForeignFileError(OSError):
     """What has the name that we want is a link, of another kind, or somebody else's."""
 
 
@@ -32,7 +32,7 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
         mode: permissions of a file that is made.
 
     Raises:
-        NotOursError: it is no regular file.
+        ForeignFileError: it is no regular file.
         OSError: it cannot be opened.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
@@ -40,11 +40,11 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise NotOursError(error.errno, f"{path} is no regular file", str(path)) from None
+            raise ForeignFileError(error.errno, f"{path} is no regular file", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotOursError(errno.EINVAL, f"{path} is no regular file", str(path))
+        raise ForeignFileError(errno.EINVAL, f"{path} is no regular file", str(path))
     return descriptor
 
 
@@ -99,9 +99,9 @@ def _owner(descriptor: int) -> str:
 
 
 def check_no_link(folder: Path) -> Path:
-    """Return a folder that is about to be written to; NotOursError where a link has its name."""
+    """Return a folder that is about to be written to; ForeignFileError where a link has its name."""
     if folder.is_symlink():
-        raise NotOursError(errno.ELOOP, f"{folder} is a link", str(folder))
+        raise ForeignFileError(errno.ELOOP, f"{folder} is a link", str(folder))
     return folder
 
 
@@ -127,7 +127,7 @@ def open_own_folder(path: Path, *, create: bool) -> int:
         create: make it where it is not there.
 
     Raises:
-        NotOursError: a link, something else or another user's folder has the name.
+        ForeignFileError: a link, something else or another user's folder has the name.
         FileNotFoundError: it is not there and is not to be made.
         OSError: it cannot be made or opened.
     """
@@ -150,7 +150,7 @@ def open_own_folder(path: Path, *, create: bool) -> int:
     return descriptor
 
 
-def _not_ours(path: Path, found: os.stat_result) -> NotOursError:
+def _not_ours(path: Path, found: os.stat_result) -> ForeignFileError:
     is_folder = stat.S_ISDIR(found.st_mode)
     kind = f"a folder of user {found.st_uid}" if is_folder else "a link" if stat.S_ISLNK(found.st_mode) else "a file"
-    return NotOursError(errno.EPERM, f"{path} is {kind}, not a folder of user {os.geteuid()}", str(path))
+    return ForeignFileError(errno.EPERM, f"{path} is {kind}, not a folder of user {os.geteuid()}", str(path))

@@ -13,7 +13,7 @@ from trinity_sync.host.masking import masked
 _FROM_ENVIRONMENT = "\0"
 
 
-def shown(cfg: DictConfig) -> dict[str, Any]:
+def shown_values(cfg: DictConfig) -> dict[str, Any]:
     """Return the values for display and for sending: secrets are masked, and references to the environment stay."""
     values: dict[str, Any] = masked(with_references(cfg))
     return values

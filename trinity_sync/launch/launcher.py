@@ -29,7 +29,7 @@ from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until
 from trinity_sync.host.logs import make_room, story
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import shown
+from trinity_sync.host.references import shown_values
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.beforehand import check_beforehand, needed_processors
@@ -175,7 +175,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, owner: Owner, th
         total_steps=last_step,
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
-        config=shown(cfg),
+        config=shown_values(cfg),
         reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or _on_cpus(cfg)),
         resumed_from=start.step if start.resumed else None,
         id=owner.run,

@@ -65,7 +65,7 @@ def spans(metrics: Iterable[Record], events: Iterable[Record]) -> Iterator[Span]
             yield from make(event)
 
 
-def lanes(found: Iterable[Span]) -> dict[str, list[Span]]:
+def span_lanes(found: Iterable[Span]) -> dict[str, list[Span]]:
     """Sort spans by who, trainer first and explorers by number, and those of each by when they began."""
     by_who: dict[str, list[Span]] = defaultdict(list)
     for span in found:
@@ -73,7 +73,7 @@ def lanes(found: Iterable[Span]) -> dict[str, list[Span]]:
     return {who: sorted(by_who[who], key=lambda span: span.begin) for who in sorted(by_who, key=_lane)}
 
 
-def rows(ordered: Iterable[Span], slack_s: float = 1e-3) -> list[list[Span]]:
+def span_rows(ordered: Iterable[Span], slack_s: float = 1e-3) -> list[list[Span]]:
     """Put spans of one lane into rows in which none overlaps the one before, as few as it takes; mostly one.
 
     Args:

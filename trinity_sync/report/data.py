@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import resolved, shown
+from trinity_sync.host.references import resolved, shown_values
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.record import RunJson, read_record, recorded_checkpoints
@@ -282,4 +282,4 @@ def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
     config = OmegaConf.load(path)
     if not isinstance(config, DictConfig):
         raise ValueError("it is not a mapping")
-    return OmegaConf.to_yaml(OmegaConf.create(shown(config))), resolved(config)
+    return OmegaConf.to_yaml(OmegaConf.create(shown_values(config))), resolved(config)

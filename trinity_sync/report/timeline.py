@@ -149,7 +149,7 @@ class _Drawing:
 
 def timeline(run: Run) -> Markup | None:
     """Draw the last steps of a run, and those around its slowest one where that stands out; None: there is nothing."""
-    lanes = activity.lanes(activity.spans(run.metrics, run.events))
+    lanes = activity.span_lanes(activity.spans(run.metrics, run.events))
     if not lanes:
         return None
     started = min(lane[0].begin for lane in lanes.values())
@@ -220,7 +220,7 @@ def _few(lanes: dict[str, list[Span]]) -> dict[str, list[Span]]:
 
 
 def _picture(lanes: dict[str, list[Span]], window: Window, started: float) -> _Drawing:
-    shown = {who: activity.rows(_inside(spans, window)) for who, spans in lanes.items()}
+    shown = {who: activity.span_rows(_inside(spans, window)) for who, spans in lanes.items()}
     return _Drawing(window=window, lanes={who: rows or [[]] for who, rows in shown.items()}, started=started)
 
 

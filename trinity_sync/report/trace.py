@@ -51,7 +51,7 @@ def document(run: Run) -> Iterator[str]:
 
 def events(run: Run) -> Iterator[Event]:
     """Make the events of a trace."""
-    found = activity.lanes(activity.spans(run.metrics, run.events))
+    found = activity.span_lanes(activity.spans(run.metrics, run.events))
     attempts = summary.spans(run.record, run.metrics, run.events)
     begun = [begin for begin, _ in attempts.values()] + [lane[0].begin for lane in found.values()]
     begun += [at for event in run.events if (at := finite(event.get("time"))) is not None]
@@ -66,7 +66,7 @@ def events(run: Run) -> Iterator[Event]:
     tids = dict.fromkeys(_PROCESSES, 0)
     for who, spans in found.items():
         pid = _PLACES.get(who, _EXPLORERS)
-        for row, ordered in enumerate(activity.rows(spans)):
+        for row, ordered in enumerate(activity.span_rows(spans)):
             tid = tids[pid] = tids[pid] + 1
             yield from trace.thread(pid, tid, f"{_thread(run, who)}{f' ({row + 1})' if row else ''}")
             for span in ordered:

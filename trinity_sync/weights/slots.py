@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.host.locks import NotOursError, open_lock, open_own_folder, own_name, try_lock, wait_for_lock
+from trinity_sync.host.locks import ForeignFileError, open_lock, open_own_folder, own_name, try_lock, wait_for_lock
 
 DEFAULT_ROOT = "/dev/shm"
 _HOME = "trinity-sync"
@@ -93,7 +93,7 @@ class SlotArena:
         notes: list[str] = []
         try:
             return cls._create_in(Path(root), run_key, slots, parts, needed, notes)
-        except NotOursError as error:
+        except ForeignFileError as error:
             notes.append(
                 f"{error.strerror}: the slots are mapped files in {fallback} instead, which is slower; have it "
                 "removed, or name another folder in memory by sync.shm_dir"
@@ -258,7 +258,7 @@ def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
     try:
         with _home(Path(root), create=False) as home:
             return [folder for folder in sorted(home.iterdir()) if folder.is_dir() and _remove_if_stale(folder)]
-    except (FileNotFoundError, NotOursError):
+    except (FileNotFoundError, ForeignFileError):
         return []
 
 
@@ -267,7 +267,7 @@ def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterat
     """The locked folder of this user in a root; on leaving, it is removed if nothing is in it.
 
     Raises:
-        NotOursError: somebody else has a folder of that name, or a link.
+        ForeignFileError: somebody else has a folder of that name, or a link.
         OSError: it cannot be made or opened; FileNotFoundError if it is not there and is not to be made.
         WaitTimeout: another process keeps it locked.
     """
@@ -295,7 +295,7 @@ def _remove_if_stale(folder: Path) -> bool:
     """Remove a run's folder unless its owner lives. The caller holds the lock of its parent."""
     try:
         lock = open_lock(folder / _LOCK, create=False)
-    except (FileNotFoundError, NotOursError):
+    except (FileNotFoundError, ForeignFileError):
         lock = None  # nothing there that an owner could have locked
     except PermissionError:
         return False

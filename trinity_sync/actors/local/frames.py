@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("!Q")
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
-class NotOursError(RunError):
+class ForeignPeerError(RunError):
     """Who is at the other end of a connection does not know the secret."""
 
 
@@ -54,7 +54,7 @@ def prove(sock: socket.socket, secret: bytes) -> None:
     """Prove to a server that this side knows the secret, and have it prove the same, within `PROOF_S`.
 
     Raises:
-        NotOursError: it does not know it, or does not take our word.
+        ForeignPeerError: it does not know it, or does not take our word.
         OSError: the connection broke, or nothing came.
     """
     until = time.monotonic() + PROOF_S
@@ -64,9 +64,9 @@ def prove(sock: socket.socket, secret: bytes) -> None:
     try:
         proof = _read(sock, _PROOF, until)
     except EOFError:
-        raise NotOursError("it did not accept the secret") from None
+        raise ForeignPeerError("it did not accept the secret") from None
     if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
-        raise NotOursError("it does not know the secret")
+        raise ForeignPeerError("it does not know the secret")
 
 
 def receive(sock: socket.socket) -> Any:
@@ -99,7 +99,7 @@ async def have_proved(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     """Have a caller prove that it knows the secret, and prove the same.
 
     Raises:
-        NotOursError: it does not know it.
+        ForeignPeerError: it does not know it.
         TimeoutError: it did not say anything in time.
         EOFError, OSError: the connection broke.
     """
@@ -108,7 +108,7 @@ async def have_proved(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         writer.write(ours)
         theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
         if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
-            raise NotOursError("it does not know the secret")
+            raise ForeignPeerError("it does not know the secret")
         writer.write(_proof(secret, b"server", ours, theirs))
         await writer.drain()
 

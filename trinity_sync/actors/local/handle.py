@@ -50,7 +50,7 @@ class Link:
             timeout_s: limit for it to be ready, seconds.
 
         Raises:
-            NotOursError: who listens there does not know the secret.
+            ForeignPeerError: who listens there does not know the secret.
             WaitTimeout: it knows the secret, but is not ready.
             OSError, EOFError: nobody is there, or says nothing.
         """

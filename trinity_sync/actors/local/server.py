@@ -161,7 +161,7 @@ class LocalServer:
             await self._answer_calls(reader, connection, body)
         except (EOFError, OSError, TimeoutError, asyncio.CancelledError):  # the caller is gone, or we are
             pass
-        except frames.NotOursError as error:
+        except frames.ForeignPeerError as error:
             logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
         finally:
             self._connections.discard(connection)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trinity_sync.actors.local.frames import NotOursError
+from trinity_sync.actors.local.frames import ForeignPeerError
 from trinity_sync.actors.local.handle import Link, LocalHandle
 from trinity_sync.checkpoint.daemon import process, rendezvous
 from trinity_sync.checkpoint.daemon.process import Hello, Lifetime, Settings
@@ -204,7 +204,7 @@ class _Search:
             return _Seen("nobody has said that it listens")
         try:
             link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
-        except (OSError, EOFError, NotOursError) as error:
+        except (OSError, EOFError, ForeignPeerError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: Hello = link.hello
         seen = self._judged(hello, found)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
-from trinity_sync.host.locks import NotOursError, open_lock
+from trinity_sync.host.locks import ForeignFileError, open_lock
 
 _NAME = ".monitor.json"
 
@@ -68,7 +68,7 @@ def find(root: Path) -> Rendezvous | None:
     path = root / _NAME
     try:
         descriptor = open_lock(path, create=False, writable=False)
-    except (NotOursError, PermissionError) as error:
+    except (ForeignFileError, PermissionError) as error:
         raise _refused(path, str(error)) from error
     except OSError:
         return None

@@ -20,7 +20,7 @@ _OTHERS_S = 30.0
 _POLL_S = 0.2
 
 
-def names(files: Iterable[str | None]) -> list[str | None]:
+def trainer_file_names(files: Iterable[str | None]) -> list[str | None]:
     """Name the part of each rank; None: its trainer writes nothing. Rank 0 always has one, for all that is not told.
 
     Args:

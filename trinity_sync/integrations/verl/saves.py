@@ -25,7 +25,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.at_exit import Saves
 from trinity_sync.integrations.verl.beside import Beside
-from trinity_sync.integrations.verl.beside import names as names_beside
+from trinity_sync.integrations.verl.beside import trainer_file_names
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.interfaces import Copies, OpensMonitor
 from trinity_sync.integrations.verl.ranks import together
@@ -119,7 +119,7 @@ class CommittedSaves(Saves):
         """See that there is a monitor. Collective where it is to be opened."""
         if self._opens is not None and self._root is None:
             self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
-            self._names_beside = names_beside(together("tell what the trainer writes", lambda: self.trainer_file))
+            self._names_beside = trainer_file_names(together("tell what the trainer writes", lambda: self.trainer_file))
             if self._root is not None:
                 self._beside = Beside(self._monitor, self._attempt, self._root, self._timeout_s)
 
