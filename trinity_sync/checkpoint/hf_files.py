@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from trinity_sync.checkpoint.reading.hugging_face import INDEX
-from trinity_sync.checkpoint.reading.pieces import TensorInfo
+from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.host.durable import write_all
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.tensors import to_torch

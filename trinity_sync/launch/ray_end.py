@@ -71,11 +71,11 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
 def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that Ray has started: whose parents this program has started."""
     parents = {}
-    for process in processes:
+    for child in processes:
         with contextlib.suppress(psutil.Error):
-            parents[process] = process.ppid()
-    own = {process.pid for process, parent in parents.items() if parent == os.getpid()}
-    return [process for process, parent in parents.items() if parent in own]
+            parents[child] = child.ppid()
+    own = {child.pid for child, parent in parents.items() if parent == os.getpid()}
+    return [child for child, parent in parents.items() if parent in own]
 
 
 @contextlib.contextmanager
@@ -93,9 +93,9 @@ def _killed_by_ray() -> Iterator[None]:
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
     """Kill those that are there."""
-    for process in processes:
+    for child in processes:
         with contextlib.suppress(psutil.Error):
-            process.kill()
+            child.kill()
 
 
 def give_up(folder: Path | None) -> None:
@@ -118,19 +118,19 @@ def end_processes(folder: Path) -> None:
 def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
     """Wait until processes have ended; those that have not within the limit."""
     deadline = time.monotonic() + limit_s
-    while left := [process for process in processes if lives(process)]:
+    while left := [child for child in processes if lives(child)]:
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
     return left
 
 
-def lives(process: psutil.Process) -> bool:
+def lives(child: psutil.Process) -> bool:
     """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
     stays in the list of processes for good.
     """
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 
@@ -140,13 +140,13 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     where their server has gone.
     """
     found: list[psutil.Process] = []
-    for process in psutil.Process().children():
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if any(str(folder) in argument for argument in process.cmdline()):
-                found += [process, *process.children(recursive=True)]
+            if any(str(folder) in argument for argument in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
     if (session := forks_session(folder)) is not None:
-        known = {process.pid for process in found}
-        found += [process for process in _in_session(session) if process.pid not in known]
+        known = {child.pid for child in found}
+        found += [child for child in _in_session(session) if child.pid not in known]
     return found
 
 

@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.origin import shortened
-from trinity_sync.tracking.trackers import Status, TrackedRun, Tracker, tell_end
+from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.trackers import TrackedRun, Tracker, tell_end
 
 _START_S = 60.0
 """For Python to start and take the tracker; `Trackers` bounds the rest."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 
 from trinity_sync.backends.sharded import apart_from_buffers, optimizer_state, sharded
 from trinity_sync.checkpoint.coordinator import SaveFn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def check_export(manager: FSDPCheckpointManager) -> None:
+def check_export(manager: VerlCheckpointManager) -> None:
     """Check that a manager's model can be saved in Hugging Face format.
 
     Raises:
@@ -45,7 +45,7 @@ class Copies:
         lazily: see `interfaces.Copies`.
     """
 
-    def __init__(self, manager: FSDPCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
+    def __init__(self, manager: VerlCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
         self._manager = manager
         self._timeout_s = timeout_s
         self._lazily = lazily

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager, FSDPConfig
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
     fsdp_version,
@@ -35,7 +35,7 @@ from trinity_sync.weights.tensors import from_torch, saved_list
 
 HUGGING_FACE = "huggingface"
 _MAX_SHARD_BYTES = 5 * 10**9
-_READ: WeakKeyDictionary[FSDPCheckpointManager, tuple[ModelFiles, dict[str, bytes]]] = WeakKeyDictionary()
+_READ: WeakKeyDictionary[VerlCheckpointManager, tuple[ModelFiles, dict[str, bytes]]] = WeakKeyDictionary()
 """What `metadata` has read for a manager."""
 
 
@@ -44,7 +44,7 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     return model._fsdp_wrapped_module if fsdp_version(model) == 1 else model
 
 
-def metadata(manager: FSDPCheckpointManager) -> dict[str, bytes]:
+def metadata(manager: VerlCheckpointManager) -> dict[str, bytes]:
     """The files by which others read the shards, relative path -> contents: those of the model in ``huggingface/``;
     ``fsdp_config.json``; verl's note on LoRA. Read once for a manager: later changes of the model's folder do not
     matter.

@@ -24,7 +24,7 @@ from trinity_sync.weights.copying import Copying
 
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
-    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
 HUGGING_FACE = "model/huggingface"
 
@@ -47,7 +47,7 @@ class Copies:
 
     def __init__(
         self,
-        manager: MegatronCheckpointManager,
+        manager: VerlCheckpointManager,
         timeout_s: float,
         *,
         saved_of: Callable[[int], set[str]],

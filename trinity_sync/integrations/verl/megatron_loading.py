@@ -19,12 +19,12 @@ from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.megatron_copies import HUGGING_FACE
 
 if TYPE_CHECKING:
-    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
 _RNG = "rng_state"
 
 
-def check_loadable(manager: MegatronCheckpointManager, local_path: str) -> None:
+def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
     """Check, without a collective call, that what the manager is to load is there and can be loaded in this layout.
 
     Raises:
@@ -42,7 +42,7 @@ def check_loadable(manager: MegatronCheckpointManager, local_path: str) -> None:
     _check_layout(manager, folder)
 
 
-def load(manager: MegatronCheckpointManager, local_path: str) -> None:
+def load(manager: VerlCheckpointManager, local_path: str) -> None:
     """Load what the manager's `load_contents` name, as verl would; the schedule with
     ``use_checkpoint_opt_param_scheduler`` only. Each rank's random generators are restored where as many ranks saved
     theirs, else those of its place in the model.
@@ -70,7 +70,7 @@ def load(manager: MegatronCheckpointManager, local_path: str) -> None:
             _load_rng(manager, folder)
 
 
-def _load_rng(manager: MegatronCheckpointManager, folder: Path) -> None:
+def _load_rng(manager: VerlCheckpointManager, folder: Path) -> None:
     if _shapes(folder).get(trees.RNG_OF_RANK) == (manager.world_size,):
         trees.load_rng_of_rank(manager, folder)
         return
@@ -78,7 +78,7 @@ def _load_rng(manager: MegatronCheckpointManager, folder: Path) -> None:
     manager.load_rng_states(loaded[_RNG])
 
 
-def _trees_to_load(manager: MegatronCheckpointManager) -> list[str]:
+def _trees_to_load(manager: VerlCheckpointManager) -> list[str]:
     asked = (
         (trees.MODEL, manager.should_load_dist_ckpt_model),
         (trees.OPTIMIZER, manager.should_load_optimizer),
@@ -87,7 +87,7 @@ def _trees_to_load(manager: MegatronCheckpointManager) -> list[str]:
     return [name for name, wanted in asked if wanted]
 
 
-def _loads_export(manager: MegatronCheckpointManager) -> bool:
+def _loads_export(manager: VerlCheckpointManager) -> bool:
     """Whether the model comes from the export. With both, verl takes the tree."""
     return bool(manager.should_load_hf_model and not manager.should_load_dist_ckpt_model)
 
@@ -98,7 +98,7 @@ def _has(folder: Path, name: str) -> bool:
     return (folder / name / ".metadata").is_file()
 
 
-def _check_layout(manager: MegatronCheckpointManager, folder: Path) -> None:
+def _check_layout(manager: VerlCheckpointManager, folder: Path) -> None:
     here = trees.layout(manager)
     saved = saved_layout(folder) or {}
     if trees.EXTRA in _trees_to_load(manager):
