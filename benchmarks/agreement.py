@@ -46,9 +46,8 @@ import torch.distributed as dist
 
 from tests.families import EAGER, FAMILIES
 from trinity_sync.config import compose, typed
-from trinity_sync.explorer.hf import HFEngine
-from trinity_sync.explorer.sampling import sequence_keys
-from trinity_sync.models.factory import make_model
+from trinity_sync.explorer.hf import HFEngine, sequence_keys
+from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
 from trinity_sync.trainer.spec import WorkerSpec, worker_spec
@@ -240,7 +239,7 @@ def _batch(rows: Any) -> SampleBatch:
 
 
 def _gap(trainer: Any, spec: WorkerSpec, batch: SampleBatch) -> dict[str, float]:
-    from trinity_sync.trainer.measurements import training_log_probs
+    from trinity_sync.trainer.worker import training_log_probs
 
     found = training_log_probs(trainer, spec, batch)
     assert found is not None

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from trinity_sync.weights import digested_file
-from trinity_sync.weights.image import write_image
+from trinity_sync.weights import shard_file
+from trinity_sync.weights.shard_file import write_image
 from trinity_sync.weights.snapshot import Snapshot, plan
 
 _LIMIT_S = 600.0
@@ -117,21 +117,21 @@ def _rounds(folder: Path, nbytes: int, count: int, pool: ThreadPoolExecutor) -> 
 
 def _timed(make: Callable[[], Any], write: Callable[[], object]) -> tuple[float, float]:
     """Seconds and processor seconds of a write whose digest is made so."""
-    real, digest = digested_file.write_all, make()
+    real, digest = shard_file.write_all, make()
 
     def write_all(descriptor: int, data: memoryview) -> None:
         real(descriptor, data)
         if isinstance(digest, _WithCrc):
             digest.wait()
 
-    before = digested_file.xxh3_128
-    digested_file.xxh3_128, digested_file.write_all = (lambda: digest), write_all  # type: ignore[misc, assignment]
+    before = shard_file.xxh3_128
+    shard_file.xxh3_128, shard_file.write_all = (lambda: digest), write_all  # type: ignore[misc, assignment]
     began, used = time.perf_counter(), time.process_time()
     try:
         write()
         return time.perf_counter() - began, time.process_time() - used
     finally:
-        digested_file.xxh3_128, digested_file.write_all = before, real  # type: ignore[misc]
+        shard_file.xxh3_128, shard_file.write_all = before, real  # type: ignore[misc]
 
 
 def _speed(of: Callable[[Any], object]) -> float:

@@ -39,8 +39,8 @@ from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.integrations.vllm.control import AsyncControl
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.integrations.vllm.target import WorkerTarget
-from trinity_sync.models.factory import make_model
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.models.architecture import make_model
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
 from trinity_sync.sync.layouts import LayoutCache

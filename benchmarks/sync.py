@@ -44,7 +44,7 @@ from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.launch.own_ray import start_ray
 from trinity_sync.node.agent import AgentConfig, NodeAgent
-from trinity_sync.protocol.staged import PartInfo, part_name
+from trinity_sync.protocol.parts import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import TrainerSide

@@ -19,19 +19,17 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.protocol import members
+from trinity_sync.protocol import rounds
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync import nccl, stream
 from trinity_sync.sync.checkpoint import CheckpointTransport
-from trinity_sync.sync.in_place import InPlace
+from trinity_sync.sync.in_place import InPlace, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.nccl import NcclTransport
-from trinity_sync.sync.process_group import begin_broadcast, make_group
+from trinity_sync.sync.nccl import NcclTransport, begin_broadcast, make_group
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice, whole
 from trinity_sync.weights.slots import map_segment
@@ -213,7 +211,7 @@ class BenchExplorer(Member):
             }
             transport = transports[mode]()
             target = InPlace(self._model, transport, layouts, verify)
-            self._loaders[self._how] = WeightLoader(members.Member.new(self._name), target, self._synchronizer)
+            self._loaders[self._how] = WeightLoader(rounds.Member.new(self._name), target, self._synchronizer)
         return self._loaders[self._how]
 
     def stop_reading(self, version: tuple[int, int]) -> Lease:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from verl.utils import torch_functional
 
 from trinity_sync.config import compose, typed
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.trainer.batch import Batching, grpo_batch, micro_batch_size
 from trinity_sync.trainer.spec import worker_spec
 from trinity_sync.trainer.worker import worker_config

@@ -102,7 +102,7 @@ def _prepare(folder: Path, rows: int, words: int) -> None:
     import pandas as pd  # type: ignore[import-untyped]
 
     from tests.chat_models import byte_tokenizer
-    from trinity_sync.models.factory import make_model
+    from trinity_sync.models.architecture import make_model
 
     make_model(ARCHITECTURE, 0, folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 
 _BEGIN, _END, _PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _TEMPLATE = (

@@ -81,15 +81,15 @@ def test_what_cannot_be_is_refused_by_its_key(overrides: list[str], told: str) -
 def test_rules_that_verl_has_are_the_ones_that_are_taken() -> None:
     from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
 
-    from trinity_sync.trainer.algorithms import grpo_checks
+    from trinity_sync.trainer.algorithms import grpo
 
-    assert grpo_checks._RULES == SUPPORTED_ROLLOUT_RS_OPTIONS
+    assert grpo._RULES == SUPPORTED_ROLLOUT_RS_OPTIONS
 
 
 def test_all_losses_of_verl_are_there_but_what_has_keys_of_its_own() -> None:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    from trinity_sync.config.training_schema import GrpoConfig
+    from trinity_sync.config.schema import GrpoConfig
 
     modes = GrpoConfig.__dataclass_fields__["loss_mode"].metadata["choices"]
     verls = {name for name in POLICY_LOSS_REGISTRY if not name.startswith("trinity_")}

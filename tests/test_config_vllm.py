@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from trinity_sync import config
-from trinity_sync.config import vllm_checks
+from trinity_sync.config import model_checks
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.spec import explorer_spec
 
@@ -24,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(vllm_checks.metadata, "version", version)
+    monkeypatch.setattr(model_checks.metadata, "version", version)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_what_becomes_of_requests_is_asked_only_where_there_are_some(how: str) -
     config.check(config.compose(["explorer=vllm", "explorer.on_update=wait"]))
 
 
-@pytest.mark.parametrize(("name", "instead"), sorted(vllm_checks.OURS.items()))
+@pytest.mark.parametrize(("name", "instead"), sorted(model_checks.OURS.items()))
 def test_an_argument_that_follows_from_a_setting_is_refused(name: str, instead: str) -> None:
     assert refusal(f"explorer.engine.{name}=1") == f"explorer.engine.{name} follows from {instead}; set that instead"
 

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 
 from tests.pages import PAGES, ROOT, blocks, example_files, settings, settings_named, write_examples
 from trinity_sync import config
-from trinity_sync.checkpoint.option import coordinator_option
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.engine import RolloutEngine
+from trinity_sync.launch.actors import coordinator_option
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts
 from trinity_sync.protocol.versions import Version

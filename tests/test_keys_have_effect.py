@@ -32,10 +32,10 @@ from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.trainer.algorithms.grpo import Grpo
-from trinity_sync.trainer.divergence import adapted, divergences
 from trinity_sync.trainer.spec import WorkerSpec, worker_spec
+from trinity_sync.trainer.worker import adapted, divergences
 
 GROUPS = ("trainer", "algorithm", "samples", "task")
 NAMES = ("_target_", "_partial_", "_convert_", "kind")

@@ -21,18 +21,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.cli.test_runs import StandIn, disown, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
-from trinity_sync.checkpoint.option import coordinator_option, monitor_option
 from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import explorer_spec
+from trinity_sync.launch.actors import coordinator_option, monitor_option
 from trinity_sync.launch.messages import explain
 from trinity_sync.launch.start import _check_engine
-from trinity_sync.models.factory import make_model
-from trinity_sync.protocol.members import Member
+from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.sync.nccl import NcclMode
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -173,7 +173,7 @@ KEEP_ODD = """
 from dataclasses import dataclass, field
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.protocol.quantities import DURATION, QUANTITY
+from trinity_sync.protocol.retention import DURATION, QUANTITY
 from trinity_sync.protocol.retention import Policy
 
 

@@ -22,15 +22,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_sync.checkpoint import catalog, layout, verification
-from trinity_sync.checkpoint.layout import file_entry, read_manifest
+from trinity_sync.checkpoint import catalog, layout
+from trinity_sync.checkpoint.layout import file_entry, read_manifest, read_tracker
 from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
-from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Lease, Version, VersionError
 from trinity_sync.sync.synchronizer import SynchronizerActor, SynchronizerConfig
 
@@ -313,7 +312,7 @@ class Together(RuleBasedStateMachine):
         self.trackers = trackers
         for step in trackers:
             assert step == -1 or step in self.committed_steps
-            whole = step == -1 or verification.verify(layout.step_dir(self.root, step)).ok
+            whole = step == -1 or catalog.verify(layout.step_dir(self.root, step)).ok
             assert whole, f"the tracker names torn step {step}"
 
     @invariant()

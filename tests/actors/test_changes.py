@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.pending import Changes
 from trinity_sync.errors import WaitTimeout
 
 

@@ -46,7 +46,7 @@ class Handle:
 
 
 def rank_client(handle: Any) -> tuple[RankClient, type]:
-    from trinity_sync.trainer.rank import OWN, rank_actor
+    from trinity_sync.trainer.group import OWN, rank_actor
     from trinity_sync.trainer.worker import TrinityWorker
 
     actor = rank_actor(None)

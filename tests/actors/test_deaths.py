@@ -16,8 +16,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from tests import local_ray
 from trinity_sync.actors import calls as module
-from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.deaths import ends_noted_in, why_gone
+from trinity_sync.actors.calls import Call, MemberDied, ends_noted_in, why_gone
 
 LIMIT = 60.0
 ID = "91b9ed2c0ba909b7f13d67a1a0b5a6c4e2f8d0c9b7a6958473625140"

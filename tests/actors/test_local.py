@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.local import frames, server
+from trinity_sync.actors.local import handle as frames
 from trinity_sync.actors.local import handle as local_handle
-from trinity_sync.actors.local.frames import ForeignPeerError
-from trinity_sync.actors.local.handle import Link, LocalHandle
-from trinity_sync.actors.local.server import LocalHost, LocalServer
+from trinity_sync.actors.local import handle as server
+from trinity_sync.actors.local.handle import ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
 from trinity_sync.actors.pending import MemberDied
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
 

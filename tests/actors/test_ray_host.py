@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from trinity_sync.actors.ray_host import RayHost
+from trinity_sync.actors.calls import RayHost
 from trinity_sync.host.interrupts import ENDING, left_to_driver
 from trinity_sync.host.process import DRIVER
 

@@ -77,7 +77,7 @@ def make_models(folder: Path) -> None:
     )
 
     from trinity_sync.models.architecture import character_tokenizer
-    from trinity_sync.weights.wire_cast import cast_model
+    from trinity_sync.weights.tensors import cast_model
 
     for name, tied in (("tied", True), ("untied", False)):
         torch.manual_seed(3)
@@ -443,14 +443,14 @@ def write_state(state: Any, form: str, actor: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from trinity_sync.backends import dcp_files
+    from trinity_sync.backends import fsdp_state
     from trinity_sync.backends.meetings import Meetings
 
     actor.mkdir(parents=True, exist_ok=True)
     for name, value in state.files(form).items():
         if name == "dcp":
             meeting = Meetings.of_default_group(LIMIT_S).begin("the state")
-            dcp_files.write(value, lambda tensor: tensor.detach().cpu(), actor / name, meeting)
+            fsdp_state.write(value, lambda tensor: tensor.detach().cpu(), actor / name, meeting)
         else:
             torch.save(value, actor / name)
     dist.barrier()
@@ -655,7 +655,7 @@ class Lazy:
         self._snapshot.wait_until_copied(LIMIT_S)
 
     def write(self, folder: Path, meeting: Any = None) -> None:
-        from trinity_sync.weights.image import write_image
+        from trinity_sync.weights.shard_file import write_image
 
         folder.mkdir(parents=True, exist_ok=True)
         names = self._snapshot.names - {"dcp"}

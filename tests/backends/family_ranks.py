@@ -40,7 +40,7 @@ def _examine(case: Mapping[str, Any], folder: Path, rank: int, ranks: int) -> di
 
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.checkpoint.reading import open_weights
-    from trinity_sync.models.factory import make_model
+    from trinity_sync.models.architecture import make_model
     from trinity_sync.weights.wire import Wire
 
     family, model = case["family"], folder / "model"

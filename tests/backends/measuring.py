@@ -49,13 +49,13 @@ def measuring(engine: Any, model: Path, *, max_tokens: int | None, sharing: int 
 
 
 def _measured(engine: Any, batch: Any, micro_batch: int, max_tokens: int | None, sharing: int) -> Any:
-    from trinity_sync.trainer.measurements import loss_sum
+    from trinity_sync.trainer.worker import loss_sum
 
     return loss_sum(engine, _spec(micro_batch, max_tokens, sharing), batch)
 
 
 def _recomputed(engine: Any, samples: Any, max_tokens: int | None, sharing: int) -> Any:
-    from trinity_sync.trainer.measurements import training_log_probs
+    from trinity_sync.trainer.worker import training_log_probs
 
     return training_log_probs(engine, _spec(2, max_tokens, sharing), samples)
 

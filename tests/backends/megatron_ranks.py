@@ -21,7 +21,7 @@ from tests.backends.engines import _step as step
 from tests.backends.engines import drawn_pairs, join_group, refused, text_of_files
 from tests.backends.gradients import decays, gradients, passing_over
 from tests.backends.recomputing import recomputing
-from trinity_sync.host.file_digest import digest_file
+from trinity_sync.host.durable import digest_file
 from trinity_sync.protocol.parts import FileTuple
 
 VOCABULARY = 37  # no multiple of anything: the engines pad it
@@ -385,7 +385,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
 @contextmanager
 def _copied_late() -> Iterator[threading.Event]:
     """What is copied lazily begins to be copied when the event is set: training has reached the optimizer by then."""
-    from trinity_sync.weights.copying import Copying
+    from trinity_sync.weights.staging import Copying
 
     copy, reached = Copying._copy, threading.Event()
 

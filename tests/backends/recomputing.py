@@ -25,10 +25,10 @@ def recomputing(engine: Any, **batching: Any) -> dict[str, Any]:
     from verl.workers.config import ActorConfig
 
     from tests.backends.engines import drawn_pairs
-    from trinity_sync.config.training_schema import RolloutCorrectionConfig
+    from trinity_sync.config.schema import RolloutCorrectionConfig
     from trinity_sync.trainer.algorithms.policy_loss import policy_loss
     from trinity_sync.trainer.batch import grpo_batch
-    from trinity_sync.trainer.log_probs import recomputed
+    from trinity_sync.trainer.worker import recomputed
 
     drawn = drawn_pairs(7, engine.get_data_parallel_rank())
     prompts = [prompt[: 2 + index] for index, (prompt, _) in enumerate(drawn)]

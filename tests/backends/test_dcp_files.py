@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trinity_sync.backends import dcp_files
+from trinity_sync.backends import fsdp_state
 from trinity_sync.backends.meetings import Meetings
 
 
@@ -41,7 +41,7 @@ def test_copies_are_written_where_they_are_and_not_moved_to_the_device_of_the_me
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     meeting = Meetings(store, 0, 1, 60.0).begin("step 1")
     state = {"model": {"weight": live}, "optim": {"step": plain, "lr": 0.5}}
-    files = dcp_files.write(state, copied, tmp_path / "dcp", meeting)
+    files = fsdp_state.write(state, copied, tmp_path / "dcp", meeting)
 
     assert [path.name for path in files] == ["__0_0.distcp", ".metadata"]
     found = {"model": {"weight": torch.zeros(6, 4)}, "optim": {"step": torch.zeros(3), "lr": 0.0}}

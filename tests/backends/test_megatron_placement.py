@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.backends.megatron.placement import Geometry, among_all_experts, dtypes_of, pieces
+from trinity_sync.backends.megatron.bridges import Geometry, among_all_experts, dtypes_of, pieces
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import check_cover
 from trinity_sync.weights.wire import Wire

@@ -21,15 +21,13 @@ from ray.exceptions import RayError
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
-from trinity_sync.actors.ray_host import RayHost
-from trinity_sync.checkpoint import disk, monitor, rollback, verification, writers
+from trinity_sync.actors.calls import RayHost
+from trinity_sync.checkpoint import catalog, disk, monitor, resume_point
 from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
 from trinity_sync.checkpoint.lock import locked, writer_of
 from trinity_sync.errors import TrinityError, WaitTimeout
-from trinity_sync.host import file_digest
-from trinity_sync.protocol.decisions import Commit
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.host import durable
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, FileEntry
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.synchronizer import SynchronizerActor, SynchronizerConfig
@@ -133,9 +131,9 @@ class Run:
         self._writer = writer_of(ROOT)
         self.ledger.check()
         with self.ledger.taking_over():
-            found = verification.newest_good(ROOT)
+            found = catalog.newest_good(ROOT)
             start = found.step if found is not None else 0
-            rollback.set_start(ROOT, start, self.attempt)
+            resume_point.set_start(ROOT, start, self.attempt)
         lineage = self.ledger.lineage
         known = lineage[found.attempt or 0, start] if found is not None else "initial"
         lineage[self.attempt, start] = known
@@ -476,7 +474,7 @@ def observed(ledger: Ledger) -> Iterator[None]:
 
     with (
         mock.patch.object(disk.CheckpointDisk, "commit", told),
-        mock.patch.object(writers, "_TICK_S", 2.0),  # half a second would only take longer,
-        mock.patch.object(file_digest, "PIECE_BYTES", 1 << 12),  # and so would buffers of 4 MB for files of 50 bytes
+        mock.patch.object(monitor, "_TICK_S", 2.0),  # half a second would only take longer,
+        mock.patch.object(durable, "PIECE_BYTES", 1 << 12),  # and so would buffers of 4 MB for files of 50 bytes
     ):
         yield

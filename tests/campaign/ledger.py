@@ -20,17 +20,18 @@ from tests.campaign.filesystem import File, FileSystem, Folder
 from tests.campaign.world import Violation
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
+    COMMITTED,
     MANIFEST,
     PINS,
     STAGING,
     STEP_PREFIX,
+    TRACKERS,
     Manifest,
     ManifestError,
     parse_manifest,
     step_of,
 )
 from trinity_sync.checkpoint.owner import MARK
-from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 ROOT = Path("/sim/run/checkpoints")

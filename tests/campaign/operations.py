@@ -15,12 +15,12 @@ from tests.campaign.cluster import EXPECTED, LEASE_S, PATIENCE_S, Plan, Run
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import READS, WRITES, DiskFault, Violation, World
-from trinity_sync.checkpoint import layout, leases, verification
+from trinity_sync.checkpoint import catalog, layout, leases
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.retention import KeepEvery, KeepLast, Policy
-from trinity_sync.protocol.turns import SAVE_STRATEGIES
+from trinity_sync.protocol.step import SAVE_STRATEGIES
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -163,7 +163,7 @@ class Trial:
             ("pin", self._pin),
             ("unpin", self._unpin),
             ("export", lambda step: read_held(world, self.ledger, step, "export", rng.random() * 3.0)),
-            ("verify", lambda step: verification.verify(step_dir(ROOT, step))),
+            ("verify", lambda step: catalog.verify(step_dir(ROOT, step))),
         )
         while not world.over:
             await asyncio.sleep(rng.expovariate(1 / self.pause))

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import commits, folders, prune, recovery, rollback
-from trinity_sync.checkpoint.layout import Manifest, step_dir
-from trinity_sync.checkpoint.tracker_files import write_tracker
+from trinity_sync.checkpoint import commits, layout, prune, recovery, resume_point
+from trinity_sync.checkpoint.layout import Manifest, step_dir, write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
 
@@ -51,7 +50,7 @@ def prepare_upgrade(root: Path) -> None:
 
 
 def do_upgrade_by_renames(root: Path) -> None:
-    folders.exchange = lambda first, second: False
+    layout.exchange = lambda first, second: False
     do_first(root)
 
 
@@ -84,7 +83,7 @@ def prepare_resume(root: Path) -> None:
 
 
 def do_resume(root: Path) -> None:
-    rollback.set_start(root, 10, 1)
+    resume_point.set_start(root, 10, 1)
 
 
 def prepare_replace(root: Path) -> None:
@@ -98,7 +97,7 @@ def do_replace(root: Path) -> None:
 
 
 def do_replace_by_renames(root: Path) -> None:
-    folders.exchange = lambda first, second: False
+    layout.exchange = lambda first, second: False
     do_replace(root)
 
 
@@ -136,7 +135,7 @@ def kill_at(call: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    folders.exchange = counted(folders.exchange)
+    layout.exchange = counted(layout.exchange)
 
 
 def main(base: Path, scenario: str) -> None:

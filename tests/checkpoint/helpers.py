@@ -13,8 +13,7 @@ import pytest
 
 from trinity_sync.checkpoint import commits
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, file_entry, step_dir, versions_dir
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, Kind
+from trinity_sync.protocol.parts import FULL, FileEntry, Kind
 
 WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
 

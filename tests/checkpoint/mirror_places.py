@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint.mirror.copies import Mirror
-from trinity_sync.checkpoint.mirror.process import MirrorSettings, call
-from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
+from trinity_sync.checkpoint.mirror.run import MirrorSettings, call
 from trinity_sync.checkpoint.owner import MARK, Owner
 
 LIMIT_S = 60.0

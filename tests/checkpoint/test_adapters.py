@@ -15,9 +15,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.checkpoint import written
 from tests.families import FAMILIES
+from trinity_sync.checkpoint.catalog import verify
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import (
+    Base,
     Manifest,
     ManifestError,
     canonical_digest,
@@ -25,9 +27,7 @@ from trinity_sync.checkpoint.layout import (
     read_manifest,
 )
 from trinity_sync.checkpoint.lora_resume import noted_base
-from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.reading import WeightsError, open_weights
-from trinity_sync.checkpoint.verification import verify
 from trinity_sync.cli.main import main
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights.lora import is_adapter

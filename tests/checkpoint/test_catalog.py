@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint import catalog, rollback
+from trinity_sync.checkpoint import catalog, resume_point
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -30,7 +30,7 @@ def test_the_newest_attempt_counts_what_was_abandoned(tmp_path: Path) -> None:
     assert catalog.newest_attempt(tmp_path) == 0
     for attempt in (3, 3):
         commit(tmp_path, 20, attempt=attempt)
-        rollback.set_start(tmp_path, 0, attempt + 1)
+        resume_point.set_start(tmp_path, 0, attempt + 1)
     assert catalog.scan(tmp_path) == []
     assert catalog.newest_attempt(tmp_path) == 3
 

@@ -10,26 +10,25 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, stage
-from trinity_sync.checkpoint import catalog, commits, recovery, rollback, verification
+from trinity_sync.checkpoint import catalog, commits, recovery, resume_point
 from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.protocol.parts import FULL, STATE_DICT, FileEntry
 
 
 def test_a_committed_folder_holds_what_was_staged_and_a_manifest(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"actor/model.pt": "w", "huggingface/config.json": "{}"})
     folder = step_dir(tmp_path, 20)
     assert names(folder) == {"actor/model.pt", "huggingface/config.json", "manifest.json"}
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     assert not staging_dir(tmp_path, 20, 0).exists()
 
 
 def test_files_that_no_part_named_are_digested_and_listed(tmp_path: Path) -> None:
     manifest = commit(tmp_path, 20, {"a": "1", "sub/b": "2"}, reported=False)
     assert [entry.path for entry in manifest.files] == ["a", "sub/b"]
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_a_reported_file_that_is_missing_fails_the_commit_and_shows_nothing(tmp_path: Path) -> None:
@@ -54,7 +53,7 @@ def test_the_upgrade_of_a_state_dict_shares_the_bytes_of_its_weights(tmp_path: P
     assert manifest.kind == FULL
     assert names(step_dir(tmp_path, 20)) == {"actor/model.pt", "actor/optim.pt", "manifest.json"}
     assert (step_dir(tmp_path, 20) / "actor/model.pt").stat().st_ino == before
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_without_hard_links_the_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,7 @@ def test_without_hard_links_the_weights_are_copied(tmp_path: Path, monkeypatch: 
     commit(tmp_path, 20, {"actor/model.pt": "w"}, kind=STATE_DICT)
     monkeypatch.setattr(os, "link", refuse)
     commit(tmp_path, 20, {"actor/optim.pt": "o"})
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
     assert read_manifest(step_dir(tmp_path, 20)).kind == FULL
 
 
@@ -77,14 +76,14 @@ def test_a_partial_commit_leaves_the_staging_folder_for_the_rest(tmp_path: Path)
     (staging_dir(tmp_path, 20, 0) / "actor/optim.pt").write_text("whole")
     commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL))
     assert names(step_dir(tmp_path, 20)) == {"actor/model.pt", "actor/optim.pt", "manifest.json"}
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_a_small_file_that_is_written_again_does_not_change_the_committed_weights(tmp_path: Path) -> None:
     files = stage(tmp_path, 20, {"huggingface/config.json": "{}"})
     commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
     (staging_dir(tmp_path, 20, 0) / "huggingface/config.json").write_text("being rewritten")
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_files_written_straight_into_the_step_folder_are_committed_there(tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def test_files_written_straight_into_the_step_folder_are_committed_there(tmp_pat
     (folder / "actor").mkdir(parents=True)
     (folder / "actor/model.pt").write_text("w")
     commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL))
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     assert [info.step for info in catalog.scan(tmp_path)] == [20]
 
 
@@ -102,13 +101,13 @@ def test_files_in_the_step_folder_are_kept_when_others_were_staged(tmp_path: Pat
     (folder / "actor/model.pt").write_text("w")
     manifest = commit(tmp_path, 20, {"actor/optim.pt": "o"})
     assert [entry.path for entry in manifest.files] == ["actor/model.pt", "actor/optim.pt"]
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
 
 
 def test_saving_a_step_again_never_leaves_less_than_before(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"a": "1"})
     commit(tmp_path, 20, {"a": "1"})
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) -> None:
@@ -117,14 +116,14 @@ def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) ->
     files = stage(tmp_path, 20, WEIGHTS, attempt=1)
     commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
     assert read_manifest(step_dir(tmp_path, 20)) == before
-    assert verification.verify(beside(tmp_path, 20, 1)).ok
+    assert catalog.verify(beside(tmp_path, 20, 1)).ok
     assert names(beside(tmp_path, 20, 1)) == {*WEIGHTS, "manifest.json"}
     assert [info.path for info in catalog.scan(tmp_path)] == [step_dir(tmp_path, 20)]
     place = beside(tmp_path, 20, 1).parent
     with lease_checkpoint(place, 20, reader="explorer-7", seconds=60):
         recovery.clean_versions(tmp_path, now=time.time())
-        assert verification.verify(beside(tmp_path, 20, 1)).ok
-    rollback.set_start(tmp_path, 20, 2)
+        assert catalog.verify(beside(tmp_path, 20, 1)).ok
+    resume_point.set_start(tmp_path, 20, 2)
     assert not (tmp_path / ".versions").exists()
     assert read_manifest(step_dir(tmp_path, 20)) == before
 
@@ -135,7 +134,7 @@ def test_a_full_checkpoint_takes_in_the_weights_of_its_attempt_that_lie_beside(t
     commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
     commit(tmp_path, 20, {"actor/model.pt": "new", "actor/optim.pt": "new"}, attempt=1)
     assert names(step_dir(tmp_path, 20)) == {*WEIGHTS, "actor/model.pt", "actor/optim.pt", "manifest.json"}
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_weights_that_nobody_staged_are_not_committed_beside(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_first_commit_that_fails_is_not_visible(
     )
     assert catalog.scan(tmp_path) == []
     commit(tmp_path, 20, {"model.pt": "w"}, partial=partial)
-    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
 
 
 @pytest.mark.parametrize("times", [1, 9])
@@ -198,4 +197,4 @@ def test_a_first_commit_in_place_that_fails_is_not_visible(
     assert [info.manifest for info in catalog.scan(tmp_path)] == [None]
     assert names(folder) == {"model.pt"}
     commits.commit_folder(tmp_path, draft)
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok

@@ -15,11 +15,10 @@ import ray
 
 from tests import local_ray
 from tests.checkpoint.helpers import names
-from trinity_sync.checkpoint import CheckpointCoordinator, catalog, verification
-from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
-from trinity_sync.checkpoint.tracker_files import read_tracker
+from trinity_sync.checkpoint import CheckpointCoordinator, catalog
+from trinity_sync.checkpoint.layout import file_entry, read_tracker, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.host.yielding import piece
+from trinity_sync.host.threads import piece
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT = 30.0
@@ -74,7 +73,7 @@ def test_weights_that_are_committed_are_not_written_again_and_nobody_waits_for_t
     assert len(written) == 1
     assert not folder.exists()
     assert [coordinator.is_saved(part, 20) for part in ("model-0", "model-1")] == [True, False]
-    assert verification.verify(step_dir(root, 20)).ok
+    assert catalog.verify(step_dir(root, 20)).ok
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")
@@ -136,7 +135,7 @@ def test_a_background_save_is_committed_with_digests(monitor: Any, coordinator: 
     coordinator.save_async("full", writer(folder, "model.pt"), 20, part="r0")
     coordinator.wait_all()
     result = call(monitor, "wait_committed", 20, 0, LIMIT)
-    report = verification.verify(Path(result["path"]))
+    report = catalog.verify(Path(result["path"]))
     assert (report.ok, report.files, report.unlisted) == (True, 1, ())
 
 
@@ -153,7 +152,7 @@ def test_what_was_written_can_be_named_in_several_ways(
 
     coordinator.save_sync(save, 20, part="r0")
     result = call(monitor, "wait_committed", 20, 0, LIMIT)
-    report = verification.verify(Path(result["path"]))
+    report = catalog.verify(Path(result["path"]))
     assert (report.ok, report.files) == (True, 1)
 
 
@@ -292,7 +291,7 @@ def test_verls_own_place_is_understood(monitor: Any, coordinator: CheckpointCoor
     monitor_step(coordinator, 5, False, 0, 1)
     coordinator.save_sync(writer(folder, "model.pt"), 5)
     call(monitor, "wait_committed", 5, None, LIMIT)
-    assert verification.verify(step_dir(root, 5)).ok
+    assert catalog.verify(step_dir(root, 5)).ok
 
 
 # ---- errors

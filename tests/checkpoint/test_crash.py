@@ -11,9 +11,8 @@ import pytest
 
 from tests.checkpoint.crash_child import SCENARIOS
 from tests.checkpoint.helpers import names
-from trinity_sync.checkpoint import catalog, recovery, rollback, verification
-from trinity_sync.checkpoint.layout import ABANDONED_PREFIX, read_manifest, step_dir
-from trinity_sync.checkpoint.tracker_files import read_tracker
+from trinity_sync.checkpoint import catalog, recovery, resume_point
+from trinity_sync.checkpoint.layout import ABANDONED_PREFIX, read_manifest, read_tracker, step_dir
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 REPO = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 def committed(root: Path) -> dict[int, str]:
     infos = [info for info in catalog.scan(root) if info.manifest is not None]
     for info in infos:
-        report = verification.verify(info.path)
+        report = catalog.verify(info.path)
         assert report.ok, report.problems
     return {info.step: str(info.kind) for info in infos}
 
@@ -65,7 +64,7 @@ def test_whatever_is_listed_verifies_and_trackers_name_it(deaths: dict[str, list
 def test_there_is_always_a_checkpoint_to_resume_from(deaths: dict[str, list[Path]], scenario: str) -> None:
     for root in deaths[scenario]:
         recovery.recover(root)
-        found = verification.newest_good(root)
+        found = catalog.newest_good(root)
         assert found is not None, root.name
 
 
@@ -105,7 +104,7 @@ def test_what_was_full_stays_full_whoever_commits_the_step_again(deaths: dict[st
 
 def test_a_resume_that_was_killed_can_be_done_again(deaths: dict[str, list[Path]]) -> None:
     for root in deaths["resume"]:
-        rollback.set_start(root, 10, 1)
+        resume_point.set_start(root, 10, 1)
         assert committed(root) == {10: FULL}
         assert tracked(root) == {FULL: 10, STATE_DICT: 10}
         assert len(list(root.glob(f"{ABANDONED_PREFIX}*"))) == 2

@@ -14,23 +14,28 @@ from unittest.mock import Mock
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
-from trinity_sync.actors.changes import Changes
-from trinity_sync.checkpoint import catalog, commits, replacement, rollback, trash, verification
-from trinity_sync.checkpoint.deletion_notes import noted_deletions
+from trinity_sync.actors.pending import Changes
+from trinity_sync.checkpoint import catalog, commits, deletion, resume_point
+from trinity_sync.checkpoint.deletion import noted_deletions
 from trinity_sync.checkpoint.disk import CheckpointDisk
-from trinity_sync.checkpoint.event_log import EventLog
-from trinity_sync.checkpoint.execution import Execution
-from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
-from trinity_sync.checkpoint.leases import lease_checkpoint, pin
-from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.places import find_config
+from trinity_sync.checkpoint.execution import EventLog, Execution
+from trinity_sync.checkpoint.layout import (
+    Base,
+    Manifest,
+    read_manifest,
+    read_tracker,
+    staging_dir,
+    step_dir,
+    tracker_path,
+    versions_dir,
+    write_tracker,
+)
+from trinity_sync.checkpoint.leases import find_config, lease_checkpoint, pin
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.resume_point import put_in_order
-from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Clean, Commit, CommitMeta, Decision, Fail, MoveTracker
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, CommitMeta, Decision, Fail, Kind, MoveTracker
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.weights.wire import Wire
 
@@ -113,13 +118,13 @@ class Life:
 def left(tmp_path: Path) -> Path:
     """What an attempt left that has saved step 20 and was resumed from there."""
     Life(tmp_path).save(20, FULL, FILES)
-    rollback.set_start(tmp_path, 20, 1)
+    resume_point.set_start(tmp_path, 20, 1)
     return tmp_path
 
 
 def whole(root: Path, step: int) -> bool:
     """The full checkpoint of attempt 0 is as it was, and a resume would find it."""
-    manifest, good = read_manifest(step_dir(root, step)), verification.newest_good(root)
+    manifest, good = read_manifest(step_dir(root, step)), catalog.newest_good(root)
     assert good is not None
     assert {entry.path for entry in manifest.files} == set(FILES)
     return (manifest.kind, manifest.attempt, good.step) == (FULL, 0, step)
@@ -131,7 +136,7 @@ def test_a_resume_that_publishes_the_step_it_began_with_takes_nothing_away(left:
     assert whole(left, 20)
     assert life.trackers == (20, 20)
     assert (told["kind"], told["attempt"], told["beside"]) == (STATE_DICT, 1, True)
-    assert verification.verify(Path(told["path"])).ok
+    assert catalog.verify(Path(told["path"])).ok
     assert names(Path(told["path"])) == {*WEIGHTS, "manifest.json"}
     assert names(left / ".staging") == set()
 
@@ -141,7 +146,7 @@ def test_weights_beside_outlive_the_monitor_and_go_with_their_run(left: Path) ->
     life = Life(left, 1, restarted=True)
     assert life.book.status(20, STATE_DICT).state == "committed"
     assert life.disk.describe_committed(20, STATE_DICT)["path"] == told["path"]
-    assert verification.verify(Path(told["path"])).ok
+    assert catalog.verify(Path(told["path"])).ok
     Life(left, 2)
     assert not (left / ".versions").exists()
     assert whole(left, 20)
@@ -149,7 +154,7 @@ def test_weights_beside_outlive_the_monitor_and_go_with_their_run(left: Path) ->
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_death_about_the_commit_of_weights_beside(left: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = replacement.publish
+    real = commits.publish
 
     def die(*args: Any) -> None:
         if moment == "after":
@@ -158,12 +163,12 @@ def test_a_death_about_the_commit_of_weights_beside(left: Path, moment: str, mon
 
     life = Life(left, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(replacement, "publish", die)
+        patch.setattr(commits, "publish", die)
         with pytest.raises(Death):
             life.save(20, STATE_DICT, WEIGHTS)
     life = Life(left, 1, restarted=True)
     assert life.book.status(20, STATE_DICT).state == "committed"
-    assert verification.verify(Path(life.disk.describe_committed(20, STATE_DICT)["path"])).ok
+    assert catalog.verify(Path(life.disk.describe_committed(20, STATE_DICT)["path"])).ok
     assert whole(left, 20)
     assert names(left / ".staging") == set()
 
@@ -173,10 +178,10 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
     told = life.save(20, STATE_DICT, WEIGHTS)
     place = Path(told["path"])
     life.save(21, STATE_DICT, WEIGHTS)
-    assert verification.verify(place).ok
+    assert catalog.verify(place).ok
     with lease_checkpoint(place.parent, 20, reader="explorer-0", seconds=60, clock=life.clock):
         life.save(22, STATE_DICT, WEIGHTS)
-        assert verification.verify(place).ok
+        assert catalog.verify(place).ok
     life.save(23, STATE_DICT, WEIGHTS)
     assert not place.exists()
     assert whole(left, 20)
@@ -193,7 +198,7 @@ def test_retention_leaves_the_place_of_a_commit_beside_it(left: Path, monkeypatc
     monkeypatch.setattr(commits, "sync_tree", during)
     files = stage(left, 20, WEIGHTS, attempt=1)
     commits.commit_folder(left, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
-    assert verification.verify(step_dir(versions_dir(left, 1), 20)).ok
+    assert catalog.verify(step_dir(versions_dir(left, 1), 20)).ok
     Life(left, 2)
     assert not (left / ".versions").exists()
 
@@ -225,7 +230,7 @@ def test_the_resumed_step_can_be_saved_in_full_again_with_the_weights_that_lie_b
     life.save(20, FULL, FILES)
     assert read_manifest(step_dir(left, 20)).attempt == 1
     assert names(step_dir(left, 20)) == {*WEIGHTS, *FILES, "manifest.json"}
-    assert verification.verify(step_dir(left, 20)).ok
+    assert catalog.verify(step_dir(left, 20)).ok
 
 
 def test_a_pinned_step_that_is_saved_in_full_again_fails_the_save_and_stays(left: Path) -> None:
@@ -243,7 +248,7 @@ def test_versions_of_a_run_that_was_killed_go_with_the_next_though_leases_are_le
     life = Life(left, 1, restarted=True)
     lease_checkpoint(Path(told["path"]).parent, 20, reader="explorer-0", seconds=60, clock=life.clock)
     life = Life(left, 2)
-    assert verification.verify(Path(told["path"])).ok, "somebody still reads it"
+    assert catalog.verify(Path(told["path"])).ok, "somebody still reads it"
     assert life.save(20, STATE_DICT, WEIGHTS)["path"] == str(step_dir(versions_dir(left, 2), 20))
     life.clock.now += 61
     life.save(21, STATE_DICT, WEIGHTS)
@@ -270,7 +275,7 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     life = Life(tmp_path)
     life.save(20, STATE_DICT, {"actor/model.pt": "w"})
     with monkeypatch.context() as patch:
-        patch.setattr(replacement, "move_to_trash", die)
+        patch.setattr(commits, "move_to_trash", die)
         with pytest.raises(Death):
             life.save(20, FULL, {"actor/optim.pt": "o"})
     assert staging_dir(tmp_path, 20, 0).is_dir(), "the weights that the full checkpoint has replaced"
@@ -331,7 +336,7 @@ def test_what_an_earlier_run_of_the_same_attempt_deleted_is_not_told(tmp_path: P
         life.save(step, STATE_DICT, WEIGHTS)
     assert life.disk.describe_deleted(10) is not None
     for step in (20, 30):
-        trash.delete_folder(tmp_path, step_dir(tmp_path, step))
+        deletion.delete_folder(tmp_path, step_dir(tmp_path, step))
     if ordered:
         assert put_in_order(tmp_path, None).attempt == 0
     life = Life(tmp_path, restarted=ordered)
@@ -339,7 +344,7 @@ def test_what_an_earlier_run_of_the_same_attempt_deleted_is_not_told(tmp_path: P
     for step in (10, 20, 30):
         life.save(step, STATE_DICT, WEIGHTS)
     assert Life(tmp_path, restarted=True).disk.describe_deleted(10) is not None
-    rollback.set_start(tmp_path, 0, 1)
+    resume_point.set_start(tmp_path, 0, 1)
     assert life.disk.describe_deleted(10) is not None, "an earlier attempt of this run"
 
 
@@ -460,7 +465,7 @@ def test_the_first_step_of_a_folder_may_have_a_part_in_its_own_place(tmp_path: P
     verls(tmp_path, 2, place="critic")
     life.save(2, FULL, FILES)
     assert set(FILES) < read_manifest(step_dir(tmp_path, 2)).paths
-    assert verification.verify(step_dir(tmp_path, 2)).unlisted == ()
+    assert catalog.verify(step_dir(tmp_path, 2)).unlisted == ()
 
 
 @pytest.mark.parametrize(

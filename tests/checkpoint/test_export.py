@@ -28,7 +28,7 @@ from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.weights.tensors import saved_tensors, state_digest, version_tensors
 from trinity_sync.weights.wire import Wire
 

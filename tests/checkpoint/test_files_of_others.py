@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage
-from trinity_sync.checkpoint import commits, folders, recovery, replacement, verification
+from trinity_sync.checkpoint import catalog, commits, layout, recovery
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
@@ -25,14 +25,14 @@ def test_a_file_that_others_wrote_into_a_committed_folder_stays_with_the_step(
     tmp_path: Path, exchange: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
+        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
     commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
     data(tmp_path, 8).write_text("where the data is")
     commit(tmp_path, 8, {"actor/model.pt": "w", "critic/model.pt": "c"})
     assert data(tmp_path, 8).read_text() == "where the data is"
     with data(tmp_path, 8).open("a") as still_being_written:
         still_being_written.write(" in all")
-    report = verification.verify(step_dir(tmp_path, 8))
+    report = catalog.verify(step_dir(tmp_path, 8))
     assert (report.ok, report.unlisted) == (True, ("data.pt",))
 
 
@@ -44,17 +44,17 @@ def test_a_file_that_others_write_while_the_step_is_committed_stays_with_it(
 ) -> None:
     kind = STATE_DICT if partial else FULL
     commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
-    real = folders.exchange
+    real = layout.exchange
 
     def then_verl_writes(first: Path, second: Path) -> bool:
         data(tmp_path, 8).write_text("where the data is")
         return exchange and real(first, second)
 
-    monkeypatch.setattr(folders, "exchange", then_verl_writes)
+    monkeypatch.setattr(layout, "exchange", then_verl_writes)
     files = {"actor/model.pt": "w", "actor/more.pt": "m"}
     commit(tmp_path, 8, files, kind=kind, attempt=attempt, partial=partial)
     assert data(tmp_path, 8).read_text() == "where the data is"
-    assert verification.verify(step_dir(tmp_path, 8)).unlisted == ("data.pt",)
+    assert catalog.verify(step_dir(tmp_path, 8)).unlisted == ("data.pt",)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -66,7 +66,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
         pass
 
     commit(tmp_path, 8, {"actor/model.pt": "w"}, created=1.0)
-    real = folders.exchange
+    real = layout.exchange
 
     def then_verl_writes(first: Path, second: Path) -> bool:
         data(tmp_path, 8).write_text("where the data is")
@@ -76,13 +76,13 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
         raise Death
 
     with monkeypatch.context() as crash:
-        crash.setattr(folders, "exchange", then_verl_writes)
-        crash.setattr(replacement, "_trash_or_abandon", die)
+        crash.setattr(layout, "exchange", then_verl_writes)
+        crash.setattr(commits, "_trash_or_abandon", die)
         with pytest.raises(Death):
             commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
     recovery.recover(tmp_path)
     assert data(tmp_path, 8).read_text() == "where the data is"
-    assert verification.verify(step_dir(tmp_path, 8)).ok
+    assert catalog.verify(step_dir(tmp_path, 8)).ok
     assert read_manifest(step_dir(tmp_path, 8)).attempt == attempt
     assert not [path for path in names(tmp_path) if path.startswith((".staging", ".trash", ".replaced"))]
 
@@ -100,7 +100,7 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
     tmp_path: Path, exchange: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
+        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
 
     def refuse_links(*_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -109,15 +109,15 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
     with open(data(tmp_path, 20), "w") as writing, monkeypatch.context() as failing:
         failing.setattr(os, "link", refuse_links)
         if fails:
-            put_away = replacement.move_to_trash
+            put_away = commits.move_to_trash
 
             def fail(place: Path, path: Path) -> Path:
                 raise OSError(errno.EIO, "the disk fails")
 
-            failing.setattr(replacement, "move_to_trash", fail)
+            failing.setattr(commits, "move_to_trash", fail)
             with pytest.raises(OSError, match="the disk fails"):
                 commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
-            failing.setattr(replacement, "move_to_trash", put_away)
+            failing.setattr(commits, "move_to_trash", put_away)
         else:
             commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
         writing.write("state of the data")
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_listed_now_is_not_taken_for_empty(
         fail_to_list(patch, theirs)
         with pytest.raises(OSError, match="the disk fails"):
             commit(tmp_path, 8, {"actor/model.pt": "v", "critic/model.pt": "c"})
-        assert verification.verify(step_dir(tmp_path, 8)).ok
+        assert catalog.verify(step_dir(tmp_path, 8)).ok
     assert (theirs / "data.pt").read_text() == "where the data is"
     commit(tmp_path, 8, {"actor/model.pt": "v", "critic/model.pt": "c"})
     assert (theirs / "data.pt").read_text() == "where the data is"

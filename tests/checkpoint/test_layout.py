@@ -14,8 +14,8 @@ from trinity_sync.checkpoint.layout import (
     read_manifest,
     write_manifest,
 )
-from trinity_sync.host.file_digest import digest_file
-from trinity_sync.protocol.files import FileEntry
+from trinity_sync.host.durable import digest_file
+from trinity_sync.protocol.parts import FileEntry
 
 MANIFEST = Manifest(
     step=20,

@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, trash, verification
+from trinity_sync.checkpoint import catalog, commits, deletion, layout, leases, recovery
 from trinity_sync.checkpoint.layout import LEASES, PINS, Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.leases import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -91,14 +91,14 @@ class Programs:
             now = self.clock()
             prune(self.root, prune_plan(self.root, [KeepLast(1)], now=now), now=now, defer=defer)
             if defer:
-                trash.empty_trash(self.root)
+                deletion.empty_trash(self.root)
 
         return body
 
     def check(self, *, deaths: bool = False) -> None:
         """What is held is there and whole, and nothing lies about: of those who died, a pin that came too late may."""
         for step in self.reading | self.pinned | {30}:
-            report = verification.verify(step_dir(self.root, step))
+            report = catalog.verify(step_dir(self.root, step))
             assert report.ok, report.problems
         left = {path.name for path in self.root.iterdir()} - {".staging", ".pins", ".leases", ".pruned"}
         steps = {info.step for info in catalog.scan(self.root)}
@@ -163,7 +163,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
 ) -> None:
     monkeypatch.setattr(leases, "_POLL_S", 0.0)
     if how == "renamed":
-        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
+        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
     winners = set()
     for seed in range(_SEEDS):
         root = pool()
@@ -194,7 +194,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
             interleave(seed, committer, reader, pinner, watch=look)
             # What is pinned is what the pin names, and a commit that was told is what is there.
             assert all((10, manifest.attempt) in leases.pinned(root) for who, manifest in held.items() if who == "pin")
-            assert verification.verify(step_dir(root, 10)).ok
+            assert catalog.verify(step_dir(root, 10)).ok
             assert read_manifest(step_dir(root, 10)).created == (1.0 if committed else 0.0)
             # Whoever comes too late leaves the others what they have, so one of them has it.
             assert held or committed
@@ -216,7 +216,7 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
         raise OSError(errno.EIO, "the disk fails")
 
     monkeypatch.setattr(leases, "_POLL_S", 0.0)
-    monkeypatch.setattr(replacement, "_trash_or_abandon", fail)
+    monkeypatch.setattr(commits, "_trash_or_abandon", fail)
     for seed in range(_SEEDS):
         root = pool()
         draft = Manifest(step=10, attempt=0, kind=FULL, files=tuple(stage(root, 10, {"actor/more.pt": "more"})))
@@ -287,7 +287,7 @@ def test_a_commit_that_takes_nothing_from_anybody_needs_no_claim(
         commit(tmp_path, 10)
     refuse_claims(monkeypatch)
     commit(tmp_path, 10, {"actor/model.pt": "weights 10", "actor/more.pt": "more"})
-    assert verification.verify(step_dir(tmp_path, 10)).ok
+    assert catalog.verify(step_dir(tmp_path, 10)).ok
 
 
 def test_a_commit_that_takes_something_needs_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,20 +16,26 @@ import pytest
 
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import OTHER, OURS, OWNER, THEIRS, marked
-from trinity_sync.checkpoint import catalog, rollback, trash, verification
-from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError, read_manifest, step_dir, write_manifest
+from trinity_sync.checkpoint import catalog, deletion, resume_point
+from trinity_sync.checkpoint.layout import (
+    STAGING,
+    TRACKERS,
+    Manifest,
+    UnreadableError,
+    read_manifest,
+    step_dir,
+    write_manifest,
+)
 from trinity_sync.checkpoint.leases import pin
+from trinity_sync.checkpoint.mirror import copies as storage_module
 from trinity_sync.checkpoint.mirror import run
-from trinity_sync.checkpoint.mirror import storage as storage_module
-from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror
-from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror, Storage
+from trinity_sync.checkpoint.mirror.run import MirrorSettings
 from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, write_mark
-from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.record import RunFolder
 
 _numbers = itertools.count()
 FILES = {"actor/model.pt": "weights", "actor/optim.pt": "moments", "actor/huggingface/config.json": "{}"}
@@ -113,7 +119,7 @@ def test_a_copy_is_a_checkpoint_there_and_comes_back_whole(place: str, here: Pat
     assert tracker_at(place) == "20"
     assert set(Storage(place).files("global_step_20")) == {*FILES, "manifest.json"}
     assert mirror.download(tmp_path / "back") == 20
-    assert verification.verify(step_dir(tmp_path / "back", 20)).ok
+    assert catalog.verify(step_dir(tmp_path / "back", 20)).ok
     assert read_manifest(step_dir(tmp_path / "back", 20)) == read_manifest(step_dir(here, 20))
 
 
@@ -192,7 +198,7 @@ def test_what_a_resume_left_behind_is_no_checkpoint_any_more(here: Path, there: 
     for step in (10, 20, 30):
         commit(here, step)
         mirror_at(there).upload(here, step)
-    rollback.set_start(here, 10, 1)
+    resume_point.set_start(here, 10, 1)
     commit(here, 15, attempt=1)
     mirror_at(there).upload(here, 15, start=10)
     assert (committed_at(there), tracker_at(there)) == ([10, 15], "15")
@@ -229,7 +235,7 @@ def test_a_torn_copy_goes_when_its_checkpoint_is_gone_here(here: Path, there: st
         broken, _ = broken_at(there, "model.pt")
         with pytest.raises(ConnectionResetError):
             broken.upload(here, step)
-    trash.delete_folder(here, step_dir(here, 30))
+    deletion.delete_folder(here, step_dir(here, 30))
     assert mirror_at(there).prune([KeepLast(1)], here, now=0.0) == [30]
 
 
@@ -279,7 +285,7 @@ def test_a_copy_that_is_damaged_is_passed_over_with_a_word(
     said: list[str] = []
     assert Mirror(lambda: Storage(filled), OWNER, said.append).download(tmp_path / "back") == 20
     assert [info.step for info in catalog.scan(tmp_path / "back")] == [20]
-    assert verification.verify(step_dir(tmp_path / "back", 20)).ok
+    assert catalog.verify(step_dir(tmp_path / "back", 20)).ok
     assert any("the mirror's copy of step 30 is passed over" in text for text in said)
     assert list((tmp_path / "back" / STAGING).iterdir()) == []
 
@@ -307,7 +313,7 @@ def test_the_latest_attempt_comes_first(filled: str, tmp_path: Path) -> None:
 def test_a_damaged_folder_here_makes_way_for_the_copy(filled: str, here: Path) -> None:
     (step_dir(here, 30) / "actor/model.pt").write_text("WEIGHTS")
     assert mirror_at(filled).download(here, newer_than=(0, 20)) == 30
-    assert verification.verify(step_dir(here, 30)).ok
+    assert catalog.verify(step_dir(here, 30)).ok
     assert (here / "abandoned-global_step_30-attempt_0").is_dir()
 
 
@@ -373,7 +379,7 @@ def test_what_another_wrote_is_neither_deleted_nor_overwritten(here: Path, there
     commit(here, 30)
     with pytest.raises(ForeignError, match="global_step_30 there is not a copy by this run"):
         mirror.upload(here, 30)
-    rollback.set_start(here, 20, 1)
+    resume_point.set_start(here, 20, 1)
     commit(here, 25, attempt=1)
     mirror.upload(here, 25, start=0)
     assert {step: set(Storage(there).files(f"global_step_{step}")) for step in (15, 30)} == before
@@ -691,7 +697,7 @@ def test_a_deletion_that_breaks_off_is_gone_on_with(here: Path, there: str, afte
     for step in (10, 20):
         commit(here, step, FILES)
         mirror_at(there).upload(here, step)
-    trash.delete_folder(here, step_dir(here, 10))
+    deletion.delete_folder(here, step_dir(here, 10))
     with pytest.raises(ConnectionResetError):
         Mirror(lambda: Cut(there), OWNER).prune([KeepLast(1)], here, now=0.0)
     mirror_at(there).prune([KeepLast(1)], here, now=0.0)

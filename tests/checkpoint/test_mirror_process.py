@@ -18,10 +18,10 @@ import pytest
 
 from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, quick
 from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
-from trinity_sync.checkpoint.mirror import process as module
 from trinity_sync.checkpoint.mirror import run
+from trinity_sync.checkpoint.mirror import run as module
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror
-from trinity_sync.checkpoint.mirror.process import MirrorError, try_again
+from trinity_sync.checkpoint.mirror.run import MirrorError, try_again
 from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
 from trinity_sync.host.threads import in_background
@@ -138,7 +138,7 @@ def test_a_program_without_its_standard_descriptors_has_copies_too(
     program = (
         "from pathlib import Path\n"
         "from tests.checkpoint.mirror_places import OWNER, asked, descriptors\n"
-        "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+        "from trinity_sync.checkpoint.mirror.run import MirrorSettings, call\n"
         "from trinity_sync.checkpoint.owner import Owner\n"
         f"found = call({str(there)!r}, MirrorSettings(timeout_s=20), {OWNER!r}, descriptors)\n"
         f"Path({str(answer)!r}).write_text(' '.join(found))\n"

@@ -20,14 +20,22 @@ import ray
 from tests.checkpoint.helpers import commit, names
 from tests.checkpoint.mirror_places import OWNER
 from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
-from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint import CheckpointMonitor, catalog
+from trinity_sync.checkpoint.layout import (
+    file_entry,
+    read_committed,
+    read_manifest,
+    read_tracker,
+    staging_dir,
+    step_dir,
+    tracker_path,
+    write_tracker,
+)
 from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.checkpoint.lock import locked
-from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.mirror.run import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.checkpoint.owner import MARK
-from trinity_sync.checkpoint.tracker_files import read_committed, read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
@@ -84,7 +92,7 @@ def test_a_save_from_begin_to_commit(actor: Any, root: Path) -> None:
     }
     manifest = read_manifest(step_dir(root, 20))
     assert (manifest.backend, manifest.world_size, manifest.metrics) == ("fsdp", 2, {"reward/mean": 0.5})
-    assert verification.verify(step_dir(root, 20)).ok
+    assert catalog.verify(step_dir(root, 20)).ok
     assert tracked(root) == (20, 20)
     assert names(root / ".staging") == set()
 
@@ -110,7 +118,7 @@ def test_weights_and_full_checkpoint_of_one_step(monitor: Any, root: Path) -> No
     result = save(monitor, 20, ("optim",))
     assert (result["kind"], tracked(root)) == (FULL, (20, 20))
     assert names(step_dir(root, 20)) == {"weights.pt", "optim.pt", "manifest.json"}
-    assert verification.verify(step_dir(root, 20)).ok
+    assert catalog.verify(step_dir(root, 20)).ok
 
 
 def test_weights_are_visible_while_the_optimizer_is_still_being_written(monitor: Any, root: Path) -> None:
@@ -303,7 +311,7 @@ def test_saving_a_step_again_with_a_limit_of_one_does_not_delete_it(
     save(monitor, 10)
     with pytest.raises(RunError, match="already committed"):
         begin(monitor, 10, ["a"])
-    assert verification.verify(step_dir(root, 10)).ok
+    assert catalog.verify(step_dir(root, 10)).ok
 
 
 def test_a_step_that_failed_deletes_nothing(make_monitor: Callable[..., Any], root: Path) -> None:
@@ -395,7 +403,7 @@ def test_files_in_verls_own_place_are_committed_there(monitor: Any, root: Path) 
     call(monitor, "notify_finished", 5)
     call(monitor, "monitor_step", 5)
     call(monitor, "wait_committed", 5, None, LIMIT)
-    report = verification.verify(step_dir(root, 5))
+    report = catalog.verify(step_dir(root, 5))
     assert (report.ok, report.files) == (True, 1)
 
 
@@ -583,7 +591,7 @@ def test_a_resumed_run_copies_what_the_mirror_lacks(make_actor: Callable[..., An
     assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
     place.unlink()
     assert call(make_actor(default_hdfs_dir=str(place), attempt=1), "wait_mirrored", LIMIT) == {}
-    assert verification.verify(step_dir(place, 10)).ok
+    assert catalog.verify(step_dir(place, 10)).ok
 
 
 def test_the_first_copy_marks_a_named_mirror_that_the_driver_has_not_reached(
@@ -621,7 +629,7 @@ def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_aft
     call(monitor, "wait_idle", LIMIT)
     for place in (root, tmp_path / "far"):
         assert [info.step for info in catalog.scan(place)] == [20]
-        assert verification.verify(step_dir(place, 20)).ok
+        assert catalog.verify(step_dir(place, 20)).ok
 
 
 def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
@@ -637,7 +645,7 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
     call(monitor, "wait_idle", LIMIT)
     assert [info.step for info in catalog.scan(root)] == [20]
     assert [info.step for info in catalog.scan(tmp_path / "far")] == [10, 20]
-    assert all(verification.verify(info.path).ok for info in catalog.scan(tmp_path / "far"))
+    assert all(catalog.verify(info.path).ok for info in catalog.scan(tmp_path / "far"))
 
 
 @pytest.mark.parametrize(("stopped", "waited"), [(True, "0.2"), (False, "0.4")])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, stage, unreadable, verls
-from trinity_sync.checkpoint import catalog, commits, owner, resume_point, rollback
+from trinity_sync.checkpoint import catalog, commits, owner, resume_point
 from trinity_sync.checkpoint.layout import Manifest, UnreadableError, read_manifest, step_dir, write_manifest
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.owner import MARK, Owner
@@ -20,7 +20,7 @@ from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.record import RunFolder
 
 OURS, THEIRS = "a" * 32, "b" * 32
 
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_another_run_is_neither_deleted_nor_moved(mixed: Path) -
     plan = prune_plan(mixed, [KeepLast(1)], now=0.0)
     assert [deleted.step for deleted in prune(mixed, plan, now=0.0)[0]] == [10]
     with pytest.raises(RunError, match="it is left where it is"):
-        rollback.set_start(mixed, 20, 1)
+        resume_point.set_start(mixed, 20, 1)
     assert read_manifest(step_dir(mixed, 30)).run == THEIRS
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage, verls
-from trinity_sync.checkpoint import catalog, deletion, deletion_notes, leases, recovery, rollback, trash, verification
-from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir
+from trinity_sync.checkpoint import catalog, deletion, leases, recovery, resume_point
+from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir, tracker_path, write_tracker
 from trinity_sync.checkpoint.leases import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.tracker_files import tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy
@@ -104,7 +103,7 @@ def test_only_a_checkpoint_can_be_pinned(tmp_path: Path) -> None:
 def test_a_pin_does_not_hold_the_same_step_of_another_attempt(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     pin(tmp_path, 10)
-    rollback.set_start(tmp_path, 0, 1)
+    resume_point.set_start(tmp_path, 0, 1)
     commit(tmp_path, 10, {"new": "1"}, attempt=1)
     commit(tmp_path, 20, attempt=1)
     assert run(tmp_path, KeepLast(1)) == [10]
@@ -138,7 +137,7 @@ def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> No
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     assert prune(tmp_path, plan, now=100.0) == ([], [])
-    assert verification.verify(step_dir(tmp_path, 10)).ok
+    assert catalog.verify(step_dir(tmp_path, 10)).ok
 
 
 @pytest.fixture
@@ -224,7 +223,7 @@ def test_what_took_the_place_of_a_checkpoint_since_the_plan_stays(tmp_path: Path
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     commit(tmp_path, 10, {"optim": "o"})
     assert [gone.step for gone in prune(tmp_path, plan, now=100.0)[0]] == [20]
-    assert verification.verify(step_dir(tmp_path, 10)).ok
+    assert catalog.verify(step_dir(tmp_path, 10)).ok
 
 
 def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Path) -> None:
@@ -233,8 +232,8 @@ def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Pa
     step_dir(tmp_path, 10).rename(condemned)
     commit(tmp_path, 10, {"new": "1"}, attempt=1)
     recovery.recover(tmp_path)
-    assert verification.verify(step_dir(tmp_path, 10)).ok
-    assert verification.verify(tmp_path / "abandoned-global_step_10-attempt_0").ok
+    assert catalog.verify(step_dir(tmp_path, 10)).ok
+    assert catalog.verify(tmp_path / "abandoned-global_step_10-attempt_0").ok
     assert (step_dir(tmp_path, 10) / "new").exists()
     assert not condemned.exists()
 
@@ -257,7 +256,7 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_tells_the_first_erro
     assert "Input/output error" in told.value.__notes__[0]
     monkeypatch.undo()
     recovery.recover(tmp_path)
-    assert verification.verify(step_dir(tmp_path, 10)).ok
+    assert catalog.verify(step_dir(tmp_path, 10)).ok
 
 
 def test_a_claim_that_cannot_be_taken_away_is_no_fault_of_what_was_done_under_it(
@@ -308,7 +307,7 @@ def test_nothing_is_given_up_where_verl_has_saved_and_its_tracker_says_nothing(t
     with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt holds"):
         run(tmp_path)
     for step in (1, 2, 3):
-        trash.delete_folder(tmp_path, step_dir(tmp_path, step))
+        deletion.delete_folder(tmp_path, step_dir(tmp_path, step))
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10], "of verl's there is nothing here"
@@ -344,11 +343,11 @@ def test_weights_over_which_verl_saves_stay_before_its_tracker_names_them(tmp_pa
 
 
 def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletion_notes, "_MOST_NOTES", 2)
+    monkeypatch.setattr(deletion, "_MOST_NOTES", 2)
     for step in (1, 2, 3, 4, 5):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4]
-    assert deletion_notes.noted_deletions(tmp_path) == {(3, 0), (4, 0)}
+    assert deletion.noted_deletions(tmp_path) == {(3, 0), (4, 0)}
 
 
 def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None:
@@ -356,7 +355,7 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10]
-    assert deletion_notes.noted_deletions(tmp_path) == set()
+    assert deletion.noted_deletions(tmp_path) == set()
     commit(tmp_path, 10)
 
 
@@ -371,7 +370,7 @@ def test_a_note_is_written_over_nothing_behind_a_link(tmp_path: Path, link: str)
     (root / link).parent.mkdir(exist_ok=True)
     (root / link).symlink_to(theirs / "10-0" if "/" in link else theirs)
     assert run(root, KeepLast(1)) == [10]
-    deletion_notes.unlink_notes(root, 0)
+    deletion.unlink_notes(root, 0)
     assert {path.name: path.read_text() for path in theirs.iterdir()} == {"10-0": "theirs", "20-0": "theirs"}
 
 
@@ -381,9 +380,9 @@ def test_a_deletion_is_noted_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
 
     for step in (10, 20):
         commit(tmp_path, step)
-    monkeypatch.setattr(deletion_notes, "replace_file", full)
+    monkeypatch.setattr(deletion, "replace_file", full)
     run(tmp_path, KeepLast(1))
-    assert deletion_notes.noted_deletions(tmp_path) == {(10, 0)}
+    assert deletion.noted_deletions(tmp_path) == {(10, 0)}
 
 
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:

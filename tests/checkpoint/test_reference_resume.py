@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.checkpoint.reference_resume import OF_ADAPTER, check_same
+from trinity_sync.checkpoint.lora_resume import OF_ADAPTER, check_same
 from trinity_sync.errors import ConfigError
-from trinity_sync.protocol.decisions import Compared
+from trinity_sync.protocol.parts import Compared
 
 FOLDER = Path("checkpoints/global_step_2")
 FIRST: Compared = {"path": "/models/first", "digest": "aa"}

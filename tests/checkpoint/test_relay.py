@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.checkpoint import relay
-from trinity_sync.checkpoint.relay import EventRelay
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host import interrupts
+from trinity_sync.launch import actors
+from trinity_sync.launch.actors import EventRelay
 from trinity_sync.tracking.recorder import _check_event
 
 FAULT = {"event": "fault", "time": 1.0, "attempt": 0, "where": "retention", "error": "disk"}
@@ -58,7 +58,7 @@ class Record:
 
 
 def told(monitor: Monitor, monkeypatch: Any, times: int, refusals: int = 0) -> list[tuple[str, dict[str, object]]]:
-    monkeypatch.setattr(relay, "_INTERVAL_S", 3600.0)  # the thread fetches nothing by itself
+    monkeypatch.setattr(actors, "_INTERVAL_S", 3600.0)  # the thread fetches nothing by itself
     record = Record(refusals)
     fetched = EventRelay(monitor, record.event)  # type: ignore[arg-type]
     for _ in range(times - 1):
@@ -94,7 +94,7 @@ def test_after_a_signal_a_monitor_that_does_not_answer_leaves_time_for_the_rest(
 def test_an_event_that_cannot_be_recorded_is_a_fault_and_those_after_it_are_recorded(
     event: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(relay, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(actors, "_INTERVAL_S", 0.01)
     seen = threading.Event()
     record = Record()
 
@@ -122,7 +122,7 @@ def test_what_a_full_disk_refuses_is_recorded_later(monkeypatch: Any, capsys: py
 
 
 def test_a_monitor_that_still_starts_keeps_nobody_waiting_who_was_interrupted(monkeypatch: Any) -> None:
-    monkeypatch.setattr(relay, "interrupted", lambda: True)
+    monkeypatch.setattr(actors, "interrupted", lambda: True)
     asked = Answer([FAULT])
     assert told(Monitor(asked), monkeypatch, times=1) == []
     assert asked.result(0.0) == [FAULT], "it was waited for"

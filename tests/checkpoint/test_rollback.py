@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import catalog, rollback
-from trinity_sync.checkpoint.layout import staging_dir
-from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
+from trinity_sync.checkpoint import catalog, resume_point
+from trinity_sync.checkpoint.layout import read_tracker, staging_dir, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -21,7 +20,7 @@ def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: 
     write_tracker(tmp_path, FULL, 30)
     write_tracker(tmp_path, STATE_DICT, 30)
     stage(tmp_path, 40, {"a": "1"})
-    abandoned = rollback.set_start(tmp_path, 10, 1)
+    abandoned = resume_point.set_start(tmp_path, 10, 1)
     assert [path.name for path in abandoned] == [f"abandoned-global_step_{step}-attempt_0" for step in (15, 20, 30)]
     assert [info.step for info in catalog.scan(tmp_path)] == [10]
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (10, 10)
@@ -36,29 +35,29 @@ def test_a_link_in_the_place_of_a_folder_of_ours_is_not_followed(tmp_path: Path,
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "mine")
     with pytest.raises(RunError, match=f"{link} is a link"):
-        rollback.set_start(tmp_path / "checkpoints", 0, 1)
+        resume_point.set_start(tmp_path / "checkpoints", 0, 1)
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["global_step_1", "notes.json"]
 
 
 def test_abandoning_one_step_twice_keeps_both(tmp_path: Path) -> None:
     for _ in range(2):
         commit(tmp_path, 20)
-        rollback.set_start(tmp_path, 0, 1)
+        resume_point.set_start(tmp_path, 0, 1)
     assert len(list(tmp_path.glob("abandoned-global_step_20-attempt_0*"))) == 2
 
 
 def test_a_start_from_nothing_removes_the_trackers(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     write_tracker(tmp_path, FULL, 20)
-    rollback.set_start(tmp_path, 0, 1)
+    resume_point.set_start(tmp_path, 0, 1)
     assert read_tracker(tmp_path, FULL).step is None
 
 
 def test_a_first_start_needs_no_folder(tmp_path: Path) -> None:
-    assert rollback.set_start(tmp_path / "checkpoints", 0, 0) == []
+    assert resume_point.set_start(tmp_path / "checkpoints", 0, 0) == []
 
 
 def test_a_resume_from_the_beginning_names_no_weights_as_a_full_checkpoint(tmp_path: Path) -> None:
     commit(tmp_path, 0, kind=STATE_DICT)
-    rollback.set_start(tmp_path, 0, 1)
+    resume_point.set_start(tmp_path, 0, 1)
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (None, 0)

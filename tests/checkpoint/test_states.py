@@ -12,12 +12,18 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
 from tests.checkpoint.mirror_places import OWNER, marked
-from trinity_sync.checkpoint import catalog, commits, recovery, rollback, trash, verification
-from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, read_manifest, step_dir
-from trinity_sync.checkpoint.mirror.copies import Mirror
-from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint import catalog, commits, deletion, recovery, resume_point
+from trinity_sync.checkpoint.layout import (
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    read_manifest,
+    read_tracker,
+    step_dir,
+    write_tracker,
+)
+from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import make_policies
@@ -48,7 +54,7 @@ def test_what_cannot_be_read_now_is_not_passed_over(tmp_path: Path, what: str) -
     commit(tmp_path, 20)
     SPOILT[what](step_dir(tmp_path, 20))
     with pytest.raises(RunError, match=r"global_step_20.*cannot be read now: .*Input/output error"):
-        verification.newest_good(tmp_path)
+        catalog.newest_good(tmp_path)
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     for folder in (step_dir(root, 10), root):
         folder.chmod(0o000)
         with another_user(), pytest.raises(RunError, match=r"cannot be read now: .*Permission denied"):
-            verification.newest_good(root)
+            catalog.newest_good(root)
         folder.chmod(0o755)
 
 
@@ -66,7 +72,7 @@ def test_what_cannot_be_read_now_can_be_skipped_on_purpose(tmp_path: Path) -> No
     commit(tmp_path, 20)
     unreadable(step_dir(tmp_path, 20) / MANIFEST)
     said: list[str] = []
-    found = verification.newest_good(tmp_path, on_skip=said.append, skip_unreadable=True)
+    found = catalog.newest_good(tmp_path, on_skip=said.append, skip_unreadable=True)
     assert found is not None
     assert found.step == 10
     assert "step 20 is passed over" in said[0]
@@ -77,8 +83,8 @@ def test_damage_counts_more_than_what_else_cannot_be_read(tmp_path: Path) -> Non
     commit(tmp_path, 20, {"a": "1", "b": "2"})
     unreadable(step_dir(tmp_path, 20) / "a")
     (step_dir(tmp_path, 20) / "b").unlink()
-    assert verification.verify(step_dir(tmp_path, 20)).state == "damaged"
-    found = verification.newest_good(tmp_path)
+    assert catalog.verify(step_dir(tmp_path, 20)).state == "damaged"
+    found = catalog.newest_good(tmp_path)
     assert found is not None
     assert found.step == 10
 
@@ -93,8 +99,8 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -
     assert [info.state for info in catalog.scan(tmp_path)] == ["committed", "newer"]
     for skip in (False, True):
         with pytest.raises(RunError, match=said):
-            verification.newest_good(tmp_path, skip_unreadable=skip)
-    report = verification.verify(step_dir(tmp_path, 20))
+            catalog.newest_good(tmp_path, skip_unreadable=skip)
+    report = catalog.verify(step_dir(tmp_path, 20))
     assert (report.ok, report.state) == (False, "newer")
 
 
@@ -112,7 +118,7 @@ def test_a_start_sets_nothing_aside_that_a_newer_version_wrote(tmp_path: Path) -
     newer(step_dir(tmp_path, 20))
     before = names(tmp_path)
     with pytest.raises(TrinityError, match=r"global_step_20.*newer version"):
-        rollback.set_start(tmp_path, 10, 1)
+        resume_point.set_start(tmp_path, 10, 1)
     assert names(tmp_path) == before
     assert read_tracker(tmp_path, FULL).step == 20
 
@@ -169,7 +175,7 @@ def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -
     assert mirror.missing(here, [10, 20]) == [20]
     commit(here, 30)
     mirror.upload(here, 30)
-    trash.delete_folder(here, step_dir(here, 20))
+    deletion.delete_folder(here, step_dir(here, 20))
     assert mirror.prune(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
     assert json.loads((step_dir(there, 20) / MANIFEST).read_text())["format"] == 2
     assert mirror.download(tmp_path / "back", newer_than=None) == 30
@@ -198,5 +204,5 @@ def test_the_mirror_brings_back_a_checkpoint_that_lost_its_manifest(tmp_path: Pa
     mirror.upload(here, 20)
     (step_dir(here, 20) / MANIFEST).unlink()
     assert mirror.download(here, newer_than=None) == 20
-    assert verification.verify(step_dir(here, 20)).ok
+    assert catalog.verify(step_dir(here, 20)).ok
     assert (here / "abandoned-global_step_20").is_dir()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.mirror.copies import Storage
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.urls import local_folder, place_problem
 

@@ -19,13 +19,12 @@ import pytest
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import LIMIT_S, OTHER, OWNER, Events, SftpServer, asked, loaded, marked, quick
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.checkpoint import catalog, verification
+from trinity_sync.checkpoint import catalog
 from trinity_sync.checkpoint.layout import LEASES, MANIFEST, step_dir
 from trinity_sync.checkpoint.leases import leased
 from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import Mirror
-from trinity_sync.checkpoint.mirror.process import MirrorError
-from trinity_sync.checkpoint.mirror.run import RunMirror, Uploads
+from trinity_sync.checkpoint.mirror.run import MirrorError, RunMirror, Uploads
 from trinity_sync.checkpoint.owner import MARK
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.retention import KeepLast
@@ -101,7 +100,7 @@ def test_what_is_committed_is_copied_in_the_background_and_retention_holds_there
     assert events.idle.wait(LIMIT_S)
     assert (queue.busy, queue.left()) == (False, {})
     assert steps(there) == [20]
-    assert verification.verify(step_dir(there, 20)).ok
+    assert catalog.verify(step_dir(there, 20)).ok
     assert leased(here, now=0.0) == set()
 
 
@@ -262,7 +261,7 @@ def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_
     program.write_text(
         "print('begun', flush=True)\n"
         "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
-        "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+        "from trinity_sync.checkpoint.mirror.run import MirrorSettings, call\n"
         "from trinity_sync.checkpoint.owner import Owner\n"
         f"print(call({str(there)!r}, MirrorSettings(), {OWNER!r}, Mirror.claim))\n"
     )
@@ -281,7 +280,7 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         asking = (
             "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
-            "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+            "from trinity_sync.checkpoint.mirror.run import MirrorSettings, call\n"
             "from trinity_sync.checkpoint.owner import Owner\n"
             f"call({place!r}, MirrorSettings(), {OWNER!r}, Mirror.claim)"
         )
@@ -326,7 +325,7 @@ def test_a_place_of_another_run_is_refused_by_the_driver_and_by_the_queue(
     with pytest.raises(ConfigError, match=rf"checkpoint\.mirror={there} cannot be used: it belongs to another run"):
         mirror.check(here)
     with pytest.raises(ConfigError, match="belongs to another run"):
-        mirror.fetch_newer(here, verification.newest_good(here))
+        mirror.fetch_newer(here, catalog.newest_good(here))
     queue = uploads(options={})
     queue.add(10)
     (fault,) = events.wait_for("fault")
@@ -346,7 +345,7 @@ def test_a_resume_marks_a_place_that_its_record_or_its_folder_knows(here: Path, 
     assert mirror.fetch_newer(back, None, recorded=commits) == 10
     assert (there / MARK).read_text() == OWNER.to_text()
     (there / MARK).unlink()
-    assert mirror.fetch_newer(here, verification.newest_good(here)) is None
+    assert mirror.fetch_newer(here, catalog.newest_good(here)) is None
     assert (there / MARK).read_text() == OWNER.to_text()
 
 
@@ -357,7 +356,7 @@ def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(her
     with pytest.raises(RunError, match=r"cannot be asked for one.*--from-scratch"):
         mirror.fetch_newer(here, None)
     commit(here, 10)
-    best = verification.newest_good(here)
+    best = catalog.newest_good(here)
     assert mirror.fetch_newer(here, best) is None
     assert "going on from step 10, which is here" in said[-1]
     assert not mirror.settings.marked
@@ -400,7 +399,7 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     assert events.idle.wait(LIMIT_S)
     assert events.of("fault") == []
     assert steps(server.folder / "run") == [20, 30]
-    assert all(verification.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
+    assert all(catalog.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
     (server.folder / "run/global_step_30/actor/model.pt").write_text("W" * 300_000)
     said: list[str] = []
     seen: list[tuple[int, int]] = []
@@ -409,7 +408,7 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     (total,) = {total for _, total in seen}
     assert seen[-1] == (total, total)
     assert any("copy of step 30 is passed over" in text for text in said)
-    assert verification.verify(step_dir(tmp_path / "back", 20)).ok
+    assert catalog.verify(step_dir(tmp_path / "back", 20)).ok
 
 
 @pytest.mark.all
@@ -430,7 +429,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back_gets_the_rest(
     server.start()
     (event,) = events.wait_for("mirror")
     assert event["state"] == "copied"
-    assert verification.verify(step_dir(server.folder / "run", 10)).ok
+    assert catalog.verify(step_dir(server.folder / "run", 10)).ok
     assert leased(here, now=0.0) == set()
 
 

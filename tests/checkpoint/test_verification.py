@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint import written
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import commits, verification
+from trinity_sync.checkpoint import catalog, commits
 from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir, write_manifest
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
@@ -28,7 +28,7 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 def test_verify_finds_damage(tmp_path: Path, damage: object, word: str) -> None:
     commit(tmp_path, 20)
     damage(step_dir(tmp_path, 20) / "actor/model.pt")  # type: ignore[operator]
-    report = verification.verify(step_dir(tmp_path, 20))
+    report = catalog.verify(step_dir(tmp_path, 20))
     assert not report.ok
     assert word in report.problems[0]
     assert "model.pt" in report.problems[0]
@@ -37,7 +37,7 @@ def test_verify_finds_damage(tmp_path: Path, damage: object, word: str) -> None:
 def test_verify_names_files_that_nobody_committed(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     (step_dir(tmp_path, 20) / "stray").write_text("x")
-    report = verification.verify(step_dir(tmp_path, 20))
+    report = catalog.verify(step_dir(tmp_path, 20))
     assert report.ok
     assert report.unlisted == ("stray",)
 
@@ -45,7 +45,7 @@ def test_verify_names_files_that_nobody_committed(tmp_path: Path) -> None:
 def test_verify_tells_how_far_it_is(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"a": "123", "b": "4567"})
     seen: list[tuple[int, int]] = []
-    verification.verify(step_dir(tmp_path, 20), progress=lambda done, total: seen.append((done, total)))
+    catalog.verify(step_dir(tmp_path, 20), progress=lambda done, total: seen.append((done, total)))
     assert seen == [(3, 7), (7, 7)]
 
 
@@ -56,7 +56,7 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(tm
     (step_dir(tmp_path, 30) / "actor/model.pt").write_text("torn")
     (step_dir(tmp_path, 20) / "manifest.json").write_text("")
     skipped: list[str] = []
-    found = verification.newest_good(tmp_path, on_skip=skipped.append)
+    found = catalog.newest_good(tmp_path, on_skip=skipped.append)
     assert found is not None
     assert found.step == 10
     assert [("step 30" in text, "step 20" in text) for text in skipped] == [(True, False), (False, True)]
@@ -64,7 +64,7 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(tm
 
 def test_where_nothing_verifies_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     commit(tmp_path, 10, {})
-    assert verification.newest_good(tmp_path) is None
+    assert catalog.newest_good(tmp_path) is None
 
 
 # ---- the files of all ranks
@@ -117,14 +117,14 @@ def leave_out(folder: Path, left_out: str) -> Path:
 @pytest.mark.parametrize("files", WITH_FILES_OF_ALL_RANKS.values(), ids=WITH_FILES_OF_ALL_RANKS)
 def test_a_checkpoint_with_the_files_of_all_ranks_verifies(tmp_path: Path, files: dict[str, str]) -> None:
     commit(tmp_path, 20, files)
-    assert verification.verify(step_dir(tmp_path, 20)).problems == ()
+    assert catalog.verify(step_dir(tmp_path, 20)).problems == ()
 
 
 @pytest.mark.parametrize(("files", "left_out"), LACKING.values(), ids=LACKING)
 def test_verify_finds_a_checkpoint_that_lacks_the_file_of_a_rank(
     tmp_path: Path, files: dict[str, str], left_out: str
 ) -> None:
-    report = verification.verify(commit_without(tmp_path, files, left_out))
+    report = catalog.verify(commit_without(tmp_path, files, left_out))
     assert report.state == "damaged"
     assert left_out in report.problems[0]
 
@@ -132,7 +132,7 @@ def test_verify_finds_a_checkpoint_that_lacks_the_file_of_a_rank(
 def test_a_resume_passes_over_a_checkpoint_that_lacks_the_file_of_a_rank(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     commit_without(tmp_path, of_ranks("actor/", 2, *FULL_SET), "actor/optim_world_size_2_rank_1.pt")
-    found = verification.newest_good(tmp_path)
+    found = catalog.newest_good(tmp_path)
     assert found is not None
     assert found.step == 10
 
@@ -165,6 +165,6 @@ def test_the_files_that_torchs_metadata_names_belong_to_the_checkpoint(
     names = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
     draft = Manifest(step=20, attempt=0, kind=FULL, files=tuple(file_entry(staging, name) for name in names))
     commits.commit_folder(tmp_path, draft)
-    assert verification.verify(step_dir(tmp_path, 20)).ok
-    report = verification.verify(leave_out(step_dir(tmp_path, 20), f"{place}/{left_out}"))
+    assert catalog.verify(step_dir(tmp_path, 20)).ok
+    report = catalog.verify(leave_out(step_dir(tmp_path, 20), f"{place}/{left_out}"))
     assert (report.ok, left_out in report.problems[0]) == (False, True)

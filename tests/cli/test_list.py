@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from trinity_sync.cli import main as cli
-from trinity_sync.report import data, overview
+from trinity_sync.report import data, run_page
 from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.record import RunFolder
 
 CONFIG = """\
 name: {name}
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(
             raise PermissionError(13, "Permission denied")
         return scandir(folder)
 
-    monkeypatch.setattr(overview.os, "scandir", refusing)
+    monkeypatch.setattr(run_page.os, "scandir", refusing)
     found = {line["path"]: line["status"] for line in as_json(capsys)}
     assert found == {f"{here}/outputs/a/1": "completed", f"{here}/outputs/locked": "unreadable"}
 
@@ -212,12 +212,12 @@ def test_a_folder_that_is_not_there_is_refused(
 def test_many_runs_are_listed_without_reading_all_of_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = leave("outputs/a/1", steps=1000)
     monkeypatch.setattr(jsonl, "read", None)
-    (line,) = overview.find([here])
+    (line,) = run_page.find([here])
     assert line.path == run
     assert (run / "metrics.jsonl").stat().st_size > 500_000
     began = time.process_time()
     for _ in range(100):
-        overview.find([here])
+        run_page.find([here])
     assert time.process_time() - began < 2.0
 
 

@@ -32,10 +32,9 @@ from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
 from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, elsewhere, messages, settings
-from trinity_sync.launch.resume import Resume, written_places
-from trinity_sync.tracking.record import run_id
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.launch import app, messages, sweeps
+from trinity_sync.launch.start import Resume, written_places
+from trinity_sync.tracking.record import RunFolder, run_id
 
 ROOT = Path(launch.__file__).parent
 
@@ -338,7 +337,7 @@ def test_jobs_of_a_sweep_that_read_the_same_file_have_it_read_once_before(
 def test_settings_of_jobs_that_run_elsewhere_are_checked_there(
     launcher: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elsewhere, "on_this_machine", lambda hydra: False)
+    monkeypatch.setattr(sweeps, "on_this_machine", lambda hydra: False)
     assert start("-m", "trainer.steps=140,0") == 1
     assert len(launcher.calls) == 1
 
@@ -464,20 +463,20 @@ def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Pa
         (tmp_path / str(number) / ".hydra").mkdir(parents=True)
         if status:
             (tmp_path / str(number) / "run.json").write_text(json.dumps({"status": status}))
-    assert list(elsewhere.codes_on_disk(tmp_path).values()) == [0, 1, 2]
+    assert list(sweeps.codes_on_disk(tmp_path).values()) == [0, 1, 2]
 
 
 def test_jobs_that_ran_in_other_processes_may_have_folders_below_each_other(tmp_path: Path) -> None:
     job = tmp_path / "task.path=" / "data" / "rows.jsonl"
     (job / ".hydra").mkdir(parents=True)
     (job / "run.json").write_text('{"status": "failed"}')
-    assert elsewhere.codes_on_disk(tmp_path) == {job: 1}
+    assert sweeps.codes_on_disk(tmp_path) == {job: 1}
 
 
 def test_jobs_of_an_earlier_sweep_in_the_folder_do_not_count(
     launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elsewhere, "in_this_process", lambda hydra: False)
+    monkeypatch.setattr(sweeps, "in_this_process", lambda hydra: False)
     monkeypatch.setattr(app, "_report_sweep", lambda sweep: None)
     (tmp_path / "sweep" / "old" / ".hydra").mkdir(parents=True)
     assert start("-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=seed-${seed}", "seed=1") == 0
@@ -489,14 +488,14 @@ def test_the_lock_of_a_failed_node_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = synthetic.Clock(0.0)
-    monkeypatch.setattr(elsewhere.time, "monotonic", clock)
-    monkeypatch.setattr(elsewhere.time, "sleep", lambda seconds: clock.pass_(30.0))
+    monkeypatch.setattr(sweeps.time, "monotonic", clock)
+    monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: clock.pass_(30.0))
     with RunFolder.open(tmp_path, resume=False) as folder:
-        elsewhere.wait_until_free(tmp_path)
+        sweeps.wait_until_free(tmp_path)
         assert clock.now == 120.0
-        monkeypatch.setattr(elsewhere.time, "sleep", lambda seconds: folder.close())
+        monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: folder.close())
         clock.now = 0.0
-        elsewhere.wait_until_free(tmp_path)
+        sweeps.wait_until_free(tmp_path)
     assert clock.now == 0.0
 
 
@@ -512,8 +511,8 @@ def test_a_job_that_begins_while_others_end_is_ended_too(monkeypatch: pytest.Mon
 
     first, next_one = Process("first"), Process("next")
     running = iter([[first], [first, next_one], [next_one], []])
-    monkeypatch.setattr(elsewhere, "_running", lambda: next(running))
-    elsewhere._end_jobs(60.0)
+    monkeypatch.setattr(sweeps, "_running", lambda: next(running))
+    sweeps._end_jobs(60.0)
     assert told == ["first", "next"]
 
 
@@ -644,7 +643,7 @@ def test_a_resume_cut_off_while_it_saves_its_settings_has_the_next_one_show_them
 
     folder = first_run("seed=1")
     with monkeypatch.context() as patched:
-        patched.setattr(settings, "replace_file", cut)
+        patched.setattr(app, "replace_file", cut)
         assert cli.main(["resume", str(folder), "seed=2"]) == 1
     assert f"{folder}/.hydra/{name} cannot be written: cut off" in capsys.readouterr().err
     assert cli.main(["resume", str(folder)]) == 0
@@ -790,7 +789,10 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("task._target_=os.system", "task._target_ is os.system"),
         ("+task.more=[{_target_: os.system}]", "task.more.0._target_ is os.system"),
         ("task._target_=trinity_sync.tasks.rewards.re.compile", "task._target_ is trinity_sync.tasks.rewards.re"),
-        ("task._target_=trinity_sync.checkpoint.trash.delete_folder", "task._target_ is trinity_sync.checkpoint.trash"),
+        (
+            "task._target_=trinity_sync.checkpoint.deletion.delete_folder",
+            "task._target_ is trinity_sync.checkpoint.deletion",
+        ),
         ("+tracker.mine._target_=os.system", "tracker.mine._target_ is os.system"),
         ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks.evil._target_ is os.system"),
         ("hydra.searchpath=[pkg://my_rewards]", "hydra.searchpath is my_rewards"),

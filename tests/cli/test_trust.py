@@ -22,7 +22,7 @@ from trinity_sync.cli import main as cli
 from trinity_sync.config import recorded
 from trinity_sync.config.saved import record_of
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.module_path import own_module_folders
+from trinity_sync.host.memory import own_module_folders
 from trinity_sync.reproduction import bundle
 
 Capture = pytest.CaptureFixture[str]

@@ -20,8 +20,8 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import watch_run
-from trinity_sync.tracking import follow, run_folder
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking import follow, record
+from trinity_sync.tracking.record import RunFolder
 
 Play = Callable[[Iterator[Any]], None]
 
@@ -311,13 +311,13 @@ def test_without_a_folder_it_is_what_runs_here_or_ran_last(here: Path, capsys: p
 
 def sweep(place: str, jobs: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a sweep that is to have so many jobs, of which none has begun."""
-    from trinity_sync.cli import watch_sweep
+    from trinity_sync.cli import watch_run
 
     folder = Path(place).absolute()
     folder.mkdir(parents=True)
     (folder / "multirun.yaml").write_text("")
     planned = [SimpleNamespace(invocation=SimpleNamespace(overrides=(f"seed={number}",))) for number in range(jobs)]
-    monkeypatch.setattr(watch_sweep, "read_jobs", lambda sweep: planned)
+    monkeypatch.setattr(watch_run, "read_jobs", lambda sweep: planned)
     return folder
 
 
@@ -419,7 +419,7 @@ def test_a_folder_of_runs_is_watched_as_a_sweep_is(here: Path, capsys: pytest.Ca
 def test_the_command_looks_at_the_lock_without_taking_it_from_a_run(tmp_path: Path) -> None:
     folder = leave(tmp_path / "run")
     assert watch(folder) == 0
-    assert run_folder.lock_owner(folder) is None
+    assert record.lock_owner(folder) is None
 
 
 def test_a_sweep_that_goes_away_ends_the_watching(

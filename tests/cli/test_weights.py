@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint import written
 from tests.checkpoint.helpers import newer, unreadable
 from trinity_sync import config
-from trinity_sync.checkpoint import export, places
+from trinity_sync.checkpoint import export, leases
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.cli import main as cli
@@ -240,7 +240,7 @@ def test_an_export_looks_at_its_place_first(run: Path, tmp_path: Path, capsys: C
     (tmp_path / "file").touch()
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "file" / "out")]) == 2
     assert f"cannot be made: {tmp_path / 'file'} is a file" in capsys.readouterr().err
-    monkeypatch.setattr(places.os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(leases.os, "access", lambda *_: False)  # root may write anywhere
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "new" / "out")]) == 2
     assert f"cannot be made: nothing may be written to {tmp_path}" in capsys.readouterr().err
     monkeypatch.undo()

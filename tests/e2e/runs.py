@@ -19,7 +19,7 @@ import pytest
 
 from tests.report.test_trace import check
 from trinity_sync.checkpoint.export import export_checkpoint
-from trinity_sync.report import activity, trace
+from trinity_sync.report import timeline, trace
 from trinity_sync.report.data import load_run
 from trinity_sync.tracking import jsonl
 
@@ -102,7 +102,7 @@ class Run:
     def assert_timed(self) -> None:
         """All of it happened within the run, by the driver's clock, and for each explorer one thing after the other."""
         run = load_run(self.folder)
-        lanes = activity.span_lanes(activity.spans(run.metrics, run.events))
+        lanes = timeline.span_lanes(timeline.spans(run.metrics, run.events))
         explorers = {who: spans for who, spans in lanes.items() if who.startswith("explorer-")}
         assert set(lanes) - set(explorers) == {"trainer", "node agents", "checkpoints"}
         assert sorted(explorers) == self.summary["sync"]["explorers"]
@@ -110,7 +110,7 @@ class Run:
         for who, spans in lanes.items():
             assert run.start < spans[0].begin
             assert max(span.end for span in spans) < self.record["ended"]
-            assert len(activity.span_rows(spans)) == 1 or who not in explorers
+            assert len(timeline.span_rows(spans)) == 1 or who not in explorers
         for spans in explorers.values():
             assert {span.what for span in spans} == {"generate", "load"}
         assert {span.what for span in lanes["node agents"]} == {"digest", "publish"}

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.runs import Run, launch, resume
 from tests.explorer.helpers import ARCHITECTURE
 from tests.tasks.chat import chat_tokenizer, said
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.tasks.jsonl import JsonlTask
 from trinity_sync.tasks.rewards import exact_match
 

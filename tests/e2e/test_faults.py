@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.runs import Run, kill_at, launch, resume, start
-from trinity_sync.checkpoint import verification
+from trinity_sync.checkpoint import catalog
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
 LONG_ENOUGH = ("trainer.steps=120", "checkpoint.interval=5")  # of which each tenth part is shown
@@ -176,7 +176,7 @@ def test_a_node_agent_that_dies_in_a_save_ends_the_run_and_the_save_is_reported_
     assert re.search(r"(node.agent|the agent of node) .*(died|was lost)", fault["error"])
     assert_ended_clean(run, started.process.pid)
     assert max(run.manifests) == step - 5
-    assert verification.verify(folder / f"checkpoints/global_step_{step - 5}").ok
+    assert catalog.verify(folder / f"checkpoints/global_step_{step - 5}").ok
 
 
 @pytest.mark.all

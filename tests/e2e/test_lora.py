@@ -18,7 +18,7 @@ from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.cli.main import main
 from trinity_sync.config import compose, typed
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.weights.lora import is_adapter, saved_name
 
 BACKENDS, MODES = ("fsdp", "fsdp2"), ("checkpoint", "memory", "nccl")

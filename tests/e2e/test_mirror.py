@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.mirror_places import SftpServer
 from tests.e2e.runs import Run, completed, launch, resume, start
-from trinity_sync.checkpoint import catalog, verification
+from trinity_sync.checkpoint import catalog
 from trinity_sync.checkpoint.layout import step_dir
 
 pytestmark = pytest.mark.all
@@ -65,7 +65,7 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_mirror(
     assert again.digests == uninterrupted.digests
     assert faults(again) == []
     assert [info.step for info in catalog.scan(there)] == [8, 9]
-    assert all(verification.verify(step_dir(there, step)).ok for step in (8, 9))
+    assert all(catalog.verify(step_dir(there, step)).ok for step in (8, 9))
 
     taken = launch(tmp_path / "other", *mirrored(server))
     assert taken.code == 2

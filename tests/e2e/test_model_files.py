@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.runs import start
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.reading import open_weights
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.models.files import ModelFiles
 
 pytestmark = pytest.mark.all

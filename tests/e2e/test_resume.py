@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import Run, completed, launch, resume, start
 from tests.pages import ROOT, missing, sessions
-from trinity_sync.checkpoint import verification
+from trinity_sync.checkpoint import catalog
 from trinity_sync.cli import main as cli
 
 # At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.
@@ -125,7 +125,7 @@ def test_a_resume_that_is_killed_after_its_first_step_leaves_the_checkpoint_it_b
     os.killpg(started.process.pid, signal.SIGKILL)
     killed = started.finish()
     assert (killed.manifests[6], before["kind"]) == (before, "full")
-    assert verification.verify(place / "global_step_6").ok
+    assert catalog.verify(place / "global_step_6").ok
     again = resume(first.folder, "trainer.steps=8")
     assert again.code == 0, again.output
     assert again.manifests[8]["kind"] == "full"

@@ -162,7 +162,7 @@ sys.stdin.readline()
 def test_the_program_of_the_page_takes_versions_of_somebody_elses_trainer(tmp_path: Path) -> None:
     from tests.explorer.helpers import ARCHITECTURE
     from tests.local_ray import running
-    from trinity_sync.models.factory import make_model
+    from trinity_sync.models.architecture import make_model
 
     page = (ROOT / "docs/explorers.md").read_text()
     [program] = re.findall(r"```python\n(import asyncio.*?)```", page, re.DOTALL)

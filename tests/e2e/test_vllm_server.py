@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.runs import Run, launch, start
 from tests.explorer.helpers import ARCHITECTURE
 from tests.vllm.servers import PLUG_IN, RealServer, serving
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 
 WAYS = {"plain": (), "plug-in": PLUG_IN}
 

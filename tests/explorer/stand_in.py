@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport, Produced, Whereabouts
+from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt, Sample
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt, Sample
 
 NEWEST = Version(0, 5)
 """What `produce` loads."""

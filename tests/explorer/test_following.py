@@ -12,11 +12,10 @@ import pytest
 
 from trinity_sync.actors.explorer import LoadFailed, LoadReport
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.explorer.actor import Explorer
+from trinity_sync.explorer.actor import Explorer, Follower
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.following import Follower
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt, Sample

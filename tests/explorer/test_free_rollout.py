@@ -17,9 +17,8 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free_rollout
 from trinity_sync.explorer.free_rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import group_advantages
+from trinity_sync.samples.advantages import GroupFilter, group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.filtering import GroupFilter
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Prompt, Sample
 

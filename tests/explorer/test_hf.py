@@ -14,13 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.explorer.helpers import ARCHITECTURE, engine_of, load, loaded
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.hf import HFEngine
-from trinity_sync.models.architecture import CHARACTERS, SPECIAL
-from trinity_sync.models.factory import make_model
-from trinity_sync.samples.assignment import assign
-from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import Drawing
-from trinity_sync.samples.keys import Purpose
-from trinity_sync.samples.record import Prompt
+from trinity_sync.models.architecture import CHARACTERS, SPECIAL, make_model
+from trinity_sync.samples.batch import SampleBatch, assign
+from trinity_sync.samples.record import Drawing, Prompt, Purpose
 from trinity_sync.tasks.base import RewardResult
 from trinity_sync.tasks.copy_digits import CopyDigits
 

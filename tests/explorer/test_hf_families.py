@@ -15,7 +15,7 @@ from tests.families import EAGER, FAMILIES, architecture
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.hf import HFEngine
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.record import Prompt, Sample
 from trinity_sync.tasks.copy_digits import CopyDigits
 

@@ -17,8 +17,8 @@ from trinity_sync.actors.explorer import EngineDied, LoadFailed, LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.models.factory import make_model
-from trinity_sync.protocol.members import Member
+from trinity_sync.models.architecture import make_model
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.tasks.copy_digits import CopyDigits
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.explorer.helpers import ARCHITECTURE, engine_of
 from trinity_sync.config.lora import Adapter
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.tasks.copy_digits import CopyDigits
 
 ADAPTER = Adapter(rank=4, alpha=8, targets="all-linear", path=None)

@@ -27,10 +27,10 @@ from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.explorer.validation import Validation, ValidationSettings
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.position import ValidationTimes
 from trinity_sync.samples.record import Prompt
-from trinity_sync.samples.validation import ValidationTimes
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import Delivery
 

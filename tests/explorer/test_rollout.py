@@ -16,9 +16,8 @@ from tests.samples.helpers import sample
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.rollout import RolloutData
-from trinity_sync.samples.advantages import group_advantages
+from trinity_sync.samples.advantages import GroupFilter, group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.filtering import GroupFilter
 from trinity_sync.samples.position import Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher

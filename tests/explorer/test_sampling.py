@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_sync.explorer import sampling
-from trinity_sync.explorer.sampling import SeededSampler, inverse_cdf, sequence_keys, uniforms
-from trinity_sync.samples.keys import child
+from trinity_sync.explorer import hf
+from trinity_sync.explorer.hf import SeededSampler, inverse_cdf, sequence_keys, uniforms
+from trinity_sync.samples.record import child
 
 IDS = torch.zeros((1, 1), dtype=torch.int64)
 """What the sampler is shown of the sequences; it does not look at them."""
@@ -93,7 +93,7 @@ def test_tokens_that_are_excluded_are_not_chosen_at_the_ends_of_the_range(number
 def test_large_batches_are_done_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, numbers = random_logits(50, 7), uniforms(keys_of(50, 1), 0)
     whole = inverse_cdf(logits, numbers)
-    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 7 * 8)
+    monkeypatch.setattr(hf, "CHUNK_ELEMENTS", 7 * 8)
     assert torch.equal(inverse_cdf(logits, numbers), whole)
 
 

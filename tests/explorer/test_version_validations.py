@@ -20,15 +20,13 @@ from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free_rollout
 from trinity_sync.explorer.free_rollout import FreeRollout
-from trinity_sync.explorer.validation import ValidationSettings
-from trinity_sync.explorer.version_validations import VersionValidations
+from trinity_sync.explorer.validation import ValidationSettings, VersionValidations
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import Drawing
+from trinity_sync.samples.position import ValidationTimes
 from trinity_sync.samples.queue import QueueRules
-from trinity_sync.samples.record import Prompt
-from trinity_sync.samples.validation import ValidationTimes
+from trinity_sync.samples.record import Drawing, Prompt
 
 PROMPTS = [Prompt(index=index, text=f"val-{index}") for index in range(5)]
 

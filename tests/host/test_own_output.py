@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import os, subprocess, sys
-from trinity_sync.host.own_output import OwnOutput
+from trinity_sync.host.logs import OwnOutput
 print("OldError: of before", file=sys.stderr, flush=True)
 said = OwnOutput()
 subprocess.run([sys.executable, "-c", {child!r}])

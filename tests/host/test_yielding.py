@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from trinity_sync.host.threads import in_background
-from trinity_sync.host.yielding import Yielding, piece
+from trinity_sync.host.threads import Yielding, in_background, piece
 
 LIMIT = 60.0
 
@@ -117,7 +116,7 @@ def test_the_thread_that_yields_ends_with_the_work() -> None:
 
 _PROGRAM = """
 import os, sys, threading, time
-from trinity_sync.host.yielding import Yielding, piece
+from trinity_sync.host.threads import Yielding, piece
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 def work():
     until = time.thread_time() + 0.002

@@ -146,13 +146,13 @@ class MegatronRank(Rank):
 
     def weights(self, layout: str) -> str:
         """This rank's parameters, with what the optimizer wrote last."""
-        from trinity_sync.backends.megatron import trees
+        from trinity_sync.backends.megatron import writer
         from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 
         engine = self.engine(layout)
-        if trees.gathers_late(engine.module):
+        if writer.gathers_late(engine.module):
             with CudaMeansCpu():
-                trees.gather_parameters(engine.module)
+                writer.gather_parameters(engine.module)
         return engines._hash({"model": [dict(chunk.named_parameters()) for chunk in engine.module]})
 
     def state(self, layout: str) -> tuple[str, ...]:
@@ -172,11 +172,11 @@ class MegatronRank(Rank):
 
     def patch(self, where: str, name: str, how: str) -> None:
         """Let something of this rank fail or hang until `heal`."""
-        from trinity_sync.backends.megatron import trees, writer
+        from trinity_sync.backends.megatron import writer
 
         (engine,) = self._engines.values()
         coordinator = engine.checkpoint_mananager._coordinator
-        owner = {"share": writer._Share, "copies": trees.Copies, "coordinator": coordinator}[where]
+        owner = {"share": writer._Share, "copies": writer.Copies, "coordinator": coordinator}[where]
         before = getattr(owner, name)
 
         def broken(*args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ class Rank:
         return os.getpid()
 
     def program(self) -> Any:
-        from trinity_sync.integrations.verl.program import this_program
+        from trinity_sync.integrations.verl.local_run import this_program
 
         return this_program()
 
@@ -168,9 +168,9 @@ class Rank:
 
     def patch(self, where: str, name: str, how: str) -> None:
         """Let something of this rank fail or hang until `heal`."""
-        from trinity_sync.integrations.verl import state
+        from trinity_sync.integrations.verl import manager
 
-        owner = {"state": state}.get(where) or self.engine(where).optimizer
+        owner = {"state": manager}.get(where) or self.engine(where).optimizer
         before = getattr(owner, name)
 
         def broken(*args: Any, **kwargs: Any) -> Any:

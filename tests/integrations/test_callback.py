@@ -21,12 +21,12 @@ from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, save, wait_until_let_go
 from trinity_sync.actors.local.handle import LocalHandle
 from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.daemon.process import connect
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import callback as callbacks
 from trinity_sync.integrations.verl import local_run
-from trinity_sync.integrations.verl.program import Program
+from trinity_sync.integrations.verl.local_run import Program
 from trinity_sync.integrations.verl.vendor import CALLBACK
 
 BESIDE = ("actor/beside", "critic/beside")
@@ -113,7 +113,7 @@ def test_the_trainer_does_not_wait_for_the_commit_and_hears_aloud_that_it_failed
 PROGRAM = """
 import sys
 from trinity_sync.integrations.verl import at_exit, callback, local_run
-from trinity_sync.integrations.verl.program import Program
+from trinity_sync.integrations.verl.local_run import Program
 
 local_run.this_program = lambda: Program(word="one", address="127.0.0.1")
 callback._END_S = float(sys.argv[2])

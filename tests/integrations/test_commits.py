@@ -11,10 +11,9 @@ import pytest
 
 from tests.integrations.ranks import LIMIT
 from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint.daemon.connecting import connect
-from trinity_sync.checkpoint.daemon.process import Lifetime
+from trinity_sync.checkpoint.daemon.process import Lifetime, connect
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.commits import Commits
+from trinity_sync.integrations.verl.saves import Commits
 from trinity_sync.protocol.parts import FULL
 
 

@@ -19,8 +19,8 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.checkpoint.written import small_model
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import FSDPCheckpointManager
-from trinity_sync.integrations.verl import copies as module
-from trinity_sync.integrations.verl.copies import Copies
+from trinity_sync.integrations.verl import manager as module
+from trinity_sync.integrations.verl.manager import Copies
 
 
 def test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trained(

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from tests.integrations.ranks import LIMIT, WORLD, every, merged, outcomes
-from trinity_sync.checkpoint import CheckpointCoordinator, catalog, verification
+from trinity_sync.checkpoint import CheckpointCoordinator, catalog
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.integrations.verl.run import VerlRun
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -42,7 +42,7 @@ def test_sharded_weights_are_committed_as_the_trainer_registered_them(
     ray.get(run.monitor.wait_committed.remote(step, None, LIMIT), timeout=LIMIT)
     folder = step_dir(root, step)
     assert read_manifest(folder).kind == STATE_DICT
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     names = {file.relative_to(folder / "actor").as_posix() for file in (folder / "actor").rglob("*") if file.is_file()}
     assert {
         "model_world_size_2_rank_0.pt",
@@ -65,7 +65,7 @@ def test_the_shards_of_all_ranks_are_committed_though_the_trainer_registers_one_
     saving = ranks if first == 0 else ranks[::-1]
     ray.get([rank.save_weights.remote("fsdp2", str(folder / "actor"), step, run.monitor) for rank in saving])
     ray.get(run.monitor.wait_committed.remote(step, None, LIMIT), timeout=LIMIT)
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     shards = {entry.path for entry in read_manifest(folder).files if "rank" in entry.path}
     assert shards == {f"actor/model_world_size_{WORLD}_rank_{rank}.pt" for rank in range(WORLD)}
 

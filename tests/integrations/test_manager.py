@@ -14,10 +14,9 @@ import ray
 import torch
 
 from tests.integrations.ranks import LIMIT, every, merged, outcomes
-from trinity_sync.checkpoint import catalog, verification
-from trinity_sync.checkpoint.layout import read_manifest, step_dir, versions_dir
+from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.layout import read_manifest, read_tracker, step_dir, versions_dir, write_tracker
 from trinity_sync.checkpoint.reading import open_weights
-from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -63,7 +62,7 @@ def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
     folder = step_dir(root, step)
     manifest = read_manifest(folder)
     assert (manifest.kind, manifest.world_size, manifest.backend) == (FULL, 2, strategy)
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     assert read_tracker(root, FULL).step == step
     names = {path.name for path in (folder / "actor").glob("*.pt")}
     assert names == {
@@ -97,7 +96,7 @@ def test_a_hugging_face_export_holds_the_version(
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert state_digest(saved_tensors(loaded), "BF16") == digest
     assert (folder / "generation_config.json").is_file()
-    assert verification.verify(step_dir(root, step)).unlisted == ()
+    assert catalog.verify(step_dir(root, step)).unlisted == ()
 
 
 def test_weights_for_sync_are_announced_when_they_are_committed(
@@ -120,7 +119,7 @@ def test_weights_for_sync_are_announced_when_they_are_committed(
     save(ranks, root, 1)
     wait(ranks)
     assert read_manifest(step_dir(root, 1)).kind == FULL
-    assert verification.verify(step_dir(root, 1)).ok
+    assert catalog.verify(step_dir(root, 1)).ok
     for path, before in written.items():
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
@@ -170,7 +169,7 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     assert read_manifest(step_dir(root, 3)) == before
     place = step_dir(versions_dir(root, 1), 3)
     assert again.synchronizer.get_latest_model_path() == str(place / "actor")
-    assert verification.verify(place).ok
+    assert catalog.verify(place).ok
     save(ranks, root, 4, 1)
     wait(ranks)
     assert kept(root) == [4]
@@ -287,7 +286,7 @@ def save_roles(ranks: list[Any], root: Path, step: int, *roles: str) -> None:
 def files_of(root: Path, step: int) -> dict[str, set[str]]:
     manifest = read_manifest(step_dir(root, step))
     assert manifest.kind == FULL
-    assert verification.verify(step_dir(root, step)).ok
+    assert catalog.verify(step_dir(root, step)).ok
     paths = [Path(entry.path) for entry in manifest.files if entry.path.endswith(".pt")]
     return {
         place: {path.name for path in paths if path.parts[0] == place} for place in {path.parts[0] for path in paths}

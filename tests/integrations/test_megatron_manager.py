@@ -16,9 +16,8 @@ from ray.exceptions import RayActorError
 from tests.backends.megatron_ranks import make_models
 from tests.integrations.megatron_workers import file_hashes, start
 from tests.integrations.ranks import LIMIT, START_LIMIT, every, outcomes
-from trinity_sync.checkpoint import catalog, verification
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
-from trinity_sync.checkpoint.tracker_files import read_tracker
+from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.layout import read_manifest, read_tracker, step_dir
 from trinity_sync.integrations.verl.run import VerlRun
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -115,8 +114,8 @@ def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
     folder = step_dir(root, step)
     manifest = read_manifest(folder)
     assert (manifest.kind, manifest.world_size, manifest.backend) == (FULL, 2, "megatron")
-    assert verification.verify(folder).ok
-    assert verification.verify(folder).unlisted == ()
+    assert catalog.verify(folder).ok
+    assert catalog.verify(folder).unlisted == ()
     assert read_tracker(root, FULL).step == step
     contents = json.loads((folder / "actor" / "ckpt_contents.json").read_text())
     assert (contents["schema_version"], contents["global_step"], contents["world_size"]) == (2, step, 2)
@@ -308,7 +307,7 @@ def test_an_export_stands_beside_the_tree_and_may_be_the_bridges_own(
     for at in (step, step + 1):
         listed = {entry.path for entry in read_manifest(step_dir(root, at)).files}
         assert {f"actor/{name}" for name in names} <= listed
-        assert verification.verify(step_dir(root, at)).ok
+        assert catalog.verify(step_dir(root, at)).ok
     first, second = (load_file(Path(actor_path(root, at)) / names[0]) for at in (step, step + 1))
     assert first.keys() == second.keys()
     assert all(first[name].equal(second[name]) for name in first)
@@ -387,7 +386,7 @@ def test_weights_alone_are_saved_and_announced_and_a_full_save_of_the_step_adds_
     every(ranks, "manager", layout, "save_checkpoint", place, global_step=step, save_as_hf=True)
     wait(ranks, layout)
     assert read_manifest(folder).kind == FULL
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     assert {"model", "optimizer", "rng_state"} <= set(contents_of(folder))
     after = file_hashes(folder / "actor" / "model")
     assert {name: after.get(name) for name in weights} == weights
@@ -425,7 +424,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_is_sound(
     save(ranks, "tp2", root, step + 1)
     wait(ranks, "tp2")
     assert kept(root) == [*before, step + 1]
-    assert verification.verify(step_dir(root, step + 1)).ok
+    assert catalog.verify(step_dir(root, step + 1)).ok
 
 
 def test_nothing_that_is_pickled_in_a_checkpoint_runs(

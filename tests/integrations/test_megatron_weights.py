@@ -16,14 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint import CheckpointCoordinator, verification
+from trinity_sync.checkpoint import CheckpointCoordinator, catalog
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.megatron import megatron_save_state_dict
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Commit, Decision, Fail
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, Decision, Fail, Kind
 
 STEP = 20
 LOG = logging.getLogger("test")
@@ -123,7 +122,7 @@ def test_the_weights_of_each_role_of_a_program_are_saved(tmp_path: Path) -> None
         save(coordinator, tmp_path, role)
         assert coordinator.book.status(STEP).state == "committed"
     assert [weights(tmp_path, role) for role in ("actor", "critic")] == ["actor", "critic"]
-    assert verification.verify(step_dir(tmp_path, STEP)).ok
+    assert catalog.verify(step_dir(tmp_path, STEP)).ok
 
 
 def test_weights_that_are_committed_before_the_rest_of_the_step_are_there(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_weights_that_are_committed_before_the_rest_of_the_step_are_there(tmp_pa
     optimizer.write_text("half of it, and the other half")
     coordinator.save_sync(lambda: [optimizer], STEP, part="optim")
     assert (read_manifest(folder).kind, weights(tmp_path, "actor")) == (FULL, "actor")
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
 
 
 def test_weights_that_are_committed_already_and_cannot_be_reported_are_an_error_of_all_ranks(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from verl.workers.config import HFModelConfig
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.model_files import model_files
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.models.files import ModelFiles
 
 SIZES = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

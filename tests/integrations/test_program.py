@@ -13,12 +13,11 @@ import ray
 import torch.distributed as dist
 
 from tests.integrations.ranks import LIMIT
-from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.daemon.process import connect
 from trinity_sync.checkpoint.lock import has_no_monitor
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import program
-from trinity_sync.integrations.verl.program import this_program
-from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.integrations.verl import local_run
+from trinity_sync.integrations.verl.local_run import RunMonitor, this_program
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def others(monkeypatch: pytest.MonkeyPatch, *said: tuple[str, str, str, str | None]) -> None:
     """Let there be other ranks: their words, machines, hosts and jobs, rank 0 first; this one is the last."""
-    monkeypatch.setattr(program, "together", lambda what, work: [*said, work()])
+    monkeypatch.setattr(local_run, "together", lambda what, work: [*said, work()])
 
 
 def test_a_group_on_one_machine_has_one_word_and_a_loopback(group: None) -> None:
@@ -42,14 +41,14 @@ def test_a_group_on_one_machine_has_one_word_and_a_loopback(group: None) -> None
 
 
 def test_the_word_is_that_of_rank_0(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    others(monkeypatch, ("drawn elsewhere", program._machine(), "here", None))
+    others(monkeypatch, ("drawn elsewhere", local_run._machine(), "here", None))
     assert this_program().word == "drawn elsewhere"
 
 
 def test_a_rank_that_uses_ray_for_something_of_its_own_is_in_the_group_still(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others(monkeypatch, ("drawn elsewhere", program._machine(), "here", "a job"))
+    others(monkeypatch, ("drawn elsewhere", local_run._machine(), "here", "a job"))
     assert this_program().word == "drawn elsewhere"
 
 
@@ -180,18 +179,18 @@ def test_a_folder_that_was_loaded_by_another_path_is_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the checkpoint that was loaded would be set aside as one of another start."""
-    from trinity_sync.integrations.verl import opening
+    from trinity_sync.integrations.verl import local_run
 
     told = {}
-    monkeypatch.setattr(opening, "join_run", lambda root, **given: told.update(given, root=root))
+    monkeypatch.setattr(local_run, "join_run", lambda root, **given: told.update(given, root=root))
     (tmp_path / "root/global_step_4/actor").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "root")
     monkeypatch.chdir(tmp_path)
-    opening.open_monitor("root/global_step_6/actor", str(tmp_path / "link/global_step_4/actor"), 1.0)
+    local_run.open_monitor("root/global_step_6/actor", str(tmp_path / "link/global_step_4/actor"), 1.0)
     assert (told["root"], told["resume_step"]) == (tmp_path / "root", 4)
-    opening.open_monitor("root/global_step_6", str(tmp_path / "other/global_step_4"), 1.0)
+    local_run.open_monitor("root/global_step_6", str(tmp_path / "other/global_step_4"), 1.0)
     assert told["resume_step"] == 0
-    opening.open_monitor("root/global_step_6", None, 1.0)
+    local_run.open_monitor("root/global_step_6", None, 1.0)
     assert told["resume_step"] == 0
     with pytest.raises(ConfigError, match="in no folder global_step_N"):
-        opening.open_monitor("root/somewhere", None, 1.0)
+        local_run.open_monitor("root/somewhere", None, 1.0)

@@ -15,13 +15,13 @@ import pytest
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, commit, save, wait_until_let_go
 from trinity_sync.actors.local.handle import LocalHandle
 from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.daemon.process import connect
 from trinity_sync.checkpoint.layout import MANIFEST, step_dir
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl import driver_copies, local_run, reading, remote_copies
-from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
-from trinity_sync.integrations.verl.program import Program
+from trinity_sync.integrations.verl import local_run, reading, remote_copies
+from trinity_sync.integrations.verl.local_run import Program
+from trinity_sync.integrations.verl.saves import Commits, follow_with_copy
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> Itera
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setattr(local_run, "this_program", lambda: Program(word="one", address="127.0.0.1"))
     monkeypatch.setattr(local_run, "connect", connect_too)
-    monkeypatch.setattr(driver_copies, "_of_folders", {})
-    monkeypatch.setattr(driver_copies, "finish_at_exit", made.ends.append)
+    monkeypatch.setattr(remote_copies, "_of_folders", {})
+    monkeypatch.setattr(remote_copies, "finish_at_exit", made.ends.append)
     monkeypatch.setattr(remote_copies, "_managers", set())
     yield made
     for handle in opened:

@@ -11,13 +11,12 @@ import pytest
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, save, wait_until_let_go
 from tests.checkpoint.test_daemon import commit as commit_through
-from trinity_sync.checkpoint.daemon import connecting
+from trinity_sync.checkpoint.daemon import process
 from trinity_sync.checkpoint.daemon.process import Lifetime
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from trinity_sync.checkpoint.layout import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import opening, resuming
+from trinity_sync.integrations.verl import local_run, resuming
 from trinity_sync.protocol.parts import FULL
 
 
@@ -44,8 +43,8 @@ def test_what_was_committed_and_is_gone_or_unreadable_stops_the_start_unless_the
 def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connecting, "_SILENT_S", 0.1)
-    before = connecting.connect(
+    monkeypatch.setattr(process, "_SILENT_S", 0.1)
+    before = process.connect(
         tmp_path,
         program="one",
         may_start=True,
@@ -66,7 +65,7 @@ def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from
 
 def test_a_monitor_at_work_is_not_waited_for(tmp_path: Path) -> None:
     config = MonitorConfig(timeout_s=LIMIT, fsync=False)
-    at_work = connecting.connect(
+    at_work = process.connect(
         tmp_path, program="one", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME, config=config
     )
     commit_through(at_work, 10)
@@ -89,9 +88,11 @@ def test_a_save_goes_on_after_the_step_of_its_folder_that_was_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: str | None, begins: int
 ) -> None:
     said: list[Any] = []
-    monkeypatch.setattr(opening, "join_run", lambda root, **said_of: said.append(SimpleNamespace(root=root, **said_of)))
+    monkeypatch.setattr(
+        local_run, "join_run", lambda root, **said_of: said.append(SimpleNamespace(root=root, **said_of))
+    )
     path = None if loaded is None else str(tmp_path / loaded)
-    opening.open_monitor(str(tmp_path / "global_step_24" / "actor"), path, 1.0)
+    local_run.open_monitor(str(tmp_path / "global_step_24" / "actor"), path, 1.0)
     assert (said[0].root, said[0].resume_step) == (tmp_path, begins)
     with pytest.raises(ConfigError, match="other/actor is in no folder global_step_N"):
-        opening.open_monitor(str(tmp_path / "other" / "actor"), path, 1.0)
+        local_run.open_monitor(str(tmp_path / "other" / "actor"), path, 1.0)

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl import opening
-from trinity_sync.integrations.verl.retention import RETENTION, policies_in
+from trinity_sync.integrations.verl import local_run
+from trinity_sync.integrations.verl.engines import RETENTION, policies_in
 from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepEvery, KeepFor, KeepLast, KeepWithinBudget
@@ -43,8 +43,8 @@ def test_what_is_no_policy_is_refused_by_its_name(said: str, told: str) -> None:
 
 def test_the_monitor_that_is_started_has_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, object] = {}
-    monkeypatch.setattr(opening, "join_run", lambda root, **given: told.update(given))
-    opening.open_monitor(str(Path("/checkpoints/global_step_6/actor")), None, 1.0, policies=[KeepLast(2)])
+    monkeypatch.setattr(local_run, "join_run", lambda root, **given: told.update(given))
+    local_run.open_monitor(str(Path("/checkpoints/global_step_6/actor")), None, 1.0, policies=[KeepLast(2)])
     assert told["config"].policies == [KeepLast(2)]  # type: ignore[attr-defined]
 
 

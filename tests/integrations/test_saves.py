@@ -13,18 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from trinity_sync.checkpoint.daemon.connecting import connect
-from trinity_sync.checkpoint.daemon.process import Lifetime
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from trinity_sync.checkpoint.daemon.process import Lifetime, connect
+from trinity_sync.checkpoint.layout import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.leases import leased
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import local_run, saves
 from trinity_sync.integrations.verl.at_exit import SIGNAL_S
-from trinity_sync.integrations.verl.local_run import finish_saves_of_workers
-from trinity_sync.integrations.verl.program import Program
-from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.integrations.verl.local_run import Program, RunMonitor, finish_saves_of_workers
 from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 

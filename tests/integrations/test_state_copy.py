@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_sync.integrations.verl.state import StateCopy
+from trinity_sync.integrations.verl.manager import StateCopy
 
 LIMIT = 30.0
 

@@ -29,11 +29,9 @@ from tests.integrations.sync_members import (
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
-from trinity_sync.integrations.verl.weight_sync import memory, receiving
+from trinity_sync.integrations.verl.weight_sync import memory, session
 from trinity_sync.integrations.verl.weight_sync.engine import ShardedWeightSync, WeightSync
-from trinity_sync.integrations.verl.weight_sync.members import Node, Ready, place
-from trinity_sync.integrations.verl.weight_sync.messages import Bucket
-from trinity_sync.integrations.verl.weight_sync.settings import Settings
+from trinity_sync.integrations.verl.weight_sync.link import Bucket, Node, Ready, Settings, place
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
 
@@ -148,9 +146,9 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
     members = make(mode, receivers=1, verify=verify)
     members.meet()
     handed: list[str] = []
-    real = receiving.Stream._take
+    real = session.Stream._take
 
-    def damaged(self: receiving.Stream, bucket: Any) -> None:
+    def damaged(self: session.Stream, bucket: Any) -> None:
         if bucket.number == 2:
             taken = self._incoming.take
 
@@ -162,7 +160,7 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
             monkeypatch.setattr(self._incoming, "take", other)
         real(self, bucket)
 
-    monkeypatch.setattr(receiving.Stream, "_take", damaged)
+    monkeypatch.setattr(session.Stream, "_take", damaged)
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     sender, nothing, receiver = members.move(weights(1), 1)
     assert isinstance(receiver, ChecksumError)
@@ -186,7 +184,7 @@ def test_the_last_tensor_comes_after_the_digest_of_the_version(
     members = make("memory", receivers=1)
     members.meet()
     handed: list[str] = []
-    monkeypatch.setattr(receiving, "version_digest", lambda entries: "0" * 32)
+    monkeypatch.setattr(session, "version_digest", lambda entries: "0" * 32)
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     state = weights(1) | {"beside it": torch.zeros(3), "last": torch.zeros(3)}  # in one bucket
     sender, _, receiver = members.move(state, 1)

@@ -19,9 +19,7 @@ from tests.integrations.sync_members import LIMIT, MODES, Members, Named, receiv
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.weight_sync import link, nccl
 from trinity_sync.integrations.verl.weight_sync.engine import WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.members import Address
-from trinity_sync.integrations.verl.weight_sync.messages import Done, Taken, Working
+from trinity_sync.integrations.verl.weight_sync.link import Address, Done, Hub, Spoke, Taken, Working
 from trinity_sync.weights.tensors import state_digest
 
 

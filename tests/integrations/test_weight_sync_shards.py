@@ -15,8 +15,8 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec
 
 from tests.integrations.sync_members import Members, weights
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.weight_sync.own_shards import own_shards
-from trinity_sync.integrations.verl.weight_sync.receiving import _together
+from trinity_sync.integrations.verl.weight_sync.sending import own_shards
+from trinity_sync.integrations.verl.weight_sync.session import _together
 from trinity_sync.weights.shards import CoverageError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]

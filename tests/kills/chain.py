@@ -20,9 +20,8 @@ from tests.kills.processes import Member, own_mark
 from tests.kills.running import SMALL, Launch
 from tests.kills.sharing import Stranger, Visits
 from tests.kills.trial import LEFT, LOSS, LOST, REFUSED, RESUMED, SURVIVED, Trial
-from trinity_sync.checkpoint import catalog, leases, verification
-from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir
-from trinity_sync.checkpoint.tracker_files import tracker_path
+from trinity_sync.checkpoint import catalog, leases
+from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir, tracker_path
 from trinity_sync.protocol.parts import FULL
 
 STEPS = 320
@@ -537,7 +536,7 @@ class Chain:
         trial = self._trial("damage", _victim_of(path, damage), f"{damage.how} {path.relative_to(root)}")
         self._open.append(trial)
         if step is not None:
-            assert not verification.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
+            assert not catalog.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
             ledger.damage(step)
             if step == good[-1] and ledger.good:
                 self._passed_over = step

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.kills.trial import LABEL, LEFT, LOSS, TAKEN
-from trinity_sync.checkpoint import catalog, verification
-from trinity_sync.checkpoint.layout import STEP_PREFIX
-from trinity_sync.checkpoint.tracker_files import read_tracker
+from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.layout import STEP_PREFIX, read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.tracking import jsonl
 
@@ -112,9 +111,7 @@ class Ledger:
             self.pinned = None
         for info in found.values():
             if info.step not in self.damaged:
-                problems += [
-                    f"{LOSS}: step {info.step}: {problem}" for problem in verification.verify(info.path).problems
-                ]
+                problems += [f"{LOSS}: step {info.step}: {problem}" for problem in catalog.verify(info.path).problems]
         problems += self._trackers(root)
         problems += self._labels(events, list(found.values()))
         return problems
@@ -220,14 +217,14 @@ def whole_in(mirror: Path) -> dict[int, Kept]:
 
 
 def _is_whole(info: catalog.CheckpointInfo) -> bool:
-    return verification.verify(info.path).ok
+    return catalog.verify(info.path).ok
 
 
 def mirror_problems(mirror: Path) -> Iterable[str]:
     """Look at a mirror to which no process writes: each checkpoint there is whole, and the tracker names one."""
     for info in catalog.scan(mirror):
         if info.manifest is not None:
-            yield from (f"{LOSS}: {info.path}: {problem}" for problem in verification.verify(info.path).problems)
+            yield from (f"{LOSS}: {info.path}: {problem}" for problem in catalog.verify(info.path).problems)
     known = ("global_step_*", "latest_*_iteration.txt", ".*")
     for path in mirror.iterdir() if mirror.exists() else ():
         if not any(path.match(pattern) for pattern in known):

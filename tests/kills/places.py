@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.host.file_digest import digest_file
+from trinity_sync.host.durable import digest_file
 
 DISK_MB = 96
 

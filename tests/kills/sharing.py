@@ -110,7 +110,7 @@ class SharedServer:
     def _start(self) -> None:
         from tests.explorer.helpers import ARCHITECTURE
         from tests.vllm.servers import PLUG_IN, RealServer
-        from trinity_sync.models.factory import make_model
+        from trinity_sync.models.architecture import make_model
 
         shutil.rmtree(self._home, ignore_errors=True)
         self._home.mkdir(parents=True)

@@ -22,9 +22,16 @@ from tests.kills.processes import MARK, Member, own_mark
 from tests.kills.running import Launch
 from tests.kills.table import render
 from tests.kills.trial import kind_of
-from trinity_sync.checkpoint import commits, owner, rollback
-from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest, staging_dir, step_dir
-from trinity_sync.checkpoint.tracker_files import tracker_path, write_tracker
+from trinity_sync.checkpoint import commits, owner, resume_point
+from trinity_sync.checkpoint.layout import (
+    MANIFEST,
+    Manifest,
+    read_manifest,
+    staging_dir,
+    step_dir,
+    tracker_path,
+    write_tracker,
+)
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT_S = 30.0
@@ -51,7 +58,7 @@ class PretendRun:
         record = {"id": OWN, "status": "running", "attempts": attempts}
         (self.folder / "run.json").write_text(json.dumps(record))
         if start is not None:
-            rollback.set_start(self.root, start, self.attempt)
+            resume_point.set_start(self.root, start, self.attempt)
 
     @property
     def attempt(self) -> int:

@@ -14,7 +14,7 @@ from tests.families import EXPERTS
 from tests.model_folders import bare_model
 from trinity_sync.config import compose, plain
 from trinity_sync.errors import ConfigError
-from trinity_sync.launch.beforehand import check_beforehand
+from trinity_sync.launch.launcher import check_beforehand
 from trinity_sync.models.architecture import architecture_config
 from trinity_sync.weights.lora import held_adapter, saved_name
 

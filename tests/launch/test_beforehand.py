@@ -9,7 +9,7 @@ import pytest
 from tests.model_folders import bare_model
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError
-from trinity_sync.launch.beforehand import check_beforehand
+from trinity_sync.launch.launcher import check_beforehand
 from trinity_sync.models import files
 
 

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from tests.e2e.runs import launch
 from trinity_sync.config import compose
-from trinity_sync.launch.cluster_metrics import ClusterMetrics
+from trinity_sync.launch.cluster import ClusterMetrics
 from trinity_sync.launch.launcher import run_trackers
 from trinity_sync.tracking.trackers import TrackedRun
 

@@ -8,8 +8,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.launch.command_line import CommandLine, plain_override
-from trinity_sync.launch.new_folder import NewFolder
+from trinity_sync.launch.app import NewFolder
+from trinity_sync.launch.messages import CommandLine, plain_override
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.launch.test_cluster import lives, marked, remove_when_left, settings
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.process import driver_lifeline
-from trinity_sync.launch import forked_worker, forks, own_ray
+from trinity_sync.launch import forked_worker, own_ray
 from trinity_sync.launch.cluster import cluster
 from trinity_sync.launch.own_ray import ray_kept
 
@@ -352,7 +352,7 @@ def test_sigterm_between_two_runs_interrupts() -> None:
 def test_a_ray_that_is_started_begins_its_workers_as_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     node = SimpleNamespace(_ray_params=SimpleNamespace(setup_worker_path=None))
     monkeypatch.setattr(Node, "start_raylet", lambda self: "started")
-    with forks.workers_forked():
+    with own_ray.workers_forked():
         assert Node.start_raylet(node) == "started"  # type: ignore[arg-type]
     assert node._ray_params.setup_worker_path == forked_worker.__file__
 
@@ -360,14 +360,14 @@ def test_a_ray_that_is_started_begins_its_workers_as_forks(monkeypatch: pytest.M
 def test_a_server_that_is_importing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(forks, "FIRST", ("slow",))
-    with forks.fork_server(tmp_path):
+    monkeypatch.setattr(own_ray, "FIRST", ("slow",))
+    with own_ray.fork_server(tmp_path):
         began = time.monotonic()
     assert time.monotonic() - began < 60
 
 
 def test_a_server_that_cannot_be_started_is_an_error_of_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="Ray did not start"), forks.fork_server(tmp_path / "gone"):
+    with pytest.raises(RunError, match="Ray did not start"), own_ray.fork_server(tmp_path / "gone"):
         pass
 
 

@@ -19,21 +19,18 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from tests.checkpoint.mirror_places import OTHER, OWNER, marked
-from trinity_sync.checkpoint import catalog, commits, rollback
-from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint import catalog, commits, resume_point
+from trinity_sync.checkpoint.layout import Base, Manifest, write_tracker
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
-from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.owner import MARK, write_mark
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.resume import Resume, committed_steps, copied_to
-from trinity_sync.launch.start import Start, look_before_resume, run_mirror
+from trinity_sync.launch.start import Resume, Start, committed_steps, copied_to, look_before_resume, run_mirror
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.record import RunFolder
 
 
 def config(*overrides: str) -> Any:
@@ -166,7 +163,7 @@ def test_a_newer_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path, 
     look_before_resume(config(), tmp_path, Resume(**insist), [10, 20])
     start = Start.find(config(), tmp_path, resume=Resume(**insist), committed=[10, 20])
     assert start.step == (0 if insist.get("from_scratch") else 10)
-    rollback.set_start(tmp_path, start.step, 1)
+    resume_point.set_start(tmp_path, start.step, 1)
     assert (tmp_path / "abandoned-global_step_20-attempt_0").is_dir()
 
 

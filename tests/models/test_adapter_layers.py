@@ -22,7 +22,7 @@ from tests.families import FAMILIES, WITH_IMAGES
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError
-from trinity_sync.explorer.hf_model import add_adapter
+from trinity_sync.explorer.hf import add_adapter
 from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.shapes import adapter_list
 from trinity_sync.weights.lora import held_adapter, saved_name

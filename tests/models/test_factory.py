@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.explorer.helpers import ARCHITECTURE
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.architecture import CHARACTERS
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import CHARACTERS, make_model
 from trinity_sync.weights.tensors import state_digest
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 30}

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 from tests.checkpoint import written
 from trinity_sync.checkpoint.reading import open_weights
-from trinity_sync.explorer.hf_model import held_model
+from trinity_sync.explorer.hf import held_model
 from trinity_sync.models import indexed_file
 from trinity_sync.models.indexed_file import INDEX, IndexedFile, follow_indexes
 from trinity_sync.models.model_folder import left_out

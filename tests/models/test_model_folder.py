@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tests.backends.engines import DEEPSEEK, SIZES
 from tests.families import WITH_IMAGES
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.models.model_folder import left_out
 from trinity_sync.weights.tensors import saved_list
 

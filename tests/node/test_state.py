@@ -12,14 +12,14 @@ import pytest
 
 from trinity_sync.actors.agent import StatePart
 from trinity_sync.errors import WaitTimeout
-from trinity_sync.host.file_digest import digest_file
-from trinity_sync.node.state import StateSlots
-from trinity_sync.weights import digested_file
+from trinity_sync.host.durable import digest_file
+from trinity_sync.node.agent import StateSlots
+from trinity_sync.weights import shard_file
 from trinity_sync.weights.slots import map_segment
 
 LIMIT = 60.0
 PART = "rank-00000"
-PIECE = digested_file.PIECE_BYTES
+PIECE = shard_file.PIECE_BYTES
 LENGTH = 3 * PIECE + 100
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")

@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, Decision, Fail, Grant, Kind, MoveTracker
 from trinity_sync.protocol.step import StepStatus
 
 

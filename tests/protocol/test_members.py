@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_sync.protocol.members import Member, Roll
+from trinity_sync.protocol.rounds import Member, Roll
 
 
 def lives(name: str, count: int = 2) -> list[Member]:

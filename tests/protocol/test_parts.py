@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.protocol.test_commit import Clock, commit_all, make_book, only, restart
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Commit, Decision, Fail
-from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind, missing_rank_files
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, Decision, Fail, FileTuple, Kind, missing_rank_files
 
 RANKS = ("model-rank-00000", "model-rank-00001")
 

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.rounds import TRAINER, Meeting, RoundBook, RoundError
+from trinity_sync.protocol.rounds import TRAINER, Meeting, Member, RoundBook, RoundError
 
 member = Member.new
 A, B, C, T = (member(name) for name in ("explorer-0", "explorer-1", "explorer-2", TRAINER))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import State, Version, VersionBook, VersionError
 
 PARTS = ("rank-00000", "rank-00001")

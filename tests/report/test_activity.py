@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.report import activity
-from trinity_sync.report.activity import Span
+from trinity_sync.report import timeline
+from trinity_sync.report.timeline import Span
 
 AT = 1_700_000_000.0
 
@@ -23,12 +23,12 @@ def step(number: int, at: float, attempt: int = 0, **seconds: float) -> dict[str
 
 def told(*events: dict[str, Any]) -> list[tuple[str, str, float, float]]:
     """Who did what, from when to when."""
-    found = activity.spans((), events)
+    found = timeline.spans((), events)
     return [(one.who, one.what, round(one.begin - AT, 6), round(one.end - AT, 6)) for one in found]
 
 
 def test_the_parts_of_a_step_follow_each_other_in_their_order() -> None:
-    (whole,) = activity.spans([step(3, 10, generate=1, train=2, load=0.5, save=0, step=4)], ())
+    (whole,) = timeline.spans([step(3, 10, generate=1, train=2, load=0.5, save=0, step=4)], ())
     assert (whole.who, whole.what, whole.about, whole.begin - AT, whole.end - AT) == (
         "trainer",
         "step",
@@ -44,12 +44,12 @@ def test_the_parts_of_a_step_follow_each_other_in_their_order() -> None:
 
 
 def test_parts_that_are_longer_than_their_step_end_with_it() -> None:
-    (whole,) = activity.spans([step(1, 10, generate=3, train=3, step=4)], ())
+    (whole,) = timeline.spans([step(1, 10, generate=3, train=3, step=4)], ())
     assert [(part.begin - AT, part.end - AT) for part in whole.parts] == [(6, 9), (9, 10)]
 
 
 def test_a_step_of_which_only_the_parts_are_known_is_their_sum() -> None:
-    (whole,) = activity.spans([step(1, 10, train=3)], ())
+    (whole,) = timeline.spans([step(1, 10, train=3)], ())
     assert (whole.begin - AT, whole.end - AT) == (7, 10)
 
 
@@ -57,13 +57,13 @@ def test_what_began_when_is_by_the_driver_whenever_it_was_told() -> None:
     generate = event("generate", 9, step=1, explorer="explorer-1", version=0, began=AT + 1, total_s=2.0)
     load = event("load", 9, version=1, explorer="explorer-1", began=AT + 3, total_s=2.0, paused_s=0.5)
     assert told(generate, load) == [("explorer-1", "generate", 1, 3), ("explorer-1", "load", 3, 5)]
-    (span,) = activity.spans((), [load])
+    (span,) = timeline.spans((), [load])
     assert [(part.what, part.begin - AT, part.end - AT) for part in span.parts] == [("pause", 4.5, 5)]
 
 
 def test_a_save_is_written_and_then_committed() -> None:
     save = event("commit", 20, step=4, began=AT + 10, written_s=1.5, total_s=2.0)
-    (span,) = activity.spans((), [save])
+    (span,) = timeline.spans((), [save])
     assert [(part.what, part.begin - AT, part.end - AT) for part in span.parts] == [
         ("write", 10, 11.5),
         ("commit", 11.5, 12),
@@ -94,7 +94,7 @@ def test_what_an_older_run_did_not_note_stands_where_it_was_told() -> None:
 )
 def test_damaged_events_make_no_impossible_spans(wrong: dict[str, Any]) -> None:
     load = {**event("load", 12, version=1, explorer="explorer-0", total_s=1.0, paused_s=0.5), **wrong}
-    for span in activity.spans((), [load, event("dance", 1), {"no": 1}]):
+    for span in timeline.spans((), [load, event("dance", 1), {"no": 1}]):
         assert span.begin <= span.end
         for part in span.parts:
             assert span.begin <= part.begin <= part.end <= span.end
@@ -103,7 +103,7 @@ def test_damaged_events_make_no_impossible_spans(wrong: dict[str, Any]) -> None:
 def test_lanes_are_in_the_order_of_the_work_and_of_the_explorers_numbers() -> None:
     loads = [event("load", explorer=f"explorer-{n}", version=0, total_s=0.1) for n in (10, 2, 0)]
     saves = [event("commit", step=1, total_s=0.1), event("publish", version=0, total_s=0.1)]
-    lanes = activity.span_lanes(activity.spans([step(1, 2, train=1)], [*loads, *saves]))
+    lanes = timeline.span_lanes(timeline.spans([step(1, 2, train=1)], [*loads, *saves]))
     assert list(lanes) == ["trainer", "node agents", "checkpoints", "explorer-0", "explorer-2", "explorer-10"]
 
 
@@ -113,7 +113,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=30)
 @given(times=TIMES)
 def test_in_a_row_nothing_overlaps_and_nothing_is_lost(times: list[tuple[float, float]]) -> None:
     spans = [Span("a", "b", "", begin, begin + took) for begin, took in sorted(times)]
-    rows = activity.span_rows(spans)
+    rows = timeline.span_rows(spans)
     assert sum(map(len, rows)) == len(spans)
     for row in rows:
         for before, after in pairwise(row):
@@ -122,8 +122,8 @@ def test_in_a_row_nothing_overlaps_and_nothing_is_lost(times: list[tuple[float, 
 
 def test_an_overlap_by_the_jitter_of_clocks_needs_no_second_row() -> None:
     first, second = Span("a", "b", "", 0, 1.0004), Span("a", "b", "", 1.0, 2)
-    assert activity.span_rows([first, second]) == [[first, second._replace(begin=1.0004)]]
-    assert len(activity.span_rows([first, second._replace(begin=0.9)])) == 2
+    assert timeline.span_rows([first, second]) == [[first, second._replace(begin=1.0004)]]
+    assert len(timeline.span_rows([first, second._replace(begin=0.9)])) == 2
 
 
 def test_versions_held_are_those_that_were_loaded_when_a_step_began() -> None:
@@ -133,7 +133,7 @@ def test_versions_held_are_those_that_were_loaded_when_a_step_began() -> None:
 
     metrics = [step(1, 2, step=1), step(2, 3, step=1), step(3, 4, step=1), step(3, 12, attempt=1, step=1)]
     events = [load(0, 0.9), load(1, 2.5), load(0, 1.5, explorer="explorer-1"), load(2, 11.5, attempt=1)]
-    assert activity.held_by_step(metrics, events) == {
+    assert timeline.held_by_step(metrics, events) == {
         "explorer-0": [(1.0, 0.0), (2.0, 0.0), (3.0, 1.0), (3.0, None)],
         "explorer-1": [(1.0, None), (2.0, 0.0), (3.0, 0.0), (3.0, None)],
     }

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.report import curves
+from trinity_sync.report import run_charts
 from trinity_sync.report.data import Run, Sweep
 from trinity_sync.report.figures import figures
-from trinity_sync.report.rows import compare
+from trinity_sync.report.sweep_page import compare
 
 CURVES = st.lists(
     st.dictionaries(st.integers(0, 40).map(float), st.floats(-10, 10), max_size=20).map(lambda ys: sorted(ys.items())),
@@ -97,7 +97,7 @@ def test_jobs_of_one_row_may_stand_differently() -> None:
 
 @given(found=CURVES)
 def test_a_folded_curve_has_every_place_with_the_mean_inside_its_band(found: list) -> None:
-    points = curves.fold(found)
+    points = run_charts.fold(found)
     assert [point.x for point in points] == sorted({x for curve in found for x, _ in curve})
     for point in points:
         values = [y for curve in found for x, y in curve if x == point.x]
@@ -109,12 +109,12 @@ def test_a_folded_curve_has_every_place_with_the_mean_inside_its_band(found: lis
 @given(found=CURVES, places=st.lists(st.floats(-5, 45), max_size=20).map(sorted))
 def test_a_curve_is_read_off_between_its_points_and_nowhere_else(found: list, places: list[float]) -> None:
     for curve in filter(None, found):
-        assert curves.read_off(curve, [x for x, _ in curve]) == [(x, pytest.approx(y, abs=1e-9)) for x, y in curve]
-        for x, y in curves.read_off(curve, places):
+        assert run_charts.read_off(curve, [x for x, _ in curve]) == [(x, pytest.approx(y, abs=1e-9)) for x, y in curve]
+        for x, y in run_charts.read_off(curve, places):
             assert curve[0][0] <= x <= curve[-1][0]
             near = [value for at, value in curve if abs(at - x) <= 40]
             assert min(near) - 1e-9 <= y <= max(near) + 1e-9
-    assert curves.read_off([(0.0, 0.0), (10.0, 5.0)], [-1.0, 4.0, 10.0, 11.0]) == [(4.0, 2.0), (10.0, 5.0)]
+    assert run_charts.read_off([(0.0, 0.0), (10.0, 5.0)], [-1.0, 4.0, 10.0, 11.0]) == [(4.0, 2.0), (10.0, 5.0)]
 
 
 def trained(seed: int, pace: float, *, attempts: list | None = None) -> Run:
@@ -128,10 +128,10 @@ def trained(seed: int, pace: float, *, attempts: list | None = None) -> Run:
 
 def test_rewards_of_several_seeds_lie_over_each_other_by_step_and_by_wall_time() -> None:
     runs = [trained(0, 2.0), trained(1, 4.0)]
-    by_step = curves.by_step(runs)
+    by_step = run_charts.by_step(runs)
     assert [point.x for point in by_step] == list(range(1, 11))
     assert (by_step[0].low, by_step[0].high) == (0.1, 1.1)
-    by_wall = {point.x: point for point in curves.by_wall(runs)}
+    by_wall = {point.x: point for point in run_charts.by_wall(runs)}
     assert by_wall[20.0].low < by_wall[20.0].high
     assert max(by_wall) == 40.0
     assert by_wall[40.0].low == by_wall[40.0].high  # the quicker one had ended
@@ -149,7 +149,7 @@ def test_starts_and_the_time_between_two_attempts_are_no_wall_time() -> None:
         {"step": 11, "attempt": 1, "time": 1004.0, "timing/step": 4.0, "reward/mean": 1.0},
         {"step": 12, "attempt": 1, "time": 1007.0, "timing/step": 3.0, "reward/mean": 1.0},
     ]
-    assert [point.x for point in curves.by_wall([run])][-3:] == [20.0, 24.0, 27.0]
+    assert [point.x for point in run_charts.by_wall([run])][-3:] == [20.0, 24.0, 27.0]
     wall = figures(run)["wall_s"]
     assert wall is not None
     assert wall.value == 30.0

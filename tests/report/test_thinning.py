@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.report.thinning import thin
+from trinity_sync.report.charts import thin
 
 VALUES = st.one_of(st.none(), st.floats(-1e9, 1e9))
 

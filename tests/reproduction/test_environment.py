@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_sync.reproduction.environment import differences
+from trinity_sync.reproduction.outcome import differences
 from trinity_sync.tracking.record import RunJson
 
 HERE: RunJson = {

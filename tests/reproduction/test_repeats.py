@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_sync.reproduction.outcome import Outcome
-from trinity_sync.reproduction.repeats import MOST, Interval, end_of, judged
+from trinity_sync.reproduction.outcome import MOST, Interval, Outcome, end_of, judged
 
 
 def test_the_interval_is_students() -> None:

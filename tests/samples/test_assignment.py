@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.samples.assignment import assign
+from trinity_sync.samples.batch import assign
 
 COUNTS = {"n_prompts": st.integers(0, 200), "replicas": st.integers(1, 40)}
 

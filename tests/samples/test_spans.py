@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.samples.helpers import sample
-from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.spans import Span, VersionSpans
+from trinity_sync.samples.batch import SampleBatch, Span, VersionSpans
 
 
 @st.composite

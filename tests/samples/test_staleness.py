@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_sync.samples.staleness import staleness
+from trinity_sync.samples.batch import staleness
 
 
 @pytest.mark.parametrize(("version", "update", "lag"), [(0, 1, 0), (0, 2, 1), (4, 5, 0), (4, 8, 3)])

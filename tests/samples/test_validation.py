@@ -7,8 +7,8 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.position import pass_at, validation_metrics
 from trinity_sync.samples.record import Sample
-from trinity_sync.samples.validation import pass_at, validation_metrics
 
 
 @pytest.mark.parametrize("made", [1, 2, 5, 7])

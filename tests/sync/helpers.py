@@ -16,13 +16,12 @@ from tests.weights.helpers import cut, local_elements
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.node.agent import AgentConfig, NodeAgent
-from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.staged import part_name
+from trinity_sync.protocol.parts import part_name
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.in_place import InPlace
+from trinity_sync.sync.in_place import InPlace, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment

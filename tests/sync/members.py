@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl
-from trinity_sync.sync.in_place import InPlace
+from trinity_sync.sync.in_place import InPlace, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.nccl import NcclTransport
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.layout import PartLayout

@@ -18,7 +18,7 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.layouts import LayoutCache

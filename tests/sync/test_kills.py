@@ -26,7 +26,7 @@ from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide

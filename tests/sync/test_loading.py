@@ -20,14 +20,13 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import Bucket, FindDestination, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
-from trinity_sync.sync.in_place import InPlace
+from trinity_sync.sync.in_place import InPlace, Taken, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import Taken, WeightLoader
 from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFileError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.staged import PartInfo, shard_file
+from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.checkpoint import FileMaps
 from trinity_sync.sync.layouts import LayoutCache

@@ -19,7 +19,7 @@ from tests.sync.members import Receiver, Sender
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.nccl import NcclPublisher

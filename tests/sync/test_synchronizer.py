@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.synchronizer import STATUSES, Synchronizer, SynchronizerActor, SynchronizerConfig
 

@@ -10,7 +10,7 @@ from trinity_sync.host.origin import origin
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks import base
 from trinity_sync.tasks.base import Response, RewardResult
-from trinity_sync.tasks.judging import score
+from trinity_sync.tasks.rewards import score
 
 PROMPT = Prompt(index=5, text="61=", answer="61")
 

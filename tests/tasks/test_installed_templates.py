@@ -11,7 +11,7 @@ import pytest
 from tests.tasks.installed_templates import PACKAGES, marking_tokenizer, templates_of
 from trinity_sync.errors import RunError
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.pair_encoding import PairEncoder
+from trinity_sync.tasks.encoding import PairEncoder
 
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": {"x": 1}}}
 _TOOL = {

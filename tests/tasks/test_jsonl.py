@@ -14,8 +14,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Response, RewardResult
 from trinity_sync.tasks.jsonl import JsonlTask
-from trinity_sync.tasks.judging import Judging, score
-from trinity_sync.tasks.rewards import exact_match
+from trinity_sync.tasks.rewards import Judging, exact_match, score
 
 
 def shout(prompt: Prompt, response: str, *, volume: float) -> float:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.tasks.chat import TEMPLATE, chat_tokenizer, ending_tokenizer, said
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tasks.conversations import Conversation, ConversationsTask
-from trinity_sync.tasks.pair_encoding import Encoded, PairEncoder
+from trinity_sync.tasks.encoding import Encoded, PairEncoder
 from trinity_sync.tasks.pairs import Pair
 
 HERE = "train.jsonl:3"

@@ -27,12 +27,11 @@ from trinity_sync.host.origin import Origin, origin
 from trinity_sync.host.process import driver_lifeline
 from trinity_sync.host.threads import in_background
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks import reward_worker
+from trinity_sync.tasks import reward_processes
 from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
-from trinity_sync.tasks.functions import FunctionReward
-from trinity_sync.tasks.judging import Judging
 from trinity_sync.tasks.reward_process import decoded, encoded
 from trinity_sync.tasks.reward_processes import RewardProcesses
+from trinity_sync.tasks.rewards import FunctionReward, Judging
 
 SOURCE = bad_rewards.__file__
 PROMPT = Prompt(index=5, text="61=", answer="61", fields={"level": 1})
@@ -104,7 +103,7 @@ def test_what_goes_wrong_is_that_responses_error_and_the_next_is_judged(
     response: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if response == "closes all":  # and lives on: its end is waited for in vain
-        monkeypatch.setattr(reward_worker, "_END_S", BRIEF_S)
+        monkeypatch.setattr(reward_processes, "_END_S", BRIEF_S)
     with judging() as judge:
         before, bad, after = verdicts(judge, "fine", response, "fine")
     assert (before, after) == (Verdict(1.0, None), Verdict(1.0, None))
@@ -219,7 +218,7 @@ def test_a_process_does_not_outlive_its_keeper() -> None:
 
 _ASKED_LATE = """
 import os, signal
-from trinity_sync.host.lifeline import go_on_kept
+from trinity_sync.host.child_process import go_on_kept
 wait = os.waitpid
 
 def ask(*arguments):
@@ -240,7 +239,7 @@ def test_a_keeper_that_is_asked_when_the_process_is_no_more_ends_as_that_did() -
 
 def test_a_process_whose_keeper_is_no_more_does_not_go_on() -> None:
     script = (
-        "import os, signal\nfrom trinity_sync.host.lifeline import go_on_kept\nos.getppid = lambda: 1\n"
+        "import os, signal\nfrom trinity_sync.host.child_process import go_on_kept\nos.getppid = lambda: 1\n"
         "go_on_kept(os.pipe()[0], signal.SIGUSR1, not_kept=[])\nos._exit(3)"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 1
@@ -312,7 +311,7 @@ def test_a_response_has_the_reward_that_it_was_given_whatever_another_one_starts
     "message", [b"", b"{", b"[1]", b'["x"', b"\xff", b'["x", [NaN, null]]', b"[" * 100_000], ids=range(7)
 )
 def test_an_answer_that_is_none_is_the_failure_of_its_response(message: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_worker, "_END_S", BRIEF_S)
+    monkeypatch.setattr(reward_processes, "_END_S", BRIEF_S)
     code = f"from {__name__} import answer; answer(in_fork=False, message={message[:9]!r} * {len(message) // 9 or 1})"
     with judging(reward=bad_rewards.runs) as judge:
         verdicts = judged_by_number(judge, {1: code})
@@ -328,7 +327,7 @@ def test_an_answer_without_end_is_the_failure_of_its_response() -> None:
 
 
 def test_nothing_that_an_answer_holds_is_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_worker, "_END_S", BRIEF_S)
+    monkeypatch.setattr(reward_processes, "_END_S", BRIEF_S)
     harmful = pickle.dumps(Harmful(str(tmp_path / "made")))
     code = f"from {__name__} import answer; answer(in_fork=False, message={harmful!r})"
     with judging(reward=bad_rewards.runs) as judge:
@@ -467,7 +466,7 @@ def started_by(judge: RewardProcesses) -> list[psutil.Process]:
 
 
 def test_a_large_function_has_the_time_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_worker, "start_child", partial(start_child, message_s=0.01))
+    monkeypatch.setattr(reward_processes, "start_child", partial(start_child, message_s=0.01))
     reward = bad_rewards.Warm()
     reward.data = bytes(5_000_000)  # type: ignore[attr-defined]
     with contextlib.closing(RewardProcesses(reward, Judging(), "large")) as judge:

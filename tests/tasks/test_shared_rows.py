@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.pairs import Pair
-from trinity_sync.tasks.shared_rows import shared_rows
+from trinity_sync.tasks.pairs import Pair, shared_rows
 
 
 def chat(*contents: str) -> Prompt:

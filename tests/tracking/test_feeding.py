@@ -26,7 +26,7 @@ from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import start_child
-from trinity_sync.tracking import apart, feeding
+from trinity_sync.tracking import feeding
 from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.trackers import TrackedRun
 
@@ -344,7 +344,7 @@ class Unknown(FileTracker):
 
 
 def test_a_large_tracker_apart_has_the_time_of_the_start(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "start_child", partial(start_child, message_s=0.01))
+    monkeypatch.setattr(feeding, "start_child", partial(start_child, message_s=0.01))
     tracker = FileTracker()
     tracker.data = bytes(5_000_000)  # type: ignore[attr-defined]
     Trackers([tracker], run).close("completed")
@@ -380,7 +380,7 @@ def test_nobody_waits_for_ever_for_a_process_that_a_dead_disk_holds(
     trackers = Trackers([FileTracker("close", "stop")], run)
     trackers._feeds[0]._limit_s = SHORT_S
     child = psutil.Process(process(run.folder))
-    monkeypatch.setattr(apart, "_LAST_S", SHORT_S)
+    monkeypatch.setattr(feeding, "_LAST_S", SHORT_S)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     over = threading.Thread(target=trackers.close, args=["completed"], daemon=True)
     over.start()

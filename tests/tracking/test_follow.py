@@ -11,7 +11,7 @@ from tests.tracking.synthetic import Clock
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tracking import follow, jsonl
 from trinity_sync.tracking.follow import FollowedRun, ReplacedError, Tail, standing
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.record import RunFolder
 
 
 def add(path: Path, text: str) -> None:

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
-from trinity_sync.tracking.live import LiveView, knows_unicode
-from trinity_sync.tracking.run_panel import sparkline
+from trinity_sync.tracking.live import LiveView, knows_unicode, sparkline
 from trinity_sync.tracking.run_state import RunState
 
 

@@ -14,8 +14,7 @@ from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import trackers
 from trinity_sync.tracking.feeding import Trackers
-from trinity_sync.tracking.names import OF_VERL, named
-from trinity_sync.tracking.trackers import TrackedRun, build_trackers
+from trinity_sync.tracking.trackers import OF_VERL, TrackedRun, build_trackers, named
 
 STEP = {"loss": 0.5, "lr": 1e-3, "reward/mean": 0.25, "actor/ppo_kl": 0.0, "timing/generate": 2.0, "timing/load": 3.0}
 VALIDATED = {"val/prompts": 3.0, "val/samples": 12.0, "val/failed": 0.0, "val/reward/mean": 0.5, "val/truncated": 0.0}

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from trinity_sync.tracking.progress import progress_bar
+from trinity_sync.tracking.units import progress_bar
 
 
 def test_a_terminal_sees_how_far_it_is() -> None:

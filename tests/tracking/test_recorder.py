@@ -22,8 +22,8 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.logs import LogFile
 from trinity_sync.host.origin import _KEPT, Origin
 from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.record import RunFolder
 from trinity_sync.tracking.recorder import EVENT_FIELDS, Recorder
-from trinity_sync.tracking.run_folder import RunFolder
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "publish": synthetic.publish(1),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.tracking.run_state import RunState
-from trinity_sync.tracking.validation import put_to_steps, validation_figures, was_validated
+from trinity_sync.tracking.summary import put_to_steps, validation_figures, was_validated
 
 
 def trained(step: int, **fields: float) -> dict[str, Any]:

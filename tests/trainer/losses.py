@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trinity_sync.config.training_schema import RolloutCorrectionConfig
+from trinity_sync.config.schema import RolloutCorrectionConfig
 from trinity_sync.trainer.batch import grpo_batch
 
 LENGTHS = ((3, 2), (2, 3), (4, 1), (1, 5))

@@ -21,13 +21,13 @@ from tests import local_ray
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call
 from trinity_sync.backends.meetings import Meetings
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, catalog
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.trainer.agent_saver import AgentSaver
+from trinity_sync.trainer.saver import AgentSaver
 
 LIMIT = 60.0
 PART = "rank-00000"
@@ -121,7 +121,7 @@ class Saves:
         """The weights of a step, once it is committed."""
         ray.get(self.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
         folder = self.root / f"global_step_{step}"
-        assert verification.verify(folder).ok
+        assert catalog.verify(folder).ok
         return torch.load(folder / "actor" / f"model_{PART}.pt", weights_only=True)
 
     def end(self) -> None:

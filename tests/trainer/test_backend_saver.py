@@ -20,8 +20,8 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import RunError
-from trinity_sync.trainer.backend_saver import BackendSaver
-from trinity_sync.weights.copying import Copying
+from trinity_sync.trainer.saver import BackendSaver
+from trinity_sync.weights.staging import Copying
 
 PARTS = ["rank-00000", "rank-00001"]
 

@@ -16,8 +16,8 @@ from trinity_sync.actors.rank import RankClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.filtering import Drawn
 from trinity_sync.samples.record import Sample
 from trinity_sync.trainer.free_loop import FreeLoop
 from trinity_sync.trainer.steps import LoopSettings

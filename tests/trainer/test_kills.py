@@ -23,9 +23,9 @@ import torch
 
 from tests import local_ray
 from tests.trainer.test_agent_saver import LIMIT, PretendBackend, Saves
-from trinity_sync.checkpoint import catalog, rollback, verification
+from trinity_sync.checkpoint import catalog, resume_point
+from trinity_sync.checkpoint.layout import read_tracker
 from trinity_sync.checkpoint.lock import locked
-from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 
@@ -101,7 +101,7 @@ def assert_whole(root: Path, told: list[int]) -> None:
     named = read_tracker(root, FULL).step  # first: where the driver was killed, its monitor may commit one more
     listed = [info for info in catalog.scan(root) if info.manifest is not None]
     for info in listed:
-        assert verification.verify(info.path).ok
+        assert catalog.verify(info.path).ok
         for part in PARTS:
             weights = torch.load(info.path / "actor" / f"model_{part}.pt", weights_only=True)["weight"]
             assert weights.eq(info.step).all()
@@ -147,9 +147,9 @@ def test_a_process_killed_at_any_instant_of_a_save_tears_nothing(
     saves.end()
     assert_whole(saves.root, told)
 
-    start = verification.newest_good(saves.root)
+    start = catalog.newest_good(saves.root)
     first = start.step if start is not None else 0
-    rollback.set_start(saves.root, first, 1)
+    resume_point.set_start(saves.root, first, 1)
     again = Saves(tmp_path, attempt=1)
     assert drive(again, ranks, first + 1) == list(range(first + 1, first + 1 + STEPS))
     again.end()
@@ -178,8 +178,8 @@ def test_a_driver_killed_at_any_instant_of_a_save_tears_nothing(tmp_path: Path, 
     root = tmp_path / "checkpoints"
     assert_whole(root, told)
     with locked(root, tmp_path):  # as every run does; the monitor may live a moment longer than its driver
-        start = verification.newest_good(root)
-        rollback.set_start(root, start.step if start is not None else 0, 1)
+        start = catalog.newest_good(root)
+        resume_point.set_start(root, start.step if start is not None else 0, 1)
     assert_whole(root, told)
 
 

@@ -171,7 +171,7 @@ def test_with_the_samplers_log_probs_the_rules_are_those_of_verls_bypass_mode() 
 
 
 def test_ratios_are_told_apart_by_the_age_of_the_tokens() -> None:
-    from trinity_sync.trainer.algorithms.stale_ratios import as_means
+    from trinity_sync.trainer.algorithms.policy_loss import as_means
 
     old, sampled = drawn(6, 1.0), drawn(7, 1.0)
     ages = [np.array([0, 1]), np.array([2, 3, 3]), np.array([40]), np.array([1, 1, 0, 0, 0])]

@@ -13,14 +13,14 @@ import torch
 from tests.samples.helpers import sample
 from tests.trainer.ranks import Asked
 from trinity_sync.actors.rank import Divergences, RankClient
-from trinity_sync.config.training_schema import InRewardConfig
+from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import RunError
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.trainer.batch import grpo_batch, share, with_advantages
-from trinity_sync.trainer.divergence import adapted, divergences
 from trinity_sync.trainer.group import TrainerGroup
-from trinity_sync.trainer.reward_penalty import RewardPenalty
+from trinity_sync.trainer.steps import RewardPenalty
+from trinity_sync.trainer.worker import adapted, divergences
 
 LENGTHS = (3, 1, 5, 2)
 ADAPTIVE = InRewardConfig(coeff=0.5, estimator="kl", type="adaptive", target_kl=0.05, horizon=40)

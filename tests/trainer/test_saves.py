@@ -21,13 +21,11 @@ from tests.trainer.ranks import Asked
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.rank import RankClient
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
-from trinity_sync.checkpoint.layout import read_manifest
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, catalog
+from trinity_sync.checkpoint.layout import read_manifest, read_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.host.threads import in_background
-from trinity_sync.host.yielding import Yielding
+from trinity_sync.host.threads import Yielding, in_background
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer import saves as module
@@ -197,7 +195,7 @@ def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, ste
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"),
     }
     assert run.log.faults == []
-    assert verification.verify(folder).ok
+    assert catalog.verify(folder).ok
     assert read_tracker(run.root, FULL).step == step
 
 
@@ -208,7 +206,7 @@ def test_no_step_is_committed_before_it_is_on_record(run: Run, step: int) -> Non
         ray.get(run._monitor.wait_committed.remote(step, 0, 0.2, kind="full"), timeout=LIMIT)
     run.saves.poll()  # the loop has written the step's metrics
     run.saves.finish()
-    assert verification.verify(run.root / f"global_step_{step}").ok
+    assert catalog.verify(run.root / f"global_step_{step}").ok
 
 
 def test_a_commit_waits_for_what_comes_late_and_so_do_those_after_it(run: Run, step: int) -> None:
@@ -490,7 +488,7 @@ def test_weights_of_a_node_are_committed_with_their_digest(run: Run, step: int) 
     assert place == run.root / f"global_step_{step}"
     (event,) = run.log.events
     assert (event["event"], event["step"], event["kind"], event["digest"]) == ("commit", step, STATE_DICT, "d5")
-    assert verification.verify(place).ok
+    assert catalog.verify(place).ok
     assert read_tracker(run.root, STATE_DICT).step == step
 
 

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.explorer.helpers import ARCHITECTURE
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.position import Position
-from trinity_sync.tasks.pair_encoding import PairEncoder
+from trinity_sync.tasks.encoding import PairEncoder
 from trinity_sync.tasks.pairs import PairsTask
 from trinity_sync.trainer.sft import PairsData
 

@@ -14,8 +14,8 @@ from tests.trainer.test_agent_saver import LIMIT, PART, PretendBackend
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Version
-from trinity_sync.trainer import stager as stager_module
-from trinity_sync.trainer.stager import WeightStager
+from trinity_sync.trainer import member as stager_module
+from trinity_sync.trainer.member import WeightStager
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 from trinity_sync.weights.staging import stage

@@ -7,7 +7,7 @@ import math
 import pytest
 from verl.utils.metric import Metric
 
-from trinity_sync.trainer.step_metrics import step_metrics
+from trinity_sync.trainer.worker import step_metrics
 
 OF_TWO = {
     "loss": [1.0, 3.0],

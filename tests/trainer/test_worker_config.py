@@ -9,7 +9,7 @@ import pytest
 from trinity_sync.backends.packing import ATTENTION
 from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.trainer.spec import worker_spec
 from trinity_sync.trainer.worker import worker_config
 

@@ -20,7 +20,7 @@ _COPIES = 0
 
 def slow() -> None:
     from trinity_sync.integrations.verl.engines import SavesThroughUs
-    from trinity_sync.weights.copying import Copying
+    from trinity_sync.weights.staging import Copying
 
     asked, stepped = threading.Event(), threading.Event()
     real_step, real_copy = SavesThroughUs.optimizer_step, Copying._copy
@@ -44,7 +44,7 @@ def slow() -> None:
 
 
 def fails() -> None:
-    from trinity_sync.weights.copying import Copying
+    from trinity_sync.weights.staging import Copying
 
     real = Copying._copy_one
 

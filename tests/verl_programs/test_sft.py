@@ -14,11 +14,11 @@ import torch
 
 from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, prepare
 from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.daemon import rendezvous
+from trinity_sync.checkpoint.catalog import verify
+from trinity_sync.checkpoint.daemon import process
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor
-from trinity_sync.checkpoint.verification import verify
-from trinity_sync.weights.torch_file import tensors
+from trinity_sync.weights.snapshot import tensors
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
         for rank in range(2):
             running.wait_until((tmp_path / f"writing-4-{rank}").exists, f"the save of step 4 by rank {rank}")
         ranks = running.ranks()
-        found = rendezvous.find(program.checkpoints)
+        found = process.find(program.checkpoints)
         assert found is not None
         monitor = psutil.Process(found.pid)
         sent = {"torchrun": [running.process], "all": [running.process, *ranks], "rank 1": [ranks[1]]}

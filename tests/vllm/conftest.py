@@ -13,7 +13,7 @@ from tests.sync.conftest import cluster, make_agent, make_synchronizer, synchron
 from tests.sync.helpers import PretendTrainer, node_id
 from tests.vllm.helpers import Weights
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.models.factory import make_model
+from trinity_sync.models.architecture import make_model
 from trinity_sync.sync import Synchronizer
 
 __all__ = ["cluster", "make_agent", "make_synchronizer", "synchronizer"]

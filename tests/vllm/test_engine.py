@@ -34,17 +34,16 @@ from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
-from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.staged import shard_file
+from trinity_sync.protocol.parts import shard_file
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import Drawing
-from trinity_sync.samples.keys import Purpose
+from trinity_sync.samples.record import Drawing, Purpose
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LeaseFolder, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
+from trinity_sync.sync.in_place import WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.weights.slots import DEFAULT_ROOT
 

@@ -14,8 +14,7 @@ import pytest
 
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.integrations.vllm.http_control import HttpControl
-from trinity_sync.integrations.vllm.server import lock_server
+from trinity_sync.integrations.vllm.server import HttpControl, lock_server
 
 CHANGES_WEIGHTS = ("/start_weight_update", "/update_weights", "/collective_rpc")
 

@@ -14,9 +14,8 @@ import torch
 
 from tests.weights.helpers import CutVersion, cut, reference_digest
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.vllm.arrivals import Arrival
-from trinity_sync.integrations.vllm.mapped import Mapped, Share, share_of
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.integrations.vllm.arrivals import Arrival, Mapped, Share, share_of
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import MappedPart
 from trinity_sync.sync.layouts import LayoutCache
@@ -24,11 +23,11 @@ from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.digests import bucket_digests, version_digest
 from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.packing import WholeTensors
 from trinity_sync.weights.shards import whole
 from trinity_sync.weights.slots import SlotArena
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.tensors import from_torch
-from trinity_sync.weights.whole_tensors import WholeTensors
 
 NAMES = [f"layers.{number}.weight" for number in (10, 2, 0)]
 TENSORS = {name: torch.randn(40, 16).bfloat16() for name in NAMES} | {"norm": torch.ones(40).bfloat16()}

@@ -27,15 +27,14 @@ from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm_server import VLLMServerEngine
 from trinity_sync.host.locks import own_name
-from trinity_sync.integrations.vllm.http_control import HttpControl
-from trinity_sync.integrations.vllm.server import Server
-from trinity_sync.models.factory import make_model
-from trinity_sync.protocol.members import Member
+from trinity_sync.integrations.vllm.server import HttpControl, Server
+from trinity_sync.models.architecture import make_model
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
+from trinity_sync.sync.in_place import WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.weights.slots import DEFAULT_ROOT
 

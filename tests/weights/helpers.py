@@ -10,7 +10,7 @@ import torch
 import xxhash
 from hypothesis import strategies as st
 
-from trinity_sync.weights import dtypes
+from trinity_sync.weights import shards
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import Rect, Shard, flat_range, row_slice, whole
 from trinity_sync.weights.tensors import from_torch, to_torch, wire_name
@@ -60,7 +60,7 @@ def random_tensor(dtype: str, shape: tuple[int, ...], rng: random.Random) -> tor
         count *= extent
     if dtype == "BOOL":
         return torch.tensor([rng.random() < 0.5 for _ in range(count)], dtype=torch.bool).reshape(shape)
-    data = bytearray(rng.randbytes(count * dtypes.itemsize(dtype)))
+    data = bytearray(rng.randbytes(count * shards.itemsize(dtype)))
     if not data:
         return torch.empty(shape, dtype=to_torch(dtype))
     return torch.frombuffer(data, dtype=torch.uint8).view(to_torch(dtype)).reshape(shape)
@@ -106,8 +106,8 @@ def cut(
         kind = (name, wire_name(from_torch(tensor.dtype), wire), tuple(tensor.shape))
         for part, shard in rng.choice([_one_part, _row_slices, _flat_ranges, _scattered])(kind, parts, rng):
             held[part].append(shard)
-    for shards in held:
-        rng.shuffle(shards)
+    for part in held:
+        rng.shuffle(part)
     layouts = [PartLayout.build(f"rank-{part:05d}", shards, bucket_bytes) for part, shards in enumerate(held)]
     sources = [{s.name: local_elements(tensors[s.name], s) for s in layout.shards} for layout in layouts]
     return CutVersion(tensors, wire, layouts, sources)
@@ -144,7 +144,7 @@ def _flat_ranges(kind: Kind, parts: int, rng: random.Random) -> list[tuple[int, 
 
 def _scattered(kind: Kind, parts: int, rng: random.Random) -> list[tuple[int, Shard]]:
     rows, cols = whole(*kind).matrix
-    size = dtypes.itemsize(kind[1])
+    size = shards.itemsize(kind[1])
     held: list[list[Rect]] = [[] for _ in range(parts)]
     ends = [0] * parts
     for row, col, height, width in _split(0, 0, rows, cols, rng) if rows * cols else []:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.weights.boxes import boxes
+from trinity_sync.weights.shards import boxes
 
 
 @st.composite

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trinity_sync.weights.computed import Computed
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
-from trinity_sync.weights.staging import StageError, stage
+from trinity_sync.weights.staging import Computed, StageError, stage
 
 
 class Sum:

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.weights import copying as module
-from trinity_sync.weights.copying import Copying, HostMemory
+from trinity_sync.weights import staging as module
+from trinity_sync.weights.staging import Copying, HostMemory
 
 CPU = [torch.device("cpu")]
 
 
 def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(module, "_COPY_BYTES", 100)
     source = torch.arange(1000, dtype=torch.int64).view(10, 100)
     target = torch.zeros_like(source)
     reached = threading.Event()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from trinity_sync.host.file_digest import digest_file
-from trinity_sync.weights import digested_file as module
-from trinity_sync.weights.digested_file import DigestedFile
+from trinity_sync.host.durable import digest_file
+from trinity_sync.weights import shard_file as module
+from trinity_sync.weights.shard_file import DigestedFile
 
 PIECE = module.PIECE_BYTES
 LENGTHS = [0, 1, 4095, 4096, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 4097]

@@ -2,21 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_sync.weights import dtypes
+from trinity_sync.weights import shards
 from trinity_sync.weights.tensors import castable, from_torch, to_torch, wire_name
 
 
-@pytest.mark.parametrize("name", dtypes.NAMES)
+@pytest.mark.parametrize("name", shards.NAMES)
 def test_every_name_agrees_with_torch(name: str) -> None:
     dtype = to_torch(name)
     assert (from_torch(dtype), dtype.itemsize, dtype.is_floating_point) == (
         name,
-        dtypes.itemsize(name),
-        dtypes.is_floating(name),
+        shards.itemsize(name),
+        shards.is_floating(name),
     )
 
 
-@pytest.mark.parametrize("ask", [dtypes.itemsize, dtypes.is_floating, to_torch])
+@pytest.mark.parametrize("ask", [shards.itemsize, shards.is_floating, to_torch])
 def test_an_unknown_name_is_refused_with_the_known_ones(ask: object) -> None:
     with pytest.raises(ValueError, match="unknown dtype 'BF17': expected one of BF16, "):
         ask("BF17")  # type: ignore[operator]

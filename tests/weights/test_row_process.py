@@ -16,11 +16,11 @@ import torch
 from xxhash import xxh3_128_digest
 
 from tests.weights.helpers import cut, local_elements, random_tensor, reference_digest
-from trinity_sync.weights import digests, row_process
+from trinity_sync.weights import digests, tensor_rows
 from trinity_sync.weights.digests import RowPlan
-from trinity_sync.weights.row_process import RowProcesses
 from trinity_sync.weights.slots import SlotArena
 from trinity_sync.weights.staging import stage
+from trinity_sync.weights.tensor_rows import RowProcesses
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_answers_to_a_question_that_failed_are_not_taken_for_those_to_the_next(
 def test_a_helper_that_was_stopped_is_done_without(
     processes: RowProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_process, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(tensor_rows, "_ANSWER_S", 0.2)
     (tmp_path / "segment").write_bytes(bytes(4096))
     spans = [(str(tmp_path / "segment"), 0, 4, 1024)] * 3
     processes.digest(spans, lambda number: b"first")
@@ -107,7 +107,7 @@ def test_helpers_end_with_who_started_them(tmp_path: Path) -> None:
     path = tmp_path / "segment"
     path.write_bytes(bytes(4096))
     program = (
-        "import sys, os, signal; from trinity_sync.weights.row_process import RowProcesses\n"
+        "import sys, os, signal; from trinity_sync.weights.tensor_rows import RowProcesses\n"
         "made = RowProcesses(2); made.digest([(sys.argv[1], 0, 4, 1024)] * 3, lambda number: bytes(64))\n"
         "print(*[one.pid for one in made._processes], flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

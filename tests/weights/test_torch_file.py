@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights import snapshot as snapshot_module
-from trinity_sync.weights.copying import Copying
-from trinity_sync.weights.image import ImageError, write_image
-from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
-from trinity_sync.weights.torch_file import storages, write_skeleton
+from trinity_sync.weights.shard_file import ImageError, write_image
+from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan, storages, write_skeleton
+from trinity_sync.weights.staging import Copying
 
 LIMIT = 30.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -133,7 +132,7 @@ def test_what_changes_after_the_deadline_is_not_in_the_file(tmp_path: Path) -> N
 
 
 def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
-    from trinity_sync.host.file_digest import digest_file
+    from trinity_sync.host.durable import digest_file
 
     planned = plan({"x.pt": state(2)})
     segment = bytearray(planned.nbytes)

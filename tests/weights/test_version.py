@@ -71,7 +71,7 @@ def test_what_was_taken_digests_as_it_was_written_to_what_is_held(
             n: t.float() if version.wire in ("BF16", "F16") and t.is_floating_point() else t for n, t in tensors.items()
         }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trinity_sync.weights.load_plan._CACHED_BYTES", cached)
+        patch.setattr("trinity_sync.weights.apply._CACHED_BYTES", cached)
         receiver, destinations = receiver_for(tensors)
         receiver.check(version.layouts)
         for _ in range(2):

@@ -15,9 +15,9 @@ from tests.weights.helpers import CutVersion, cut_versions, raw
 from trinity_sync.weights.apply import Receiver
 from trinity_sync.weights.digests import RowPlan, digest_rows
 from trinity_sync.weights.layout import LayoutError, PartLayout
+from trinity_sync.weights.packing import WholeTensors
 from trinity_sync.weights.shards import row_slice, whole
 from trinity_sync.weights.staging import stage
-from trinity_sync.weights.whole_tensors import WholeTensors
 
 
 def staged(version: CutVersion) -> list[bytearray]:

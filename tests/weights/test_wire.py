@@ -14,13 +14,11 @@ from trinity_sync.backends.saved import on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.apply import MismatchError, Receiver
 from trinity_sync.weights.digests import version_digest
-from trinity_sync.weights.dtypes import is_floating
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.shards import whole
+from trinity_sync.weights.shards import is_floating, whole
 from trinity_sync.weights.staging import stage
-from trinity_sync.weights.tensors import from_torch, saved_tensors, state_digest
+from trinity_sync.weights.tensors import cast_model, from_torch, hold_fp32, saved_tensors, state_digest
 from trinity_sync.weights.wire import Wire, found_in, kept_names
-from trinity_sync.weights.wire_cast import cast_model, hold_fp32
 
 NAMES = st.sampled_from(["lm_head.weight", "model.norm.weight", "layers.0.gate.bias", "layers.11.gate.bias"])
 DTYPES = st.sampled_from(["BF16", "F16", "F32", "I64", "BOOL"])

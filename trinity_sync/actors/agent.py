@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from trinity_sync.weights.digests import RowDigests
-    from trinity_sync.weights.image import Extent
     from trinity_sync.weights.layout import PartLayout
+    from trinity_sync.weights.shard_file import Extent
 
 
 class Coordinator(Protocol):

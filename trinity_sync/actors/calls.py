@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
+import re
+import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
+from ray._private import utils
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trinity_sync.actors.deaths import DEATHS, why_gone
 from trinity_sync.actors.pending import ANSWER_S, MemberDied, Pending, Transport, ended
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.host.interrupts import REST_S, left
+from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
+from trinity_sync.host.logs import log_failure
+from trinity_sync.host.memory import look_there
 from trinity_sync.host.origin import told
-from trinity_sync.protocol.members import Member
+from trinity_sync.host.process import DRIVER, end_with_driver
+from trinity_sync.host.threads import in_background
+from trinity_sync.protocol.rounds import Member
 
 __all__ = ["ANSWER_S", "Call", "MemberDied", "RayTransport", "ended", "results", "this_process"]
 
@@ -241,3 +250,186 @@ def _names(calls: Iterable[Call[T]]) -> str:
 def _expected(error: Exception) -> TrinityError | None:
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause if isinstance(cause, TrinityError) else None
+
+
+# Whether an error of Ray's tells of a process that is gone, and why it is.
+
+
+DEATHS = (RayActorError, OutOfMemoryError)
+"""What a call to an actor fails of whose process is gone; the second where Ray ended it for want of memory."""
+
+_MOST = 300
+"""Characters of a reason."""
+
+_NOTED_S, _LOOK_S = 1.0, 0.02
+
+_AROUND = re.compile(
+    r"""
+    ^\t\w+:.*$                                                  # the actor's class, id, pid ...
+    | ^The\ actor\ (?:died|experienced)\ .*before\ finishing\ this\ task\.$
+    | ^The\ actor\ (?:is\ dead|died)\ because\ (?:its\ worker\ process\ has\ died\..*?\ Worker\ exit\ detail:\ )?
+    | \s*Some\ common\ causes\ include.*$
+    | ,?\s*\b(?:(?:\w+\ )?[Ii][Dd]:\ )?[0-9a-f]{24,}\b         # ids
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_EMPTIED = re.compile(r" \(\)|(?<=\(),\s*")
+"""What is left of parentheses that an id stood in."""
+_PID = re.compile(r"^\tpid: (\d+)$", re.MULTILINE)
+
+_notes: list[Path] = []
+
+
+@contextmanager
+def ends_noted_in(log: Path) -> Iterator[None]:
+    """For the length of the block, `why_gone` also says how the system ended a process, which Ray does not know.
+
+    Args:
+        log: of `host.fork_server`, which begins all of Ray's workers: ``PID how`` in a line.
+    """
+    _notes.append(log)
+    try:
+        yield
+    finally:
+        _notes.remove(log)
+
+
+def why_gone(error: Exception) -> str:
+    """Say in one line why a process is gone, in Ray's words without ids and advice, and how it ended where that was
+    noted; empty where nobody tells.
+
+    Args:
+        error: one of `DEATHS`.
+    """
+    text = " ".join(_EMPTIED.sub("", _AROUND.sub("", str(error))).split()).strip(" .,:")
+    text = text if len(text) <= _MOST else f"{text[:_MOST].rstrip()} ..."
+    pid = _PID.search(str(error))
+    how = _noted(pid[1]) if pid is not None else None
+    return "; ".join(part for part in (text, how and f"its process {how}") if part)
+
+
+def _noted(pid: str) -> str | None:
+    """How a process ended; waits a moment for it to be noted, for Ray may see the closed connection before."""
+    deadline = time.monotonic() + _NOTED_S
+    while (how := _read(pid)) is None and _notes and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return how
+
+
+def _read(pid: str) -> str | None:
+    for log in reversed(_notes):
+        try:
+            lines = log.read_text(errors="replace").splitlines()
+        except OSError:  # it goes with the folder that it is in
+            continue
+        for line in reversed(lines):
+            if line.startswith(f"{pid} "):
+                return line.removeprefix(f"{pid} ")
+    return None
+
+
+# What an actor's method raises is in the actor's own log, with its traceback; to the caller only the error travels.
+
+
+def failures_logged(cls: type) -> type:
+    """Make a class for `ray.remote` of an actor's body: what its constructor or one of its public methods raises is
+    logged, and carries where in the user's code it comes from.
+    """
+    names = [name for name in dir(cls) if not name.startswith("_") or name == "__init__"]
+    methods = {name: inspect.getattr_static(cls, name) for name in names}
+    logged = {name: _logged(method) for name, method in methods.items() if inspect.isfunction(method)}
+    return type(
+        cls.__name__,
+        (cls,),
+        {**logged, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__, "__module__": cls.__module__},
+    )
+
+
+def _logged(method: Callable[..., object]) -> Callable[..., object]:
+    what = "start" if method.__name__ == "__init__" else method.__name__.replace("_", " ")
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def waited_for(*args: object, **kwargs: object) -> object:
+            with _failure_logged(what):
+                return await method(*args, **kwargs)
+
+        return waited_for
+
+    @functools.wraps(method)
+    def called(*args: object, **kwargs: object) -> object:
+        with _failure_logged(what):
+            return method(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def _failure_logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        log_failure(what, error)
+        raise
+
+
+# What an actor of Ray's has to know of Ray.
+
+
+_ORPHAN_S = 20.0
+"""A process that is left by its raylet has so long to end by itself, seconds."""
+
+
+def end_with_raylet() -> None:
+    """Kill this process, one of Ray's workers, some time after its raylet is gone. Ray only asks it to end, and a task
+    that does not return hears nothing of it. Nothing in a Ray of a run's own, whose workers end with the driver, and
+    may be forks, see `host.process.end_with_driver`.
+    """
+    if DRIVER in os.environ:
+        return
+    raylet = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == raylet:
+            time.sleep(1.0)
+        time.sleep(_ORPHAN_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_background(watch, "raylet")
+
+
+class RayHost:
+    """Ray, as the `hosting.Host` of the actor in this process, which ends with its raylet."""
+
+    def __init__(self) -> None:
+        end_with_raylet()
+
+    @property
+    def restarted(self) -> bool:
+        """Whether Ray has started the actor again."""
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+    def call_id(self) -> str:
+        """Return Ray's id of the current task."""
+        return str(ray.get_runtime_context().get_task_id())
+
+    async def outlived(self, owned: Sequence[object]) -> bool:
+        """Wait for a reference, which fails with the process that it belongs to."""
+        try:
+            await owned[0]  # type: ignore[misc]
+        except RayError:
+            return True
+        return False
+
+
+def prepare_worker() -> None:
+    """Prepare one of Ray's workers for this run: it ends with the driver or with its raylet, finds the user's modules,
+    and leaves signals that end a run to the driver (Ray's own handler would end the worker). Ray calls it in the main
+    thread, before all else.
+    """
+    end_with_driver()
+    look_there()
+    end_with_raylet()
+    leave_to_driver()
+    utils.set_sigterm_handler = lambda handler: None

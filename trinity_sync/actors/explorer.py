@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast, receivers
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import RayClient
+from trinity_sync.actors.rank import Broadcast, receivers
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
+from trinity_sync.samples.record import FOR_TRAINING, Drawing
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

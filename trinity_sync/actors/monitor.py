@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.client import Client
 from trinity_sync.actors.pending import Pending, Transport
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import Kind
+from trinity_sync.protocol.parts import FileEntry, Kind
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

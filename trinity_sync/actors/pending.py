@@ -5,12 +5,13 @@ Two things carry calls: Ray, to its actors (`calls`), and a connection, to an ac
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
 
 T_co = TypeVar("T_co", covariant=True)
 P = TypeVar("P", bound="Pending[Any]")
@@ -115,3 +116,77 @@ def ended(calls: Collection[P], timeout_s: float = 0.0) -> list[P]:
     """
     deadline = time.monotonic() + timeout_s
     return [call for call in calls if call.has_ended(max(0.0, deadline - time.monotonic()))]
+
+
+# Waiting inside an actor, on its event loop, until something holds. It is looked at whenever anything has changed, so
+# nothing is polled.
+
+
+class Changes:
+    """Wakes all who wait. For one event loop."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        """Say that something has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def next(self, seconds: float) -> bool:
+        """Wait for the next change, so many seconds at most; whether one came."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(0.0, seconds))
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait(
+        self,
+        ready: Callable[[], bool],
+        describe: Callable[[], tuple[str, str]],
+        seconds: float,
+        deadline: float | None = None,
+    ) -> None:
+        """Wait for a change after which `ready` is true.
+
+        Args:
+            ready: tells whether there is nothing to wait for any more.
+            describe: gives who was waited for, and for what; asked where the error has to say so.
+            seconds: limit of the wait.
+            deadline: `time.monotonic` at which a wait ends that goes on with an earlier one of `seconds`.
+
+        Raises:
+            WaitTimeout: it did not come.
+        """
+        deadline = time.monotonic() + seconds if deadline is None else deadline
+        while not ready():
+            if not await self.next(deadline - time.monotonic()):
+                raise WaitTimeout(*describe(), seconds)
+
+
+# What the body of an actor has to know of what hosts it. Without Ray, whose own is `ray_host`.
+
+
+class Host(Protocol):
+    """What hosts an actor."""
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the actor's process was killed, and this one goes on in its place."""
+        ...
+
+    def call_id(self) -> str:
+        """Return the id of the call that is being answered: the same one when it is repeated after a restart."""
+        ...
+
+    async def outlived(self, owned: Sequence[object]) -> bool:
+        """Wait for the end of the process that made a call.
+
+        Args:
+            owned: `Pending.owned` of another call of that process, which is answered when nobody waits here any more.
+
+        Returns:
+            True: the process is gone. False: it has its answer.
+        """
+        ...

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.calls import Call, T
 from trinity_sync.actors.client import RayClient
-from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.parts import PartInfo
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Lease, Version, Whereabouts
 from trinity_sync.weights.shards import Described
 

@@ -22,10 +22,9 @@ import torch
 
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.computed import Sources
-from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
+from trinity_sync.weights.staging import Copying, Sources
 
 Deadline = Literal["optimizer_step", "offload", "now"]
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard as Cut
 from xxhash import xxh3_64_intdigest
 
 from trinity_sync.backends.base import Deadline, Format
-from trinity_sync.backends.held import HeldPart, HeldSources, SavedParts
+from trinity_sync.backends.lora import HeldPart, HeldSources, SavedParts
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.safe_loading import load_file
 from trinity_sync.backends.saved import on_the_wire, travelling

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import (
+    PACKED,
+    BackendOption,
+    adam_fields,
+    check_packing,
+    check_sharing,
+    refused,
+    shared_fields,
+)
 from trinity_sync.backends.packing import unpackable
-from trinity_sync.backends.token_checks import check_packing, check_sharing, refused
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, FsdpConfig

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,8 +34,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from verl.utils.fsdp_utils import (
     fsdp_version,
+    get_fsdp_state_ctx,
     load_fsdp_model_to_gpu,
     load_fsdp_optimizer,
     offload_fsdp_model_to_cpu,
@@ -40,15 +46,15 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engines import FsdpEngine
-from trinity_sync.backends.optimizer_settings import settings_kept
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
-from trinity_sync.backends.sharded import apart_from_buffers, optimizer_state, sharded
 from trinity_sync.errors import RunError
 from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
 from trinity_sync.weights.shards import listed
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
 
 _OPTIONS = StateDictOptions()
 _SCALER = "scaler"
@@ -264,3 +270,129 @@ def _kind(names: Collection[str]) -> str:
 def _shape(value: object) -> list[int]:
     size = getattr(value, "size", ())
     return list(size() if callable(size) else size)
+
+
+# Writing with torch.distributed.checkpoint from copies, as a meeting of the ranks.
+
+
+def write(
+    value: dict[str, object], copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+) -> list[Path]:
+    """Write a state dict of sharded tensors; the files that this rank wrote. Collective, on any thread.
+
+    Args:
+        value: nested containers of live tensors.
+        copied: a plain tensor of this rank below `value` -> its copy in the CPU's memory.
+        folder: is made.
+        meeting: the meeting of the save's ranks.
+
+    Raises:
+        RunError: on all ranks, where one could not.
+    """
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
+    planner = _Planner(copied)
+    first = meeting.rank == 0
+    metadata: Metadata | None = None
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(value, writer.storage_meta(), first)
+        writer.set_up_storage_writer(first, rank=meeting.rank)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> Sequence[SavePlan]:
+        nonlocal metadata
+        shared_out, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(shared_out)
+
+    def close() -> Sequence[None]:
+        assert metadata is not None
+        writer.finish(metadata, results)
+        return [None] * meeting.ranks
+
+    plans = meeting.gather("plan its share", plan)
+    mine = meeting.scatter("plan the whole", plan_all)
+    results = meeting.gather("write its share", lambda: writer.write_data(planner.finish_plan(mine), planner).wait())
+    meeting.scatter("write the metadata", close)
+    written = sorted(folder.glob(f"__{meeting.rank}_*"))
+    return [*written, folder / ".metadata"] if first else written
+
+
+class _Planner(DefaultSavePlanner):
+    """Takes the bytes from the copies."""
+
+    def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._copied = copied
+
+    def lookup_object(self, index: MetadataIndex) -> object:
+        found = super().lookup_object(index)
+        return self._copied(found) if isinstance(found, torch.Tensor) else found
+
+
+# What the configuration says of an optimizer, kept where a checkpoint is loaded, which says what another run was.
+
+
+_STATE = frozenset({"params", "step"})
+"""Of a group, what belongs to the training state. Some optimizers count the steps of a group, not of a parameter."""
+
+
+class HasGroups(Protocol):
+    """Any optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+@contextmanager
+def settings_kept(optimizer: HasGroups) -> Iterator[None]:
+    """Inside, a state is loaded into an optimizer: its groups have the settings of before afterwards (learning rate,
+    betas, weight decay and all others).
+
+    Args:
+        optimizer: its groups are as many, and in the same order, before and after.
+    """
+    kept = [{name: value for name, value in group.items() if name not in _STATE} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        group.update(settings)
+
+
+# State dicts of what each rank holds, with both generations of FSDP.
+
+
+@contextmanager
+def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
+    """Inside, the state dicts of a model and of its optimizer are of this rank's shards.
+
+    Args:
+        model: wrapped by FSDP.
+        offload: what FSDP1 gives lies on the CPU.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
+        with get_fsdp_state_ctx(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=offload),
+            ShardedOptimStateDictConfig(offload_to_cpu=offload),
+        ):
+            yield
+
+
+def apart_from_buffers(model: torch.nn.Module, state: dict[str, object]) -> dict[str, object]:
+    """Put copies in place of the buffers in a state dict of the model, and return it. A forward pass may change them,
+    where the parameters stay what they are until the optimizer's step. They are small.
+    """
+    live = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    for name, value in state.items():
+        if type(value) is torch.Tensor and value.untyped_storage()._cdata in live:
+            state[name] = value.clone()
+    return state
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return the optimizer's state dict. Its tensors are live; what else is in it, such as a count of steps that is a
+    number, does not change with the optimizer.
+    """
+    state = optimizer.state_dict()
+    held = {key: dict(value) if isinstance(value, dict) else value for key, value in state["state"].items()}
+    return {**state, "state": held}

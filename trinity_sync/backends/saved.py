@@ -16,13 +16,12 @@ import torch
 
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.families import auto_class, class_problem
 from trinity_sync.models.model_folder import LeftOutNames, left_out
-from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.saved_views import Saved
-from trinity_sync.weights.tensors import saved_list, version_list
+from trinity_sync.weights.tensors import kept_by_class, saved_list, version_list
 from trinity_sync.weights.wire import Wire, kept_names
-from trinity_sync.weights.wire_cast import kept_by_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

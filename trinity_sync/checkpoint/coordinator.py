@@ -24,10 +24,8 @@ from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.origin import described
-from trinity_sync.host.threads import in_background
-from trinity_sync.host.yielding import PATIENCE, Yielding
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import STATE_DICT, FileTuple
+from trinity_sync.host.threads import PATIENCE, Yielding, in_background
+from trinity_sync.protocol.parts import STATE_DICT, FileEntry, FileTuple
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

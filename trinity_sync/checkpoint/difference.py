@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trinity_sync.checkpoint.reading import TensorInfo, Weights
-from trinity_sync.weights.dtypes import is_floating
+from trinity_sync.weights.shards import is_floating
 from trinity_sync.weights.tensors import to_torch, wire_name
 
 _CHUNK = 1 << 20

@@ -14,36 +14,32 @@ from pathlib import Path
 from typing import IO
 
 from trinity_sync.actors.monitor import Committed
-from trinity_sync.checkpoint import catalog, commits, owner, recovery, trash
-from trinity_sync.checkpoint.deletion_notes import read_deletion, unlink_notes
+from trinity_sync.checkpoint import catalog, commits, deletion, owner, recovery
+from trinity_sync.checkpoint.deletion import read_deletion, unlink_notes
 from trinity_sync.checkpoint.layout import (
     STAGING,
+    Base,
     Manifest,
     NoManifestError,
+    Tracker,
     journal_path,
+    read_committed,
     read_manifest,
+    read_tracker,
     staging_dir,
     step_dir,
-    versions_dir,
-)
-from trinity_sync.checkpoint.lock import lock_as_writer
-from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.tracker_files import (
-    Tracker,
-    read_committed,
-    read_tracker,
     tracker_path,
+    versions_dir,
     write_committed,
     write_tracker,
 )
+from trinity_sync.checkpoint.lock import lock_as_writer
+from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Commit, Decision
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
+from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Commit, Decision, FileEntry, Kind
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.step import JournalEntry
 from trinity_sync.weights.wire import Wire
@@ -256,7 +252,7 @@ class CheckpointDisk:
 
     def empty_trash(self) -> list[str]:
         """Free the bytes of what was put out of sight; return what went wrong."""
-        return trash.empty_trash(self.root) if self.root is not None else []
+        return deletion.empty_trash(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
         """List the steps of the full checkpoints that are committed."""

@@ -19,25 +19,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
-from trinity_sync.checkpoint.manifest_fields import Base, check_values, left_out_of, reference_of
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import replace_file
-from trinity_sync.host.file_digest import digest_file
-from trinity_sync.protocol.decisions import Compared, LeftOut
-from trinity_sync.protocol.files import MANIFEST, FileEntry
-from trinity_sync.protocol.parts import KINDS, Kind, covers
+from trinity_sync.host.durable import digest_file, replace_file, sync_folder
+from trinity_sync.protocol.parts import FULL, KINDS, MANIFEST, STATE_DICT, Compared, FileEntry, Kind, LeftOut, covers
 from trinity_sync.weights.wire import Wire
 
 FORMAT = 1
@@ -371,3 +370,240 @@ def abandoned_attempt(name: str) -> int | None:
     """Return the attempt in the name of an abandoned folder; None where there is none."""
     match = _ABANDONED_NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+# What not every file system can: let two folders change places in one step, give a file a second name.
+
+
+#: What `os.link` says where a file cannot be linked: not every shared file system has hard links.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Let two folders change places in one step; False where the file system cannot (some network ones)."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_cwd, swap = -100, 2
+    if renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), swap) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def link(source: Path, target: Path) -> bool:
+    """Hard-link a file, in a folder that is made where it is not there; False where the file system cannot."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
+
+
+def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
+    """Hard-link a file as `link` does; copy it where that cannot be done, or where `copy` says so."""
+    if copy or not link(source, target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+# What a manifest says of model folders: the base of an adapter, tensors that are not trained, and the reference.
+
+
+_MOST = 2**63 - 1
+_LAST_S = 253402300799
+"""The end of the year 9999, in Unix seconds."""
+
+BASE_NOTE = "trinity_base"
+"""Key in the header of an exported adapter's file, where what the manifest says of its base stands as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model that an adapter belongs to, which its checkpoint does not hold.
+
+    Args:
+        digest: version digest of its weights in wire dtype, hex.
+        path: `model.path` of the run: a folder's absolute path, or a hub id as given.
+        what: what is trained on it: ``lora``.
+        wire: the dtypes of which `digest` is; None where it is not known.
+        adapter: the adapter's ``adapter_config.json``, which weights-only checkpoints have no file of; None where it is
+            not known.
+    """
+
+    digest: str
+    path: str
+    what: str = "lora"
+    wire: Wire | None = None
+    adapter: Mapping[str, object] | None = None
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Base:
+        """Make it from what a manifest holds.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not as it may be.
+        """
+        _check_texts(body, "its base", ("digest", "path", "what"))
+        if body["what"] != "lora":
+            raise ValueError(f"what is on its base is {body['what']!r}")
+        wire = Wire.from_json(body["wire"]) if "wire" in body else None
+        adapter = body.get("adapter")
+        if not (adapter is None or isinstance(adapter, dict)):
+            raise ValueError(f"the adapter on its base is {adapter!r}")
+        return cls(body["digest"], body["path"], body["what"], wire, adapter)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the object in the manifest."""
+        body: dict[str, object] = {"digest": self.digest, "path": self.path, "what": self.what}
+        if self.wire is not None:
+            body["wire"] = self.wire.to_json()
+        return body if self.adapter is None else body | {"adapter": dict(self.adapter)}
+
+
+def left_out_of(body: Mapping[str, Any]) -> LeftOut:
+    """Read what a manifest says of tensors that an export takes from the model's folder.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not as it may be.
+    """
+    _check_texts(body, "what its export takes from elsewhere", ("path", "digest"))
+    names, tower = body["names"], body.get("tower", [])
+    for some in (names, tower):
+        if not isinstance(some, list) or not all(isinstance(name, str) for name in some):
+            raise ValueError(f"the names of what its export takes from elsewhere are {some!r}")
+    return {"path": body["path"], "names": names, "digest": body["digest"], "tower": tower}
+
+
+def reference_of(body: Mapping[str, Any]) -> Compared:
+    """Read what a manifest says of the reference that the policy was held near to; errors as of `left_out_of`."""
+    _check_texts(body, "its reference", ("path", "digest"))
+    return {"path": body["path"], "digest": body["digest"]}
+
+
+def check_values(body: Mapping[str, Any]) -> None:
+    """Check that what a manifest says of a checkpoint and its files can be: whoever wrote it may mean harm.
+
+    Raises:
+        ValueError, KeyError, TypeError: it cannot.
+    """
+    files = body["files"]
+    _check_texts(body, "this checkpoint", ("backend",))
+    odd = [(name, body[name]) for name in ("digest", "config_digest") if not isinstance(body[name], str | None)]
+    odd += [(name, body[name]) for name in ("step", "attempt", "world_size") if not _is_count(body[name])]
+    odd += [("created", body["created"])] if not _is_number(body["created"], _LAST_S) else []
+    odd += [(f"metric {name}", one) for name, one in body["metrics"].items() if not (one is None or _is_number(one))]
+    odd += [("path of a file", file["path"]) for file in files if not _is_inside(file["path"])]
+    odd += [(f"size of {file['path']}", file["bytes"]) for file in files if not _is_count(file["bytes"])]
+    odd += [(f"digest of {file['path']}", one) for file in files if not isinstance(one := file["xxh3_128"], str)]
+    if odd:
+        raise ValueError(f"its {odd[0][0]} is {odd[0][1]!r:.100}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_number(value: object, most: float = sys.float_info.max) -> bool:
+    return type(value) in (int, float) and 0 <= abs(value) <= most  # type: ignore[arg-type]
+
+
+def _is_inside(path: object) -> bool:
+    """Whether a path leads to a file in the folder that it is relative to."""
+    return isinstance(path, str) and not (path.startswith("/") or "\0" in path or {"", ".."} & set(path.split("/")))
+
+
+def _check_texts(body: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
+    odd = next((key for key in keys if not isinstance(body[key], str)), None)
+    if odd is not None:
+        raise ValueError(f"the {odd} of {what} is {body[odd]!r}")
+
+
+# The two tracker files, which name the newest committed step. The monitor writes them, after a commit.
+
+
+TRACKERS: dict[Kind, str] = {
+    FULL: "latest_checkpointed_iteration.txt",
+    STATE_DICT: "latest_state_dict_iteration.txt",
+}
+
+COMMITTED = ".committed"
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """What a tracker file says.
+
+    Args:
+        step: the step it names; None where there is no file or it cannot be understood.
+        problem: why it cannot be understood.
+        unreadable: it may well name one, but cannot be read now.
+    """
+
+    step: int | None
+    problem: str | None = None
+    unreadable: bool = False
+
+
+def tracker_path(root: Path, kind: Kind) -> Path:
+    """Return the path of the tracker of this kind."""
+    return root / TRACKERS[kind]
+
+
+def read_tracker(root: Path, kind: Kind) -> Tracker:
+    """Read a tracker. Raises nothing for its contents: a bad one is a `Tracker` with a problem."""
+    return _read(tracker_path(root, kind))
+
+
+def read_committed(root: Path) -> int | None:
+    """Return the newest step that this program has committed in full, or begun with; 0: none so far.
+
+    None: it has noted nothing, so all that is known is what the tracker says.
+    """
+    return _read(root / COMMITTED).step
+
+
+def write_committed(root: Path, step: int) -> None:
+    """Note the newest step that this program has committed in full, in one durable step."""
+    replace_file(root / COMMITTED, str(step))
+
+
+def newest_finished(root: Path, tracker: Tracker | None = None) -> int | None:
+    """Return the newest step that is known to be finished, by verl or by this program; None: nobody says.
+
+    Args:
+        tracker: what the tracker of full checkpoints says, by who has read it already.
+    """
+    tracker = tracker or read_tracker(root, FULL)
+    known = [step for step in (tracker.step, read_committed(root)) if step is not None]
+    return max(known, default=None) if tracker.problem is None else None
+
+
+def _read(path: Path) -> Tracker:
+    try:
+        text = path.read_bytes().decode("ascii").strip()
+    except FileNotFoundError:
+        return Tracker(None)
+    except OSError as error:
+        return Tracker(None, f"{path} cannot be read: {error}", unreadable=True)
+    except UnicodeDecodeError as error:
+        return Tracker(None, f"{path} cannot be read: {error}")
+    if not text.isdecimal():
+        return Tracker(None, f"{path} holds {text[:40]!r} instead of a step")
+    return Tracker(int(text))
+
+
+def write_tracker(root: Path, kind: Kind, step: int | None) -> None:
+    """Let the tracker name a step, in one durable step; None removes it."""
+    path = tracker_path(root, kind)
+    if step is not None:
+        replace_file(path, str(step))
+    elif path.exists():
+        path.unlink()
+        sync_folder(root)

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from trinity_sync.checkpoint.layout import (
     STAGING,
     STEP_PREFIX,
+    TRACKERS,
     TRASH_PREFIX,
     VERSIONS,
     Manifest,
@@ -27,7 +28,6 @@ from trinity_sync.checkpoint.layout import (
     UnreadableError,
     read_manifest,
 )
-from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import make_folder, replace_file
 from trinity_sync.host.locks import open_lock, try_lock

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
-from trinity_sync.checkpoint.deletion import of_verl, trash_checkpoint
-from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
-from trinity_sync.checkpoint.tracker_files import Tracker, read_tracker
-from trinity_sync.checkpoint.trash import empty_trash
+from trinity_sync.checkpoint.deletion import empty_trash, of_verl, trash_checkpoint
+from trinity_sync.checkpoint.layout import STAGING, Manifest, Tracker, UnreadableError, read_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide

@@ -12,21 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.checkpoint.catalog import places, scan
-from trinity_sync.checkpoint.deletion import trash_checkpoint, undo_deletions
+from trinity_sync.checkpoint.commits import finish_exchange, finish_renames
+from trinity_sync.checkpoint.deletion import delete_folder, empty_trash, trash_checkpoint, undo_deletions
 from trinity_sync.checkpoint.layout import (
+    COMMITTED,
     LEASES,
     PRUNED,
     REPLACED_PREFIX,
     STAGING,
+    TRACKERS,
     VERSIONS,
     journal_path,
     partial_staging_dir,
     staging_dir,
     versions_dir,
 )
-from trinity_sync.checkpoint.replacement import finish_exchange, finish_renames
-from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
-from trinity_sync.checkpoint.trash import delete_folder, empty_trash
 from trinity_sync.errors import RunError
 
 

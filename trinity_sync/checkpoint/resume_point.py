@@ -8,17 +8,31 @@ was, may be there tomorrow.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import catalog, recovery, rollback, verl_folders
-from trinity_sync.checkpoint.catalog import CheckpointInfo
-from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, UnreadableError, step_dir
-from trinity_sync.checkpoint.tracker_files import newest_finished, read_committed, read_tracker, tracker_path
-from trinity_sync.checkpoint.verification import newest_good
+from trinity_sync.checkpoint import catalog, recovery
+from trinity_sync.checkpoint.catalog import CheckpointInfo, check_ours, newest_good, scan
+from trinity_sync.checkpoint.deletion import unlink_notes
+from trinity_sync.checkpoint.layout import (
+    Manifest,
+    NewerFormatError,
+    UnreadableError,
+    abandoned_dir,
+    newest_finished,
+    read_committed,
+    read_tracker,
+    step_dir,
+    tracker_path,
+    write_committed,
+    write_tracker,
+)
+from trinity_sync.checkpoint.recovery import recover
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import FULL
+from trinity_sync.host.durable import sync_folder
+from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +151,7 @@ def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = (
     attempt = 0 if before is None else before + 1
     found = _newest(root, roles) if resume_step is None else _named(root, resume_step, roles)
     step = found.step if found is not None else 0
-    rollback.set_start(root, step, attempt, of_verl=True)
+    set_start(root, step, attempt, of_verl=True)
     verified = found is None or found.manifest is not None
     if not verified:
         logger.warning("the run goes on from %s, which verl wrote: it is not verified", step_dir(root, step))
@@ -179,7 +193,7 @@ def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | No
     if step == 0:
         return None
     info = next((info for info in catalog.scan(root) if info.step == step), None)
-    absent = verl_folders.missing(info.path, roles) if info is not None and info.state == "verl" else None
+    absent = catalog.missing(info.path, roles) if info is not None and info.state == "verl" else None
     if absent is not None:
         raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")
     if info is None or (info.kind != FULL and info.state != "verl"):
@@ -191,3 +205,56 @@ def _steps(steps: Collection[int]) -> str:
     newest = sorted(steps)[-5:]
     text = ", ".join(map(str, newest)) if len(newest) == len(steps) else f"..., {', '.join(map(str, newest))}"
     return f"step {text} was" if len(steps) == 1 else f"steps {text} were"
+
+
+# Setting a checkpoint folder back to the step that a resume goes on from. Later checkpoints are set aside.
+
+
+def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
+    """Check that a resume may go on after a step: all later ones, which it sets aside, are this program's own.
+
+    Args:
+        of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
+
+    Raises:
+        RunError: a later one was written by a newer version of this program, by another run, or by verl.
+    """
+    others = ("newer", "foreign", "verl") if of_verl else ("newer", "foreign")
+    check_ours([info for info in scan(root) if info.step > step], others)
+
+
+def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:
+    """Prepare a resume: `attempt` goes on after `step`. Later folders become ``abandoned-*``, trackers are set back.
+
+    Args:
+        step: the step that the resume starts from; 0: from the initial weights.
+        attempt: the new attempt; what is staged of others is removed.
+        of_verl: as for `check_start`.
+
+    Returns:
+        The new paths of the abandoned folders.
+
+    Raises:
+        RunError: as `check_start`; nothing has been touched then.
+    """
+    check_start(root, step, of_verl=of_verl)
+    recover(root, clock=time.time)
+    unlink_notes(root, attempt)
+    infos = scan(root)
+    # What the resume starts from may be verl's own.
+    full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
+    # Trackers first: a crash in between leaves them naming something that is there.
+    if root.is_dir():
+        write_committed(root, max((of for of in full if of <= step), default=0))
+    for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
+        write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
+    abandoned = []
+    for info in infos:
+        if info.step > step:
+            before = info.attempt if info.attempt is not None or attempt == 0 else attempt - 1
+            path = abandoned_dir(root, info.step, before)
+            info.path.rename(path)
+            abandoned.append(path)
+    if abandoned:
+        sync_folder(root)
+    return abandoned

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint import leases
-from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan, with_files_seen
+from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
+from trinity_sync.checkpoint.layout import read_tracker
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.tracker_files import read_tracker
-from trinity_sync.checkpoint.verification import verify
-from trinity_sync.cli.policies import given_policies, saved_policies
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.cli.tables import print_json, print_line, print_table
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -27,8 +25,8 @@ from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.tracking import units
 from trinity_sync.tracking.afterwards import note_prunes
-from trinity_sync.tracking.progress import Progress, progress_bar
 from trinity_sync.tracking.record import read_record, recorded_checkpoints
+from trinity_sync.tracking.units import Progress, progress_bar
 
 _VERDICTS = {
     "committed": "good",
@@ -325,7 +323,7 @@ def _checkpoints_of(run: Path) -> Path:
 
 
 def _check_owned(run: Path, checkpoints: Path) -> None:
-    from trinity_sync.launch.resume import check_owned
+    from trinity_sync.launch.start import check_owned
 
     try:
         check_owned(run, checkpoints)
@@ -400,3 +398,51 @@ def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int
 
 def _shown(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+# The retention policies of `trinity-sync ckpt prune`: those of the command line, or those that a run has saved.
+
+
+def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
+    """Make the policies that ``--keep`` names, as ``POLICY`` or ``POLICY.FIELD=VALUE``.
+
+    Raises:
+        ConfigError: one is unknown or wrong.
+    """
+    from hydra.errors import HydraException
+
+    from trinity_sync import config
+    from trinity_sync.launch.messages import explain
+
+    names = list(dict.fromkeys(item.partition(".")[0] for item in keep))
+    fields = [f"retention.policies.{item}" for item in keep if "=" in item]
+    try:
+        cfg = config.compose([f"retention=[{','.join(names)}]", *fields])
+    except HydraException as error:
+        raise ConfigError(explain(error)) from error
+    config.check(cfg)
+    return config.retention_policies(cfg)
+
+
+def saved_policies(nodes: Mapping[str, Any], allowed: Sequence[str], run: Path) -> tuple[Policy, ...]:
+    """Make the policies that a run's saved settings name.
+
+    Somebody else may have made that folder, so of what they name only what is ours or allowed is imported.
+
+    Args:
+        nodes: policy name to fields, resolved.
+        allowed: packages or dotted names that may be run, too.
+        run: the run's folder, for errors.
+
+    Raises:
+        ConfigError: one is not allowed, unknown or wrong.
+    """
+    from trinity_sync import config
+
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping | None):
+            raise ConfigError(f"retention.policies.{name} is {node} in the saved settings of {run}; give --keep ...")
+        target = (node or {}).get(config.TARGET)
+        if target is not None:
+            config.check_saved_target(f"retention.policies.{name}.{config.TARGET}", str(target), allowed, run)
+    return tuple(config.build_policy(name, node) for name, node in nodes.items())

@@ -102,7 +102,7 @@ def _overrides(before: Sequence[str], word: str) -> list[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     from trinity_sync.config.composition import completions
-    from trinity_sync.launch.command_line import CommandLine
+    from trinity_sync.launch.messages import CommandLine
 
     try:
         return completions([*CommandLine.read(before).arguments, word])

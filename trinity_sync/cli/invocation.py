@@ -20,9 +20,9 @@ from trinity_sync.config.overrides import as_numbers
 from trinity_sync.config.recorded import NOTHING, Recorded
 from trinity_sync.config.saved import Places
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.module_path import own_modules_found
+from trinity_sync.host.memory import own_modules_found
 from trinity_sync.launch.messages import explain
-from trinity_sync.launch.resume import used_places
+from trinity_sync.launch.start import used_places
 
 _WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
 """What composing settings that are wrong raises."""

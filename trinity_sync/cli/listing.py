@@ -15,7 +15,7 @@ from trinity_sync.host.terminal import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trinity_sync.report.overview import RunLine, SweepLine
+    from trinity_sync.report.run_page import RunLine, SweepLine
 
 _STATUS = 2
 _STYLES = {"failed": "red", "unreadable": "red", "interrupted": "yellow", "running": "cyan", "completed": "green"}
@@ -35,7 +35,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _list(options: argparse.Namespace) -> int:
     from trinity_sync.cli.tables import print_json
-    from trinity_sync.report.overview import SweepLine
+    from trinity_sync.report.run_page import SweepLine
 
     lines = runs_below(options.folder)
     if options.json:
@@ -111,7 +111,7 @@ def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:
     Raises:
         ConfigError: there is no such folder.
     """
-    from trinity_sync.report.overview import find
+    from trinity_sync.report.run_page import find
 
     return find(_roots(folder))
 
@@ -171,7 +171,7 @@ def _shared(values: set[str]) -> str:
 
 
 def _as_json(line: RunLine | SweepLine) -> dict[str, object]:
-    from trinity_sync.report.overview import SweepLine
+    from trinity_sync.report.run_page import SweepLine
 
     if isinstance(line, SweepLine):
         return {"path": str(line.path), "states": line.states, "jobs": [_as_json(job) for job in line.jobs]}

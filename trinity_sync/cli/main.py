@@ -8,15 +8,21 @@ stderr.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trinity_sync import __version__
-from trinity_sync.cli import completion, doctor, explain, listing, reproduce, runs, trace, verl, watch
-from trinity_sync.errors import TrinityError
-from trinity_sync.host.module_path import own_modules_found
+from trinity_sync.cli import completion, listing, reproduce, runs, verl, watch
+from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.host.memory import own_modules_found
 from trinity_sync.host.terminal import output_lost, safe_streams
+
+if TYPE_CHECKING:
+    from trinity_sync.config.described import Described
+
 
 _DESCRIPTION = """\
 Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
@@ -80,7 +86,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides := [*getattr(options, "overrides", ()), *rest]:
-        from trinity_sync.launch.command_line import plain_override
+        from trinity_sync.launch.messages import plain_override
 
         options.overrides = [plain_override(text) for text in overrides]
     return options
@@ -107,9 +113,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     listing.add_commands(commands)
     watch.add_commands(commands)
     reproduce.add_commands(commands)
-    trace.add_commands(commands)
-    explain.add_commands(commands)
-    doctor.add_commands(commands)
+    add_trace(commands)
+    add_explain(commands)
+    add_doctor(commands)
     verl.add_commands(commands)
     completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
@@ -119,3 +125,118 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
         weights.add_commands(checkpoints.add_commands(ckpt))
     return parser
+
+
+# The command `trinity-sync doctor`: whether runs can start on this machine.
+
+
+def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add it to the parser of `trinity-sync`."""
+    doctor = commands.add_parser(
+        "doctor", help="look whether runs can start here: packages, GPUs, shared memory, disk, ports"
+    )
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from trinity_sync.launch.machine import findings
+
+    stopping = 0
+    for found in findings():
+        print(f"{found.state:<8} {found.subject:<16} {found.told}")
+        stopping += found.state == "error"
+    print("a run can start here" if not stopping else "a run cannot start here until the errors are mended")
+    return 1 if stopping else 0
+
+
+# The command `trinity-sync explain`: what a setting does, its type, its default, and the file that says so.
+
+
+def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add it to the parser of `trinity-sync`."""
+    explain = commands.add_parser("explain", help="what a setting does, its type and its default; or what a group has")
+    explain.add_argument("key", metavar="KEY", help="a setting such as sync.interval, or a group such as sync")
+    explain.set_defaults(command=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from trinity_sync.config.described import described, group_comments
+
+    key = options.key.lstrip("+~").partition("=")[0].rstrip(".").replace("/", ".")
+    settings = described()
+    exact = [one for one in settings if one.key == key]
+    below = list(dict.fromkeys(one.key for one in settings if one.key.startswith(f"{key}.")))
+    if exact:
+        print(_of_setting(key, exact))
+    elif below:
+        print(_of_group(key, group_comments(key), [one for one in settings if one.key in below]))
+    else:
+        raise ConfigError(_unknown(key, [one.key for one in settings]))
+    return 0
+
+
+def _of_setting(key: str, found: Sequence[Described]) -> str:
+    lines = [key]
+    for one in {(one.comment, one.default, one.file): one for one in found}.values():
+        options = sorted(other.option for other in found if (other.file, other.default) == (one.file, one.default))
+        with_options = f" (with {', '.join(options)})" if any(options) else ""
+        lines += [f"  {one.comment}", f"  type     {one.type or 'any'}", f"  default  {one.default}"]
+        lines += [f"  file     {one.file}{with_options}"]
+    return "\n".join(lines)
+
+
+def _of_group(key: str, options: dict[str, str], found: Iterable[Described]) -> str:
+    lines = [key, *(f"  {key}={name:<20} {comment}" for name, comment in options.items())]
+    comments = {one.key: one.comment for one in reversed(list(found))}
+    width = max(map(len, comments))
+    return "\n".join([*lines, *(f"  {name:<{width}}  {comments[name]}" for name in sorted(comments))])
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    last = key.rpartition(".")[2]
+    groups = [name.partition(".")[0] for name in known]
+    near = [name for name in known if name.rpartition(".")[2] == last]
+    near += difflib.get_close_matches(key, [*known, *groups], n=3)
+    by_last = {name.rpartition(".")[2]: name for name in known}
+    near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=2)]
+    names = list(dict.fromkeys(near))[:4]
+    told = f"near to it: {', '.join(names)}" if names else "the groups are in `trinity-sync run --help`"
+    return f"{key} is no setting; {told}"
+
+
+# The command `trinity-sync trace`: who did what when in a run, as a file for Perfetto.
+
+
+def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add it to the parser of `trinity-sync`."""
+    trace = commands.add_parser(
+        "trace", help="write who did what when in a run, for ui.perfetto.dev or chrome://tracing"
+    )
+    trace.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, which may be going on")
+    trace.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where to (default: trace.json in the run's folder); - for standard output",
+    )
+    trace.set_defaults(command=_trace)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from trinity_sync.report import load, write_trace
+    from trinity_sync.report.data import Sweep
+
+    run = load(options.run)
+    if isinstance(run, Sweep):
+        raise ConfigError(f"{run.path} is a sweep; name one of its jobs, such as {run.runs[0].path}")
+    if not run.metrics and not run.events:
+        raise ConfigError(" ".join([f"{run.path} has recorded nothing that could be traced.", *run.notes]))
+    for note in run.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if options.output == "-":
+        from trinity_sync.report.trace import document
+
+        sys.stdout.writelines(document(run))
+        return 0
+    print(write_trace(run, None if options.output is None else Path(options.output)))
+    return 0

@@ -17,10 +17,8 @@ from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_sync.cli.invocation import Recomposed
-    from trinity_sync.cli.replay import Replay
-    from trinity_sync.cli.source import Source
-    from trinity_sync.reproduction.environment import Differs
-    from trinity_sync.reproduction.outcome import Comparison, Outcome, Unequal
+    from trinity_sync.cli.replay import Replay, Source
+    from trinity_sync.reproduction.outcome import Comparison, Differs, Outcome, Unequal
 
 _RUN_DIR = "hydra.run.dir"
 _MOST_SHOWN = 5
@@ -54,7 +52,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def reproduce_command(options: argparse.Namespace) -> int:
     """Run a run once more, or write a bundle of it; return the exit code."""
-    from trinity_sync.cli.source import find_source, read_source
+    from trinity_sync.cli.replay import find_source, read_source
 
     if options.bundle and (options.overrides or options.steps is not None):
         raise ConfigError("--bundle writes a run as it was; give what is to change where it is reproduced")
@@ -87,7 +85,7 @@ def _write_bundle(source: Source, output: Path | None) -> int:
 
     from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.cli.replay import check_digest, split_places, without_secret
-    from trinity_sync.config.comparison import bundled, without_places
+    from trinity_sync.config.saved import bundled, without_places
     from trinity_sync.host.masking import masked_override
     from trinity_sync.reproduction.bundle import Bundle
 
@@ -125,7 +123,7 @@ def _write_bundle(source: Source, output: Path | None) -> int:
 
 
 def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> None:
-    from trinity_sync.reproduction.repeats import MOST, judged
+    from trinity_sync.reproduction.outcome import MOST, judged
 
     if metrics_only and not 2 <= repeats <= MOST:
         raise ConfigError(f"--repeats is {repeats}; it takes 2 to {MOST} runs to tell how far they spread")
@@ -202,8 +200,8 @@ def _take_as_many_threads(source: Source) -> None:
 
 def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
     """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
-    from trinity_sync.host import hardware
-    from trinity_sync.reproduction.environment import Differs, differences
+    from trinity_sync.host import memory
+    from trinity_sync.reproduction.outcome import Differs, differences
     from trinity_sync.tracking.record import git_state, package_versions
 
     found = os.environ.get("OMP_NUM_THREADS", "")
@@ -213,7 +211,7 @@ def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
             "packages": package_versions(),
             "git": git_state(Path.cwd()),
             "threads": int(found) if found.isdecimal() else None,
-            "hardware": hardware.describe(),
+            "hardware": memory.describe(),
         },
     )
     digests = {attempt.get("config_digest") for attempt in source.record.get("attempts") or []}
@@ -244,9 +242,9 @@ def _run(settings: Recomposed, folder: Path, steps: int) -> int:
 
 
 def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs: Sequence[Differs]) -> int:
-    from trinity_sync.cli.source import RESULT
+    from trinity_sync.cli.replay import RESULT
     from trinity_sync.reproduction.outcome import compare
-    from trinity_sync.tracking.files import write_json
+    from trinity_sync.tracking.jsonl import write_json
 
     print(f"reproducing steps 1 to {steps} of {source.place} in {folder}", file=sys.stderr)
     code = _run(settings.recomposed, folder, steps)
@@ -307,9 +305,9 @@ def _outcome(folder: Path) -> Outcome:
 
 
 def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
-    from trinity_sync.cli.source import RESULT
-    from trinity_sync.reproduction.repeats import Interval, end_of, judged
-    from trinity_sync.tracking.files import write_json
+    from trinity_sync.cli.replay import RESULT
+    from trinity_sync.reproduction.outcome import Interval, end_of, judged
+    from trinity_sync.tracking.jsonl import write_json
 
     old = source.outcome.up_to(steps)
     name = judged(old)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from trinity_sync.cli.invocation import Invocation
     from trinity_sync.config import Difference
-    from trinity_sync.launch.resume import Resume
+    from trinity_sync.launch.start import Resume
 
 _NEW_SETTINGS = 3
 """So many of them are told like changes."""
@@ -94,7 +94,7 @@ def _job(cfg: DictConfig) -> float:
 
 def resume_run_or_sweep(options: argparse.Namespace) -> int:
     """Go on with a run or a sweep, or show its settings; return the exit code."""
-    from trinity_sync.launch.resume import Resume
+    from trinity_sync.launch.start import Resume
 
     if options.run is None or (not options.run.exists() and "=" in options.run.name):
         raise ConfigError(_which_run())
@@ -126,8 +126,8 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
 def _which_run() -> str:
     """Tell someone who named no run which one they may mean."""
     from trinity_sync.cli.listing import runs_below
-    from trinity_sync.launch.resume import resume_command
-    from trinity_sync.report.overview import SweepLine
+    from trinity_sync.launch.start import resume_command
+    from trinity_sync.report.run_page import SweepLine
     from trinity_sync.tracking.closing import shorten
 
     runs = [run for line in runs_below(None) for run in (line.jobs if isinstance(line, SweepLine) else [line])]
@@ -181,10 +181,8 @@ def _go_on(
 ) -> int:
     from trinity_sync import config
     from trinity_sync.cli.invocation import saved_settings
-    from trinity_sync.launch.resume import PLACES, check_owned, committed_steps
-    from trinity_sync.launch.start import checkpoint_folder, look_before_resume
-    from trinity_sync.tracking.record import read_record
-    from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
+    from trinity_sync.launch.start import PLACES, check_owned, checkpoint_folder, committed_steps, look_before_resume
+    from trinity_sync.tracking.record import RunFolderInUse, lock_owner, read_record
 
     read_record(folder / "run.json")
     before = saved_settings(folder)

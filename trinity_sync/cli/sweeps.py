@@ -17,8 +17,7 @@ from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.launch.app import DONE, INTERRUPTED, finish_sweep
 from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.sweeps import split_jobs
-from trinity_sync.tracking.record import read_record
-from trinity_sync.tracking.run_folder import lock_owner
+from trinity_sync.tracking.record import lock_owner, read_record
 
 SETTINGS = "multirun.yaml"
 """What Hydra leaves in the folder of a sweep."""

@@ -55,7 +55,7 @@ def _watch(options: argparse.Namespace) -> int:
     if is_run(folder):
         from trinity_sync.cli.watch_run import watch_run as watch
     else:
-        from trinity_sync.cli.watch_sweep import watch_sweep as watch
+        from trinity_sync.cli.watch_run import watch_sweep as watch
     logging.getLogger("trinity_sync").addHandler(logging.NullHandler())  # what the view logs is told by its watcher
     view = LiveView("off" if options.once else "auto")
     try:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
-from trinity_sync.checkpoint.places import check_free, find_config
+from trinity_sync.checkpoint.leases import check_free, find_config
 from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step
 from trinity_sync.cli.tables import print_json, print_table
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import units
-from trinity_sync.tracking.progress import progress_bar
+from trinity_sync.tracking.units import progress_bar
 
 if TYPE_CHECKING:
     from trinity_sync.checkpoint.difference import TensorDifference

@@ -21,16 +21,30 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import plain
-from trinity_sync.config.lookup import build, load, load_class, missing
+from trinity_sync.config.lookup import (
+    LABELS,
+    OF_ENGINES,
+    TARGET,
+    build,
+    load,
+    load_class,
+    missing,
+    own_labels,
+    own_targets,
+)
 from trinity_sync.config.lora import check_lora
-from trinity_sync.config.model_checks import check_attention, check_model, check_positions, check_workload
-from trinity_sync.config.options import LABELS, OF_ENGINES, TARGET, own_labels, own_targets
+from trinity_sync.config.model_checks import (
+    check_attention,
+    check_model,
+    check_positions,
+    check_validation,
+    check_vllm,
+    check_vllm_server,
+    check_workload,
+)
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import Config
-from trinity_sync.config.validation_checks import check_validation
-from trinity_sync.config.vllm_checks import check_vllm
-from trinity_sync.config.vllm_server_checks import check_vllm_server
 from trinity_sync.errors import ConfigError
 
 # What the classes have to be that options of these groups name. As text, since their packages lie above this one.

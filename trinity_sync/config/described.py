@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from trinity_sync.config.composition import conf_dir
-from trinity_sync.config.fields import LONGEST_S
-from trinity_sync.config.schema import SCHEMA
+from trinity_sync.config.schema import LONGEST_S, SCHEMA
 
 _HEADER = "# @package "
 _NOT_OPTIONS = ("base", "experiment", "hydra/help", "hydra/job_logging")

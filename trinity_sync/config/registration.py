@@ -5,9 +5,16 @@ from __future__ import annotations
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from trinity_sync.config.options import LABELS
-from trinity_sync.config.schema import SCHEMA, BackendConfig, CheckpointConfig, VllmConfig
-from trinity_sync.config.training_schema import ConversationsConfig, PairsConfig, PromptFileConfig
+from trinity_sync.config.lookup import LABELS
+from trinity_sync.config.schema import (
+    SCHEMA,
+    BackendConfig,
+    CheckpointConfig,
+    ConversationsConfig,
+    PairsConfig,
+    PromptFileConfig,
+    VllmConfig,
+)
 
 _PASSED_ON: tuple[tuple[type, str], ...] = (
     (BackendConfig, "overrides"),

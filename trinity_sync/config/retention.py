@@ -8,10 +8,8 @@ from typing import Any, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trinity_sync.config.lookup import load_class
-from trinity_sync.config.options import TARGET
-from trinity_sync.protocol.quantities import QUANTITY
-from trinity_sync.protocol.retention import Policy, make_policy, policy_named
+from trinity_sync.config.lookup import TARGET, load_class
+from trinity_sync.protocol.retention import QUANTITY, Policy, make_policy, policy_named
 
 
 def retention_policies(cfg: DictConfig) -> tuple[Policy, ...]:

@@ -13,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.checks import check_own_classes
 from trinity_sync.config.composition import plain
-from trinity_sync.config.lookup import build, load, missing
-from trinity_sync.config.options import TARGET, own_options
+from trinity_sync.config.lookup import TARGET, build, load, missing, own_options
+from trinity_sync.config.model_checks import KEY, ROWS, validates
 from trinity_sync.config.retention import retention_policies
-from trinity_sync.config.validation_checks import KEY, ROWS, validates
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import ended, origin
-from trinity_sync.tasks.judging import Judging
+from trinity_sync.tasks.rewards import Judging
 
 # Named as text, since the packages of these classes lie above this one.
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"

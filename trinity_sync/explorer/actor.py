@@ -8,25 +8,26 @@ the engine takes versions beside what it generates, a load does not end that; th
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import ray
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import EngineDied, LoadFailed, LoadReport, Produced, Whereabouts
+from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.following import Follower
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory_with_children
@@ -34,15 +35,14 @@ from trinity_sync.host.origin import told
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.tasks.base import Judge
 from trinity_sync.tracking import units
 
 if TYPE_CHECKING:
-    from trinity_sync.sync.loading import WeightLoader
+    from trinity_sync.sync.in_place import WeightLoader
 
 
 class Explorer:
@@ -62,7 +62,7 @@ class Explorer:
     def warm_up(self) -> None:
         """Import what `start` needs. Called at once, while the model that `start` reads may still be in the making."""
         with without_collections():
-            import trinity_sync.sync.loading  # noqa: F401
+            import trinity_sync.sync.in_place  # noqa: F401
 
             load(f"explorer.{TARGET}", self._spec.engine[TARGET])
 
@@ -75,7 +75,7 @@ class Explorer:
         if judge is not None:  # its processes begin while the model loads
             judge.warm_up()
         if self._spec.deterministic:
-            from trinity_sync.models.deterministic import use_deterministic_kernels
+            from trinity_sync.models.attention import use_deterministic_kernels
 
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
@@ -84,7 +84,7 @@ class Explorer:
     def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
         """Connect to the node agents (by Ray node id), once they have their slots; return where this explorer runs."""
         spec = self._spec
-        from trinity_sync.sync.loading import WeightLoader
+        from trinity_sync.sync.in_place import WeightLoader
 
         layouts = LayoutCache(agents, spec.timeout_s)
         mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
@@ -248,3 +248,106 @@ def _lease_folder(
 
     with lease_checkpoint(folder.parent, version.step, reader=spec.name, seconds=seconds, clock=clock) as lease:
         yield go_on
+
+
+# Versions that are taken while an explorer generates, for engines that can (`RolloutEngine.takes_beside`).
+
+
+_LOOK_S = 0.5
+"""How long a wait for a newer version lasts, and so how long its thread outlives what it was for."""
+
+
+Load = tuple[float, LoadReport]
+"""Seconds after the beginning, and what is told of it."""
+
+
+class Follower:
+    """Takes each version that is published while its body runs.
+
+    The first version that cannot be taken is the last that is tried. Where it has cost the weights, the generation that
+    is under way ends, and what the body raises is `LoadFailed`.
+
+    Args:
+        newer: waits so many seconds for a newer version than the one that is held, and returns it; None: none will
+            come any more. Raises `WaitTimeout` where none came.
+        load: takes the newest version.
+        holds: whether a version is held, whole.
+        give_up: has the generation that is under way raise, and what is begun after it.
+
+    Attributes:
+        loads: what was taken.
+        failed: why a version could not be taken, where the one before is held still.
+    """
+
+    def __init__(
+        self,
+        newer: Callable[[float], Version | None],
+        load: Callable[[], LoadReport],
+        holds: Callable[[], bool],
+        give_up: Callable[[], None],
+    ) -> None:
+        self._newer, self._load, self._holds, self._give_up = newer, load, holds, give_up
+        self._loading = threading.Lock()
+        self._over = False
+        self._error: LoadFailed | None = None
+        self.loads: list[Load] = []
+        self.failed: str | None = None
+
+    def __enter__(self) -> Self:
+        self._began = time.perf_counter()
+        threading.Thread(target=self._follow, name="follow versions", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._loading:  # a load that is under way is finished
+            self._over = True
+        if self._error is not None:
+            raise self._error
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Let no load begin meanwhile, and wait for the one that is under way.
+
+        Raises:
+            LoadFailed: one has cost the weights.
+        """
+        with self._loading:
+            if self._error is not None:
+                raise self._error
+            yield
+
+    def _follow(self) -> None:
+        while not self._over:
+            try:
+                newest = self._newer(_LOOK_S)
+            except WaitTimeout:
+                continue
+            except Exception as error:
+                with self._loading:
+                    self._failed(error)
+                return
+            if newest is None or not self._take():
+                return
+
+    def _take(self) -> bool:
+        with self._loading:
+            if self._over:
+                return False
+            after = time.perf_counter() - self._began
+            try:
+                self.loads.append((after, self._load()))
+            except Exception as error:
+                self._failed(error)
+                return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        """Note a failure, before anybody else can look."""
+        if self._over or self._holds():
+            self.failed = str(error)
+            return
+        self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error))
+        self._error.__cause__ = error.__cause__
+        self._give_up()

@@ -12,12 +12,10 @@ from trinity_sync.errors import RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.tasks.base import Task
-from trinity_sync.weights.tensors import to_torch, version_tensors
+from trinity_sync.weights.tensors import hold_fp32, kept_by_class, to_torch, version_tensors
 from trinity_sync.weights.wire import kept_names
-from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
 
 
 class BytesEngine(RolloutEngine):

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.tasks.base import Task
 
 if TYPE_CHECKING:
     import torch
 
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.loading import WeightTarget
+    from trinity_sync.sync.in_place import WeightTarget
 
 
 class RolloutEngine(ABC):

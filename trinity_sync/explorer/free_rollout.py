@@ -22,17 +22,16 @@ from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer import LOAD_TRIES, Beside, ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host import interrupts
-from trinity_sync.samples.advantages import Judge
+from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
-from trinity_sync.samples.filtering import Drawn, GroupFilter
 from trinity_sync.samples.position import GroupId
 from trinity_sync.samples.queue import GroupQueue, QueueRules, Ready, Taken
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import prompts_of
 
 if TYPE_CHECKING:
-    from trinity_sync.explorer.version_validations import VersionValidations
+    from trinity_sync.explorer.validation import VersionValidations
     from trinity_sync.tasks.base import Task
 
 GRACE_S = 5.0

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+import transformers
+from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -28,22 +32,31 @@ from trinity_sync.config import dtype_name
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.hf_model import add_adapter, held_model
-from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
 from trinity_sync.explorer.texts import Responses, Texts, scored
+from trinity_sync.models.adapter_layers import adapter_layers
+from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import IMAGES, auto_class
+from trinity_sync.models.indexed_file import follow_indexes
 from trinity_sync.samples.batch import SampleBatch, TokenRows
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, GAMMA, LAST_SHIFT, MIX, Drawing, Prompt, Purpose, path
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.lora import held_adapter, saved_name
-from trinity_sync.weights.tensors import state_digest, to_torch, version_tensors
+from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import (
+    cast_model,
+    from_torch,
+    hold_fp32,
+    kept_by_class,
+    state_digest,
+    to_torch,
+    version_tensors,
+)
 from trinity_sync.weights.wire import Wire, kept_names
-from trinity_sync.weights.wire_cast import kept_by_class
 
 if TYPE_CHECKING:
     pass
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class HFEngine(RolloutEngine):
@@ -266,3 +279,215 @@ def _can_share_prefill(model: PreTrainedModel) -> bool:
         and bool(layers)
         and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
     )
+
+
+# The model that `HFEngine` holds: without weights, or with those of the folder below an adapter.
+
+
+def held_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    keep_fp32: Sequence[str] | None,
+    weights: str | None,
+) -> PreTrainedModel:
+    """Make the model.
+
+    Args:
+        config: of the model.
+        dtype: in which it computes.
+        device: where it is.
+        attn_implementation, trust_remote_code, keep_fp32: as for `HFEngine`.
+        weights: folder in Hugging Face format, or hub id, from which they are read; None: they are not filled.
+
+    Raises:
+        ConfigError: a tensor that is to be kept in fp32 cannot be, or the model does not compute with it.
+        OSError, ValueError: transformers has no such model, or no weights are there.
+    """
+    if weights is None:
+        model = unfilled_model(
+            config, dtype, device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    else:
+        follow_indexes()  # as trainers do
+        # What is kept whole must not have been rounded before.
+        kind = getattr(transformers, auto_class(config.to_dict()))
+        model = kind.from_pretrained(
+            weights,
+            config=config,
+            dtype=dtype if keep_fp32 is None else torch.float32,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        ).to(device)
+        if keep_fp32 is not None:
+            cast_model(model, dtype, keep_fp32)
+        model.eval().requires_grad_(False)
+    if dtype is not torch.float32:
+        kept = hold_fp32(model, kept_by_class(model, from_torch(dtype)) if keep_fp32 is None else keep_fp32)
+        if kept:
+            _check_computes(model, dtype, kept)
+    return model
+
+
+def add_adapter(adapter: Adapter, model: PreTrainedModel) -> None:
+    """Put an adapter without weights into a model, in the dtypes of what it is added to."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        use_rslora=adapter.rslora,
+        target_modules=list(adapter_layers(model, adapter.targets, saved=adapter.path is not None).names),
+        bias="none",
+        inference_mode=True,
+    )
+    get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def _check_computes(model: PreTrainedModel, dtype: torch.dtype, kept: Sequence[str]) -> None:
+    """Check that the model computes with what is kept in fp32, by a pass whose result is thrown away.
+
+    Raises:
+        ConfigError: it does not, as a linear layer in another dtype than what it is given.
+    """
+    try:
+        model(torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
+    except torch.OutOfMemoryError:  # nothing of the kind
+        raise
+    except RuntimeError as error:
+        raise ConfigError(
+            f"sync.keep_fp32 keeps {listed(kept)} in fp32, with which this model cannot compute in explorer.dtype="
+            f"{str(dtype).removeprefix('torch.')}: {' '.join(str(error).split())}; set explorer.dtype=fp32, or leave "
+            "them out"
+        ) from error
+
+
+# Sampling whose random numbers depend on (seed, step, prompt, sample, position) and on nothing else.
+
+
+CHUNK_ELEMENTS = 1 << 23
+"""Probabilities that are accumulated at a time (in float64): bounds temporary memory where the vocabulary is large."""
+
+
+def sequence_keys(
+    seed: int, step: int, prompts: ArrayLike, samples: ArrayLike, purpose: Purpose = Purpose.SAMPLING
+) -> torch.Tensor:
+    """Keys of sequences, int64 of shape (sequences,) on the CPU.
+
+    Args:
+        seed: the run's seed.
+        step: trainer step that the samples are for.
+        prompts: integers of shape (sequences,), `Prompt.index` of each.
+        samples: integers of shape (sequences,), number of each within its prompt's group.
+        purpose: what the samples are for.
+    """
+    keys = path(seed, purpose, step, prompts, samples)
+    return torch.from_numpy(keys.view(np.int64))
+
+
+def uniforms(keys: torch.Tensor, position: int) -> torch.Tensor:
+    """One number per key, uniform in the open interval (0, 1): the middles of 2**52 equal cells.
+
+    Args:
+        keys: int64 of any shape and device, from `sequence_keys`.
+        position: place of the token in the response, from 0.
+
+    Returns:
+        float64 of the same shape, on the same device.
+    """
+    value = keys + _signed((position + 1) * GAMMA)
+    for shift, factor in MIX:
+        value = (value ^ _shift_right(value, shift)) * _signed(factor)
+    value = value ^ _shift_right(value, LAST_SHIFT)
+    return (_shift_right(value, 12).double() + 0.5) * 2.0**-52
+
+
+def _signed(value: int) -> int:
+    """The int64 that has the bits of an unsigned number modulo 2**64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift in zeros; torch shifts in the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def inverse_cdf(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative softmax passes a number. Tokens of probability 0 are never chosen.
+
+    Args:
+        logits: float32 of shape (sequences, vocabulary); -inf for excluded tokens.
+        numbers: float64 of shape (sequences,), in (0, 1).
+
+    Returns:
+        int64 of shape (sequences,).
+    """
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    for first in range(0, len(logits), rows):
+        part = slice(first, first + rows)
+        cumulative = torch.softmax(logits[part], dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        # the sum is not exactly 1; a number below 1 - 2**-53 times the sum rounds to less than the sum
+        target = numbers[part, None] * cumulative[:, -1:]
+        tokens[part] = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return tokens
+
+
+class SeededSampler(LogitsProcessor):
+    """Chooses the next tokens, forces `generate` to take them, and keeps their log-probabilities. Good for one call.
+
+    Usage::
+
+        sampler = SeededSampler(keys, temperature=1.0, top_k=0, top_p=1.0)
+        ids = model.generate(prompts, do_sample=False, logits_processor=LogitsProcessorList([sampler]), ...)
+        log_probs = sampler.log_probs()
+
+    Args:
+        keys: int64 of shape (sequences,), from `sequence_keys`, on the device of the logits.
+        temperature: logits are divided by it; 0 always takes the most likely token (the first of several).
+        top_k: keep so many most likely tokens (more where the last is tied); 0 keeps all.
+        top_p: then keep the most likely tokens that have this probability together; 1 keeps all.
+    """
+
+    def __init__(self, keys: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
+        self._keys = keys
+        self._temperature = temperature
+        self._truncations = [TopKLogitsWarper(top_k)] if top_k else []
+        self._truncations += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
+        self._log_probs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores that are 0 for the chosen token and -inf for the others.
+
+        Args:
+            input_ids: int64 of shape (sequences, length so far).
+            scores: the model's logits, of shape (sequences, vocabulary).
+        """
+        logits = scores.float()
+        if self._temperature:
+            logits = logits / self._temperature
+        tokens = self._choose(input_ids, logits)[:, None]
+        chosen = logits.gather(1, tokens) - logits.logsumexp(dim=-1, keepdim=True)
+        self._log_probs.append(chosen[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+    def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not self._temperature:
+            return logits.argmax(dim=-1)
+        for truncate in self._truncations:
+            logits = truncate(input_ids, logits)
+        return inverse_cdf(logits, uniforms(self._keys, position=len(self._log_probs)))
+
+    def log_probs(self) -> torch.Tensor:
+        """Natural log-probabilities of the chosen tokens, float32 of shape (sequences, tokens so far).
+
+        Those of the softmax over all tokens at the temperature (at 1 where it is 0), before top-k and top-p: what a
+        trainer recomputes. Where a sequence ended, those behind the end mean nothing.
+        """
+        return torch.stack(self._log_probs, dim=1)

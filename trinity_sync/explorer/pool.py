@@ -15,21 +15,18 @@ from functools import partial
 import ray
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied, ended, results
+from trinity_sync.actors.calls import Call, MemberDied, ended, failures_logged, results
 from trinity_sync.actors.explorer import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
-from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.assignment import assign
-from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.batch import SampleBatch, assign
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import Delivery
 
 _CLOSE_S = 10.0

@@ -10,10 +10,9 @@ import numpy as np
 from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import Judge
-from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
+from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
-from trinity_sync.samples.filtering import Drawn, GroupFilter
 from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
@@ -96,3 +95,38 @@ class RolloutData:
         asked_for, prompts = self._prompts
         assert step == asked_for, "samples are written out of the batch that was made last"
         return prompts[number]
+
+
+# The data of a run that only moves bytes: no samples, and explorers that load each version.
+
+
+class NoData:
+    """A step's batch is empty.
+
+    Args:
+        pool: the explorers.
+        mode: the sync mode, by which they load.
+    """
+
+    def __init__(self, pool: ExplorerPool, mode: Publisher) -> None:
+        self._pool = pool
+        self._mode = mode
+
+    def batch(self, step: int) -> PairBatch:
+        return PairBatch.of([], [])
+
+    def advantages(self, batch: PairBatch) -> None:
+        return None
+
+    def drawn(self) -> None:
+        """Return nothing: the batch is all that there is."""
+
+    def position(self, step: int) -> None:
+        """Return nothing: there are no data."""
+
+    def load(self, version: Version) -> list[LoadReport]:
+        return self._pool.load(version, self._mode.deliver)
+
+    def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
+        """Write out nothing: nobody generates."""
+        return []

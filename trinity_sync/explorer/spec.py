@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_sync.config.lora import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
 """Keys of `explorer` that are no engine's."""

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.tokens import read_tokens
-from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.samples.batch import SampleBatch, TokenRows, VersionSpans
 from trinity_sync.samples.record import Prompt
-from trinity_sync.samples.spans import VersionSpans
 from trinity_sync.tasks.base import Response, Task
 from trinity_sync.tasks.encoding import PromptEncoder, positions_of
-from trinity_sync.tasks.judging import judge
+from trinity_sync.tasks.rewards import judge
 
 
 class Texts:

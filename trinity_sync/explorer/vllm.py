@@ -20,19 +20,17 @@ import torch
 from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.made import Made, joined
-from trinity_sync.explorer.policy import asked_for, log_probs_mode, shapes_of
+from trinity_sync.explorer.policy import Made, asked_for, joined, log_probs_mode, shapes_of
 from trinity_sync.explorer.texts import Texts, scored
 from trinity_sync.host.interrupts import left_to_driver
+from trinity_sync.host.logs import OwnOutput
 from trinity_sync.host.origin import told
-from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import to_torch
 
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from trinity_sync.integrations.vllm.target import WorkerTarget
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.loading import WeightTarget
+    from trinity_sync.sync.in_place import WeightTarget
 
 _START_S = 86_400.0
 """Until vLLM is up. Who asks for that waits as long as `cluster.start_timeout_s`."""

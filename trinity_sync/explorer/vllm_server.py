@@ -13,28 +13,25 @@ import numpy as np
 from transformers import AutoConfig
 
 from trinity_sync.config import dtype_name
-from trinity_sync.config.vllm_checks import TESTED
+from trinity_sync.config.model_checks import TESTED
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.made import Made, joined
-from trinity_sync.explorer.policy import asked_for, log_probs_mode, shapes_of
+from trinity_sync.explorer.policy import Made, asked_for, joined, log_probs_mode, shapes_of
 from trinity_sync.explorer.texts import Texts, scored
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.file_target import FileTarget
-from trinity_sync.integrations.vllm.http_control import HttpControl
-from trinity_sync.integrations.vllm.server import Json, Server, lock_server
+from trinity_sync.integrations.vllm.server import HttpControl, Json, Server, lock_server
 from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import rounds, to_torch
 
 if TYPE_CHECKING:
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.loading import WeightTarget
+    from trinity_sync.sync.in_place import WeightTarget
 
 _SHARE = 0.9
 """Of a limit that somebody waits for this explorer: what this explorer waits for its server. It can say more of why."""

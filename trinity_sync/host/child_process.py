@@ -7,21 +7,26 @@ It is no `multiprocessing.Process`: that would begin with the program of its par
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import math
 import os
 import pickle
 import select
+import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
-from trinity_sync.host.interrupts import left_to_driver
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.interrupts import leave_to_driver, left_to_driver
 from trinity_sync.host.logs import keep_short
 from trinity_sync.host.terminal import open_missing
 
@@ -234,3 +239,175 @@ def _readable(descriptors: Sequence[int], within_s: float) -> bool:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if within_s == math.inf else within_s * 1000))
+
+
+# A process that outlives the one that starts it: of a session of its own, nobody's child, without anything that its
+# starter has open.
+
+
+#: Says what came of the start; once. Who started the process goes on then.
+Report = Callable[[bytes], None]
+
+
+class KilledError(RunError):
+    """A process ended before it said anything: somebody has killed it."""
+
+
+def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> bytes:
+    """Start ``serve(given, report)`` of a module in a process of its own, and wait for its report.
+
+    It is begun anew and not forked, so it has none of this process's sockets, threads or contexts of a GPU. The
+    terminal's signals do not reach it, and it holds none of this process's output.
+
+    Args:
+        module: dotted name. Its `serve` gets a `Report` besides.
+        who: what errors call it.
+        timeout_s: limit for the report, seconds. A process that is late is left alone.
+
+    Returns:
+        What it reported.
+
+    Raises:
+        KilledError: it ended without a report, and without a word.
+        RunError: it ended without a report; says what it printed.
+        WaitTimeout: there is no report.
+    """
+    try:
+        child = subprocess.Popen(
+            python(f"from {__name__} import become; become({module!r})"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise RunError(f"{who} could not be started: {error}") from error
+    try:
+        reported, printed = child.communicate(given, timeout_s)
+    except subprocess.TimeoutExpired:
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+        raise WaitTimeout(who, "start", timeout_s) from None
+    if not reported:
+        lines = printed.decode(errors="replace").strip().splitlines()
+        if not lines:
+            raise KilledError(f"{who} could not start: it was killed")
+        raise RunError(f"{who} could not start: {lines[-1]}")
+    return reported
+
+
+def become(module: str) -> None:
+    """Be that process; its first line."""
+    given = sys.stdin.buffer.read()
+    if os.fork():
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    to_starter = os.dup(1)
+    os.dup2(2, 1)  # a library that prints does not report
+
+    def report(said: bytes) -> None:
+        nonlocal to_starter
+        if to_starter >= 0:
+            _let_go_of_output()
+            try:
+                with os.fdopen(to_starter, "wb") as pipe:
+                    pipe.write(said)
+            except OSError:  # the starter is gone
+                pass
+            to_starter = -1
+
+    importlib.import_module(module).serve(given, report)
+
+
+def _let_go_of_output() -> None:
+    """What is the starter's, that is a pipe, becomes ``/dev/null``; what is a log by now stays."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        if _is_pipe(number):
+            os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _is_pipe(number: int) -> bool:
+    return stat.S_ISFIFO(os.fstat(number).st_mode)
+
+
+# The end of a process together with all that it has started, in sessions of their own, too. Its keeper sees to it,
+# the parent of the process, which calls nobody's code.
+
+
+_PDEATHSIG, _CHILD_SUBREAPER = 1, 36
+_END_S = 20
+"""For the kernel to end what is killed; a keeper waits no longer."""
+
+
+def go_on_kept(lifeline: int, forwarded: signal.Signals, not_kept: Sequence[int]) -> None:
+    """Go on in a fork of this process, which becomes its keeper. The fork leaves signals to the driver.
+
+    The keeper ends as the fork does, after all that the fork has started. It ends everything at once when the other end
+    of the pipe is closed, as it is when the process that holds it has ended, however it did.
+
+    Args:
+        lifeline: file descriptor of the reading end.
+        forwarded: a signal that the keeper hands on.
+        not_kept: file descriptors that the keeper closes.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keeper = os.getpid()
+    with left_to_driver():
+        child = os.fork()
+        if not child:
+            leave_to_driver()
+    if child:
+        for descriptor in not_kept:
+            os.close(descriptor)
+        _keep(child, lifeline, forwarded)
+    os.setpgid(0, 0)  # a signal to its own group does not reach the keeper
+    prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.close(lifeline)
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
+def _keep(child: int, lifeline: int, forwarded: signal.Signals) -> NoReturn:
+    signal.signal(forwarded, lambda signum, frame: os.kill(child, signum))
+    poll = select.poll()
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    poll.register(lifeline, select.POLLHUP)
+    poll.poll()
+    signal.signal(forwarded, signal.SIG_IGN)  # from now on the child may be no more
+    signal.alarm(_END_S)
+    status = 0
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            for pid in _descendants(os.getpid()):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            ended, how = os.waitpid(-1, 0)
+            status = how if ended == child else status
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    with contextlib.suppress(OSError):  # SIGKILL has no other
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    os._exit(1)
+
+
+def _descendants(pid: int) -> set[int]:
+    """The children of a process, and theirs, as far as their parents live."""
+    children: dict[int, set[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, set()).add(int(entry.name))
+    found: set[int] = set()
+    new = children.get(pid, set())
+    while new:
+        found |= new
+        new = set().union(*(children.get(one, set()) for one in new)) - found
+    return found

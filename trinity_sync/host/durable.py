@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.host.listing import walk
+from xxhash import xxh3_128
+
+from trinity_sync.host.threads import piece
 
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
@@ -85,3 +87,59 @@ def make_folder(path: Path) -> None:
         folder = folder.parent
         with suppress(PermissionError):  # somebody else's, which may be entered only
             sync_folder(folder)
+
+
+# The digest of a file. Loads nothing heavy: who looks at checkpoints needs no numpy.
+
+
+PIECE_BYTES = 4 << 20
+"""A multiple of all disks' blocks, and little enough to stay in the processor's cache."""
+
+
+def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """Digest a file. Best right after writing, from the page cache.
+
+    Args:
+        path: the file.
+        durable: fsync it as well.
+        progress: called with the number of bytes read so far.
+
+    Returns:
+        Its size in bytes, and its xxh3_128 digest as hex.
+    """
+    hasher = xxh3_128()
+    size = 0
+    buffer = bytearray(PIECE_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+
+        def read() -> int:
+            count = file.readinto(buffer)
+            hasher.update(view[:count])
+            return count
+
+        while count := piece(read):
+            size += count
+            if progress is not None:
+                progress(size)
+        if durable:
+            os.fsync(file.fileno())
+    return size, str(hasher.hexdigest())
+
+
+# What lies in a folder and below it.
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders below and at last this one, each with the names of its files. What is not there holds nothing.
+
+    Raises:
+        OSError: one cannot be listed now; `os.walk` itself takes it for empty.
+    """
+    for parent, _, names in os.walk(folder, topdown=False, onerror=_refuse):
+        yield Path(parent), names
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error

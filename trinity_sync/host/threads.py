@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -57,3 +62,95 @@ def deaths_told(tell: Callable[[str, BaseException], object]) -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
+
+
+# Background work that yields the processor to training, until somebody waits for it.
+
+
+_Pieces: TypeAlias = "SimpleQueue[tuple[Callable[[], object], Future[object]] | None]"
+
+PATIENCE = 0.25
+"""Of the limit of a save: so long its work may yield, and has the rest of the limit to be done."""
+
+_here = threading.local()
+
+
+class Yielding:
+    """What the thread that enters gives to `piece` yields.
+
+    Usage::
+
+        with Yielding(patience_s=75.0) as work:     # another thread: work.hurry()
+            for data in source:
+                piece(lambda: write(data))
+
+    Args:
+        patience_s: after so long it yields no more, whoever waits: on processors that are always full it would not end.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._deadline = time.monotonic() + patience_s
+        self._hurried = False
+        self._pieces: _Pieces | None = None
+        self._policy: int | None = None
+        self._maker: int | None = None
+
+    def hurry(self) -> None:
+        """Yield no more: somebody waits. From any thread. The piece that is being made ends where it is, in a better
+        class if the system permits that.
+        """
+        self._hurried = True
+        maker, policy = self._maker, self._policy
+        if maker is not None and policy is not None:
+            with suppress(OSError):  # no privileges, or it has ended
+                os.sched_setscheduler(maker, policy, os.sched_param(0))
+
+    def __enter__(self) -> Yielding:
+        _here.yielding = self
+        self._policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _here.yielding = None
+        self._maker = None
+        if self._pieces is not None:
+            self._pieces.put(None)
+
+    def _make(self, work: Callable[[], object]) -> object:
+        if self._hurried or time.monotonic() >= self._deadline:
+            return work()
+        if self._pieces is None:
+            pieces: _Pieces = SimpleQueue()
+            try:
+                in_background(partial(self._serve, pieces), "yielding")
+            except RuntimeError:  # there can be no more threads
+                self._hurried = True
+                return work()
+            self._pieces = pieces
+        made: Future[object] = Future()
+        self._pieces.put((work, made))
+        return made.result()
+
+    def _serve(self, pieces: _Pieces) -> None:
+        run_when_idle()
+        self._maker = threading.get_native_id()
+        while (given := pieces.get()) is not None:
+            work, made = given
+            try:
+                made.set_result(work())
+            except BaseException as error:
+                made.set_exception(error)
+
+
+def piece(work: Callable[[], T]) -> T:
+    """Make a call that takes milliseconds; it yields where a `Yielding` is entered on this thread."""
+    yielding: Yielding | None = getattr(_here, "yielding", None)
+    return work() if yielding is None else yielding._make(work)  # type: ignore[return-value]
+
+
+def run_when_idle() -> None:
+    """Have the calling thread, and those that it starts, run only while a processor is idle, for good. Nothing changes
+    where the system has no such class.
+    """
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

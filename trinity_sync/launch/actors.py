@@ -7,51 +7,59 @@ come when the ranks know what they hold. What they import is imported here when 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig
 
-from trinity_sync.checkpoint import rollback
-from trinity_sync.checkpoint.layout import read_manifest
+from trinity_sync.actors.monitor import Event, MonitorClient
+from trinity_sync.actors.pending import Pending
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, resume_point
+from trinity_sync.checkpoint.layout import Base, read_manifest
 from trinity_sync.checkpoint.lock import writer_of
-from trinity_sync.checkpoint.lora_resume import check_base, noted_base
-from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.checkpoint.lora_resume import OF_ADAPTER, check_base, check_same, noted_base
+from trinity_sync.checkpoint.mirror.run import MirrorSettings, RunMirror
 from trinity_sync.checkpoint.owner import Owner
-from trinity_sync.checkpoint.reference_resume import OF_ADAPTER, check_same
-from trinity_sync.config import retention_policies, typed
+from trinity_sync.config import TARGET, load_class, retention_policies, typed
 from trinity_sync.config.lora import travels
-from trinity_sync.errors import ConfigError
+from trinity_sync.config.schema import CheckpointConfig
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host import interrupts
+from trinity_sync.host.interrupts import REST_S, interrupted, left
 from trinity_sync.host.logs import story
-from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
-from trinity_sync.protocol.files import MANIFEST
+from trinity_sync.protocol.parts import MANIFEST
+from trinity_sync.tracking.record import RunFolder
 from trinity_sync.tracking.recorder import Recorder
-from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.calls import Call
     from trinity_sync.actors.monitor import MonitorClient
     from trinity_sync.actors.pending import Pending
-    from trinity_sync.actors.rank import RankInfo
+    from trinity_sync.actors.rank import RankClient, RankInfo
     from trinity_sync.actors.synchronizer import SynchronizerClient
-    from trinity_sync.checkpoint.relay import EventRelay
+    from trinity_sync.checkpoint import CheckpointCoordinator
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.protocol.decisions import Compared, LeftOut
+    from trinity_sync.protocol.parts import Compared, LeftOut
     from trinity_sync.trainer.group import TrainerGroup
     from trinity_sync.trainer.spec import WorkerSpec
+    from trinity_sync.weights.layout import PartLayout
+
 
 # How long the actors may take to say how much memory they used, when the run is over.
 _PEAK_MEMORY_S = 5.0
@@ -155,7 +163,6 @@ class Actors:
             TrinityError: one of them cannot start, or not in time.
         """
 
-        from trinity_sync.checkpoint.option import coordinator_option
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.spec import check_whole
         from trinity_sync.weights.shards import listed
@@ -164,7 +171,7 @@ class Actors:
         self._phase("starting the coordinators")
         self.trainer = self._make_trainer()  # first: what the ranks import takes longest
         self._roles["trainer"] = lambda: self.trainer.ranks
-        rollback.set_start(start.checkpoints, start.step if start.continued else 0, self._recorder.attempt)
+        resume_point.set_start(start.checkpoints, start.step if start.continued else 0, self._recorder.attempt)
         config = SynchronizerConfig(
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )
@@ -292,8 +299,6 @@ class Actors:
     def _make_monitor(self, mirror: RunMirror | None) -> MonitorClient:
         from trinity_sync.actors.monitor import MonitorClient
         from trinity_sync.checkpoint.monitor import MonitorConfig
-        from trinity_sync.checkpoint.option import monitor_option
-        from trinity_sync.checkpoint.relay import EventRelay
 
         cfg = self._cfg
         chosen, own = monitor_option(self._typed.checkpoint)
@@ -417,3 +422,202 @@ def _placement(ranks: int, gpus_per_node: int) -> list[int]:
             f"backend.ranks={ranks} does not fill nodes of {gpus_per_node} GPUs; use a multiple of that, or fewer"
         )
     return [gpus_per_node] * (ranks // gpus_per_node)
+
+
+# The two classes that `checkpoint.monitor` and `checkpoint.coordinator` name, ours or subclasses of them.
+
+
+def monitor_option(cfg: CheckpointConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
+    """Return the class of the monitor, and what its constructor gets beside what all monitors get.
+
+    Raises:
+        ConfigError: the class cannot be used.
+    """
+    own = dict(cfg.monitor)
+    return load_class(f"checkpoint.monitor.{TARGET}", own.pop(TARGET), CheckpointMonitor), own
+
+
+def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
+    """Return what makes the coordinator in a rank or a node agent, given its `node_id` and `job_id` there.
+
+    Args:
+        cfg: the run's configuration.
+        monitor: handle of the checkpoint monitor.
+        attempt: the run's attempt.
+
+    Raises:
+        ConfigError: the class cannot be used.
+    """
+    own = dict(cfg.coordinator)
+    found = load_class(f"checkpoint.coordinator.{TARGET}", own.pop(TARGET), CheckpointCoordinator)
+    return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)
+
+
+# What the monitor has to tell beyond the saves themselves, brought to the run's record while the run goes on.
+
+
+_INTERVAL_S = 1.0
+_CALL_S = 10.0
+
+
+class EventRelay:
+    """Fetches the monitor's events (faults, copies to the mirror, what was pruned late) about once a second.
+
+    Args:
+        monitor: the checkpoint monitor.
+        sink: gets each event: its name and its fields. Called in a thread of the relay's, and in that of `close`.
+            What it knows nothing of (ValueError) it gets as a fault; what the disk refuses (RunError) it gets again.
+    """
+
+    def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
+        self._monitor, self._sink = monitor, sink
+        self._asked: Pending[list[Event]] | None = None
+        self._fetched: deque[Event] = deque()
+        self._answered = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fetch what is there, and stop. What a monitor that does not answer knows is lost."""
+        self._closed.set()
+        if interrupted() and not self._answered:
+            return  # it is still starting: there is nothing to tell yet
+        self._thread.join(left(_CALL_S + _INTERVAL_S, REST_S))
+        if self._asked is not None:
+            self._fetch()  # what was asked for earlier, and then what came since
+        self._fetch()
+        for event in self._fetched:
+            print(f"not recorded: {event}", file=sys.stderr)
+
+    def _run(self) -> None:
+        while not self._closed.wait(_INTERVAL_S):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        try:
+            self._asked = self._asked or self._monitor.drain_events()
+            self._fetched += self._asked.result(left(_CALL_S, REST_S))
+            self._asked = None
+            self._answered = True
+        except WaitTimeout:
+            pass  # what it tells in the end is told to nobody else: the same answer is waited for next time
+        except RunError:
+            self._asked = None  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
+        while self._fetched:
+            try:
+                self._tell(self._fetched[0])
+            except RunError:
+                return  # a disk that stays full ends the run elsewhere
+            self._fetched.popleft()
+
+    def _tell(self, event: Event) -> None:
+        fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
+        try:
+            self._sink(event["event"], **fields)
+        except (KeyError, TypeError, ValueError) as error:
+            self._sink("fault", where="an event of the checkpoint monitor", error=f"{error}: {event}")
+
+
+# The node agents of a run: one on each node that holds trainer ranks, with the slots of these.
+
+
+_CLOSE_S = 10.0
+_RAY_S = 4.0
+"""Of the time after an interrupt, what is for the end of Ray."""
+
+
+def start_agents(
+    cfg: DictConfig,
+    infos: Sequence[RankInfo],
+    trainer: Any,
+    *,
+    synchronizer: SynchronizerClient,
+    make_coordinator: Callable[..., CheckpointCoordinator],
+    run_key: str,
+    fallback: Path,
+    log_dir: str,
+) -> dict[str, AgentClient]:
+    """Start the agents, have them make their slots, and attach the trainer's ranks to them.
+
+    Args:
+        cfg: the run's.
+        infos: `RankInfo` of each rank, in the order of the ranks.
+        trainer: the group of ranks.
+        synchronizer: the run's.
+        make_coordinator: makes the coordinator of a rank or an agent, of `node_id` and `job_id`.
+        run_key: unique to the run.
+        fallback: folder of slots as files, where shared memory is too small.
+        log_dir: folder of the log files.
+
+    Returns:
+        Ray node id -> agent.
+
+    Raises:
+        RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.calls import failures_logged, results
+    from trinity_sync.node.agent import AgentConfig, NodeAgent
+
+    layouts: dict[str, dict[str, PartLayout]] = {}
+    for info in infos:
+        held = layouts.setdefault(info.node, {})
+        if info.layout is not None:
+            held[info.part] = info.layout
+    config = AgentConfig(
+        run_key=run_key,
+        slots=cfg.sync.slots,
+        root=cfg.sync.shm_dir,
+        fallback=str(fallback),
+        verify=cfg.sync.verify,
+        nodes=sum(bool(held) for held in layouts.values()),
+        threads=max(1, (os.cpu_count() or 2) // 2),
+        durable=cfg.checkpoint.fsync,
+        save_timeout_s=cfg.checkpoint.timeout_s,
+        log_dir=log_dir,
+    )
+    agents: dict[str, AgentClient] = {}
+    lead: AgentClient | None = None
+    body = ray.remote(failures_logged(NodeAgent))
+    for node in layouts:
+        strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        actor = body.options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
+        named = replace(config, log_name=f"node-agent-{len(agents)}" if agents else "node-agent")
+        agents[node] = AgentClient(actor.remote(named, synchronizer, lead), node)
+        lead = lead or agents[node]
+
+    try:
+        # the agent knows no checkpoints
+        calls = [
+            agents[node].register(layouts[node], partial(make_coordinator, node_id=node, job_id="node-agent"))
+            for node in layouts
+        ]
+        slots = dict(zip(layouts, results(calls, cfg.cluster.start_timeout_s), strict=True))
+        for made in slots.values():
+            for note in made.notes:
+                print(note, file=sys.stderr)
+
+        def attach(rank: RankClient) -> Call[None]:
+            info = infos[rank.rank]
+            paths = {slot: parts[info.part] for slot, parts in slots[info.node].paths.items() if info.part in parts}
+            return rank.attach(agents[info.node], paths, synchronizer, make_coordinator, cfg.checkpoint.timeout_s)
+
+        trainer.all(attach, cfg.cluster.start_timeout_s)
+    except BaseException:
+        close_agents(agents)
+        raise
+    return agents
+
+
+def close_agents(agents: Mapping[str, AgentClient]) -> None:
+    """Have agents give their shared memory back. What they no longer can, the end of the run does, or the next one's
+    agent.
+    """
+    from trinity_sync.actors.calls import results
+
+    with suppress(Exception):
+        results([agent.close() for agent in agents.values()], _CLOSE_S, reserve_s=_RAY_S)

@@ -6,8 +6,11 @@ each composed configuration. Only when that has passed all checks is `trinity_sy
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,21 +29,21 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
+from trinity_sync.config.recorded import FILE
+from trinity_sync.config.saved import Trust, record_of
 from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.host.durable import replace_file
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.masking import hide, hide_typed
-from trinity_sync.host.module_path import own_modules_found
+from trinity_sync.host.memory import own_modules_found
 from trinity_sync.host.origin import origin, told
 from trinity_sync.host.terminal import output_lost, safe_streams
-from trinity_sync.launch import elsewhere
-from trinity_sync.launch.command_line import CommandLine
-from trinity_sync.launch.messages import explain, print_error
-from trinity_sync.launch.new_folder import NewFolder
-from trinity_sync.launch.resume import Resume, used_places
-from trinity_sync.launch.settings import settings_files
+from trinity_sync.launch import sweeps
+from trinity_sync.launch.messages import CommandLine, explain, print_error
+from trinity_sync.launch.start import Resume, used_places
 from trinity_sync.launch.sweeps import Job, composed_before, for_each_job, note_settings, sweep_jobs, sweep_problem
-from trinity_sync.tracking.run_folder import hold, holds_run, let_go, lock_owner
+from trinity_sync.tracking.record import hold, holds_run, let_go, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
@@ -147,7 +150,7 @@ def _codes() -> dict[Path, int]:
     """Exit codes of the jobs, by folder. Those that a launcher ran in other processes are judged by their files."""
     if _session.codes or not _session.sweep:
         return _session.codes
-    found = elsewhere.codes_on_disk(_session.sweep)
+    found = sweeps.codes_on_disk(_session.sweep)
     return {folder: code for folder, code in found.items() if folder not in _session.before}
 
 
@@ -170,10 +173,10 @@ def job(cfg: DictConfig) -> float:
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     where = f"job {hydra_cfg.job.num}: " if hydra_cfg.mode == RunMode.MULTIRUN else ""
-    sys.argv = elsewhere.command_in_queue(hydra_cfg) or list(_session.command)
+    sys.argv = sweeps.command_in_queue(hydra_cfg) or list(_session.command)
     code = FAILED
     try:
-        with elsewhere.beside_others(hydra_cfg):
+        with sweeps.beside_others(hydra_cfg):
             code = _launch(cfg, run_dir)
     except TrinityError as error:
         code = error.exit_code
@@ -184,7 +187,7 @@ def job(cfg: DictConfig) -> float:
         if not where:
             print_error("interrupted")
     except (Exception, SystemExit) as error:
-        if elsewhere.is_of_queue(error):
+        if sweeps.is_of_queue(error):
             raise
         log_failure("the job", error)
         print_error(f"{where}unexpected {told(error)} (traceback in {_log_of(run_dir)})")
@@ -193,7 +196,7 @@ def job(cfg: DictConfig) -> float:
     if code == INTERRUPTED and where:
         raise KeyboardInterrupt
     objective = math.nan if code == REFUSED else _objective(run_dir)
-    if where and math.isnan(objective) and elsewhere.takes_no_nan(hydra_cfg):
+    if where and math.isnan(objective) and sweeps.takes_no_nan(hydra_cfg):
         raise RunError(f"{where}no reward")
     return objective
 
@@ -206,9 +209,9 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
     places: Mapping[str, str | None] = {}
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
-    if hydra_cfg.mode == RunMode.MULTIRUN and elsewhere.started_again(hydra_cfg, run_dir):
-        elsewhere.wait_until_free(run_dir)
-        if elsewhere.has_completed(run_dir):
+    if hydra_cfg.mode == RunMode.MULTIRUN and sweeps.started_again(hydra_cfg, run_dir):
+        sweeps.wait_until_free(run_dir)
+        if sweeps.has_completed(run_dir):
             return DONE
         resume, places = Resume(started_in=started_in), used_places(run_dir)
     used = config.anchored(cfg, started_in)
@@ -275,13 +278,13 @@ class RunHooks(Callback):
             _try_jobs(jobs)
         note_settings(config, jobs)
         _session.around_jobs.enter_context(composed_before(config.hydra))
-        _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra, float(config.checkpoint.stop_s)))
-        if elsewhere.in_this_process(config.hydra):
+        _session.around_jobs.enter_context(sweeps.jobs_end_first(config.hydra, float(config.checkpoint.stop_s)))
+        if sweeps.in_this_process(config.hydra):
             from trinity_sync.launch.own_ray import ray_kept
 
             _session.around_jobs.enter_context(ray_kept())
         else:
-            _session.before = elsewhere.job_folders(Path(config.hydra.sweep.dir))
+            _session.before = sweeps.job_folders(Path(config.hydra.sweep.dir))
         _session.sweep = Path(config.hydra.sweep.dir)
 
 
@@ -391,3 +394,112 @@ def _take_free_folder() -> None:
         hydra.run.dir = hydra.runtime.output_dir = str(tried)
     HydraConfig.instance().set_config(whole)
     configure_log(hydra.job_logging, hydra.verbose)
+
+
+# The folder of a run that Hydra makes before anybody has looked at the settings.
+
+
+@dataclass(frozen=True)
+class NewFolder:
+    """A folder that is about to be made.
+
+    Attributes:
+        path: the folder, absolute.
+        first: the first folder of its path that is not there yet; None: it is there.
+    """
+
+    path: Path
+    first: Path | None
+
+    @classmethod
+    def of(cls, path: Path) -> NewFolder:
+        """Look what of it is there."""
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        return cls(path, missing[-1] if missing else None)
+
+    def take_back(self) -> None:
+        """Remove it, and what was made above it, where no run has begun in it and it was not there before. Of what is
+        in it only what a run that does not begin leaves there; where another run is about to begin, nothing.
+        """
+        try:
+            if self.first is None or not self.path.is_dir() or holds_run(self.path):
+                return
+            let_go(self.path)
+            hold(self.path)
+        except ConfigError:
+            return  # in use
+        for name in (".hydra", "logs"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        (self.path / ".lock").unlink(missing_ok=True)
+        let_go(self.path)
+        with contextlib.suppress(OSError):  # others have put something there
+            self.path.rmdir()
+            for folder in self.path.parents:
+                if folder.is_relative_to(self.first):
+                    folder.rmdir()
+
+
+# The settings of a run, as Hydra saves those of a new one, and the record of this user: files in `.hydra/`.
+
+
+FOLDER = ".hydra"
+"""In the folder of a run."""
+
+
+@contextmanager
+def settings_files(
+    run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, saved_by_hydra: bool
+) -> Iterator[None]:
+    """Save what a resume of a run goes by: of a new run its record, of one that goes on its settings, too; those of
+    before are put back where it turns out that it cannot begin.
+
+    Args:
+        run: its folder.
+        cfg: as composed by the job that Hydra is in.
+        used: the same with the places that the run uses.
+        started_in: where the run was started first, from which its relative paths count.
+        saved_by_hydra: whether Hydra has saved the settings of this start, as of a new run that it has composed.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    folder = run / FOLDER
+    texts = _texts(run, cfg, used, started_in)
+    if saved_by_hydra:  # but for hydra.output_subdir=null
+        texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
+    before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
+    _write(folder, texts)
+    try:
+        yield
+    except ConfigError:
+        if not saved_by_hydra:
+            _write(folder, before)
+        raise
+
+
+def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> dict[str, str]:
+    """The files by name. What a resume goes by stands before the configuration that it compares with: should only some
+    be written, the next one shows what has changed.
+    """
+    hydra = copy.deepcopy(HydraConfig.instance().cfg)
+    assert isinstance(hydra, DictConfig)
+    OmegaConf.set_readonly(hydra.hydra, False)
+    hydra.hydra.output_subdir = FOLDER
+    hydra.hydra.runtime.cwd = str(started_in)
+    OmegaConf.set_readonly(hydra.hydra, True)
+    parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
+    texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    record = record_of([cfg, used], hydra.hydra, Trust(where=run, started_in=started_in))
+    return texts if record is None else texts | {FILE: record}  # a key that cannot be read now leaves the one of before
+
+
+def _write(folder: Path, texts: Mapping[str, str | None]) -> None:
+    for name, text in texts.items():
+        try:
+            if text is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                replace_file(folder / name, text)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{folder / name} cannot be written: {error.strerror or error}") from error

@@ -16,24 +16,20 @@ from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
     from trinity_sync.actors.synchronizer import SynchronizerClient
-    from trinity_sync.explorer.bytes_data import NoData
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.explorer.rollout import RolloutData
-    from trinity_sync.explorer.validation import Validation, ValidationSettings
-    from trinity_sync.explorer.version_validations import VersionValidations
+    from trinity_sync.explorer.rollout import NoData, RolloutData
+    from trinity_sync.explorer.validation import Validation, ValidationSettings, VersionValidations
     from trinity_sync.launch.row_scan import Scanned
-    from trinity_sync.samples.advantages import Judge, Overlong
+    from trinity_sync.samples.advantages import GroupFilter, Judge, Overlong
     from trinity_sync.samples.batch import PairBatch
-    from trinity_sync.samples.filtering import GroupFilter
-    from trinity_sync.samples.position import Numbering
+    from trinity_sync.samples.position import Numbering, ValidationTimes
     from trinity_sync.samples.record import Prompt
-    from trinity_sync.samples.validation import ValidationTimes
     from trinity_sync.sync.base import Publisher
-    from trinity_sync.tasks.pair_encoding import PairEncoder
+    from trinity_sync.tasks.encoding import PairEncoder
     from trinity_sync.trainer.group import TrainerGroup
-    from trinity_sync.trainer.loss_validation import LossValidation
     from trinity_sync.trainer.sft import Examples, PairsData
+    from trinity_sync.trainer.steps import LossValidation
 
 _LEAST_SLOTS = 2
 """One for the newest version and one for the next: with more a version can be held that is neither."""
@@ -53,7 +49,7 @@ def lockstep_data(
         publisher: the driver's half of the sync mode, which brings them each version.
     """
     if cfg.workload.kind == "bytes" and pool is not None:
-        from trinity_sync.explorer.bytes_data import NoData
+        from trinity_sync.explorer.rollout import NoData
 
         return NoData(pool, publisher)
     if pool is None:
@@ -129,7 +125,7 @@ def loss_validation_of(
     rows, most = cast("Examples", scanned.validation), cfg.algorithm.batch_size
     if not rows:
         return None
-    from trinity_sync.trainer.loss_validation import LossValidation
+    from trinity_sync.trainer.steps import LossValidation
 
     batches = partial(_pair_batches, _pair_encoder(cfg, model_path), rows, most)
     return LossValidation(batches, trainer, times, timeout_s)
@@ -145,9 +141,9 @@ def validation_times(cfg: DictConfig, start: Start, metrics: Path, last_step: in
         metrics: its metrics.jsonl.
         last_step: of the run.
     """
-    from trinity_sync.config.validation_checks import validates
-    from trinity_sync.samples.validation import ValidationTimes
-    from trinity_sync.tracking.validation import was_validated
+    from trinity_sync.config.model_checks import validates
+    from trinity_sync.samples.position import ValidationTimes
+    from trinity_sync.tracking.summary import was_validated
 
     if not validates(cfg.task):
         return None
@@ -181,7 +177,7 @@ def version_validations_of(
     """
     if not scanned.validation:
         return None
-    from trinity_sync.explorer.version_validations import VersionValidations
+    from trinity_sync.explorer.validation import VersionValidations
     from trinity_sync.trainer.steps import record_load
 
     settings = _validation_settings(cfg, times)
@@ -252,7 +248,7 @@ def free_data(
 def _pair_encoder(cfg: DictConfig, model_path: str) -> PairEncoder:
     from trinity_sync.config import plain
     from trinity_sync.models.tokens import read_tokens
-    from trinity_sync.tasks.pair_encoding import PairEncoder
+    from trinity_sync.tasks.encoding import PairEncoder
 
     tokens = read_tokens(model_path, trust_remote_code=cfg.model.trust_remote_code)
     return PairEncoder.of_task(plain(cfg.task), tokens)
@@ -284,7 +280,7 @@ def _overlong(cfg: DictConfig) -> Overlong | None:
 
 def _filter(cfg: DictConfig) -> GroupFilter | None:
     """Which groups are left out; None: none is."""
-    from trinity_sync.samples.filtering import GroupFilter
+    from trinity_sync.samples.advantages import GroupFilter
 
     node = cfg.algorithm.get("filter_groups")
     if node is None or not node.enable:

@@ -22,17 +22,14 @@ from trinity_sync.launch.data import (
 
 if TYPE_CHECKING:
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.explorer.validation import Validation
-    from trinity_sync.explorer.version_validations import VersionValidations
+    from trinity_sync.explorer.validation import Validation, VersionValidations
     from trinity_sync.protocol.versions import Version
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.agreement_check import AgreementCheck
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.loop import TrainingLoop
-    from trinity_sync.trainer.loss_validation import LossValidation
-    from trinity_sync.trainer.published import PublishedState
-    from trinity_sync.trainer.reward_penalty import RewardPenalty
-    from trinity_sync.trainer.saves import FullSaves, SaveSettings
+    from trinity_sync.trainer.saves import FullSaves, PublishedState, SaveSettings
+    from trinity_sync.trainer.steps import LossValidation, RewardPenalty
 
 # How long a run that ends early waits for a save that is on its way to the disk.
 _SETTLE_S = 20.0
@@ -120,7 +117,7 @@ class Job:
         )
 
     def _published(self) -> PublishedState:
-        from trinity_sync.trainer.published import PublishedState
+        from trinity_sync.trainer.saves import PublishedState
 
         actors = self.actors
         holders = {info.node for info in actors.infos if info.layout is not None}
@@ -185,8 +182,8 @@ class Job:
     def _penalty(self, timeout_s: float) -> RewardPenalty | None:
         """What takes the divergence from a reference from rewards; None: nothing does."""
         from trinity_sync.trainer.algorithms.base import algorithm_of
-        from trinity_sync.trainer.reward_penalty import RewardPenalty
         from trinity_sync.trainer.saves import driver_state
+        from trinity_sync.trainer.steps import RewardPenalty
 
         asked = None if self._cfg.workload.kind == "bytes" else algorithm_of(typed(self._cfg).algorithm).in_reward
         if asked is None:
@@ -231,7 +228,7 @@ class Job:
         """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that
         version, and what fills a slot with it. None where that cannot be restored.
         """
-        from trinity_sync.trainer.published import EXPLORER, published_step
+        from trinity_sync.trainer.saves import EXPLORER, published_step
 
         folder = self._start.folder
         if folder is None or not self.actors.explores or not (folder / EXPLORER).is_dir():

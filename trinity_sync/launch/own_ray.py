@@ -7,6 +7,7 @@ the run has left in it ends, its actors' processes, idle ones too, and what it h
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,13 @@ from typing import Any
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host import process
+from trinity_sync.host import interrupts, process
 from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
 from trinity_sync.host.process import driver_lifeline, environment
 from trinity_sync.host.threads import in_background
-from trinity_sync.launch.forks import fork_server, workers_forked
+from trinity_sync.launch import forked_worker
 from trinity_sync.launch.node_watch import starting_raylets_watched
-from trinity_sync.launch.ray_end import end_processes, kill_all, lives, processes_of, shut_down, wait_for_ends
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def own_ray(
         settings: the `cluster` node of the config.
         cpus: logical CPUs that the run's actors reserve.
         env: environment variables for all actors.
-        forked: workers begin as forks, see `trinity_sync.launch.forks`.
+        forked: workers begin as forks, see `trinity_sync.launch.own_ray`.
         options: for `ray.init`.
     """
     wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
@@ -443,3 +443,235 @@ def own_sigterm() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """What an error says, shortened."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# Has the workers of a Ray of one's own begin as forks of one process, which imports what they need once for all.
+
+
+FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
+"""Modules that know nothing of Ray, whose library keeps the settings that it finds when it is loaded."""
+LATER = ("trinity_sync.launch.fork_contents",)
+_SERVER = Path(__file__).parents[1] / "host" / "fork_server.py"
+_SESSION = "forks.session"
+_SERVER_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Forks:
+    """A server that runs.
+
+    Attributes:
+        env: tells Ray's workers where it is: for the environment in which Ray is started.
+        release: tells it that it is not needed any more, and returns at once.
+    """
+
+    env: dict[str, str]
+    release: Callable[[], None]
+
+
+@contextlib.contextmanager
+def fork_server(folder: Path) -> Iterator[Forks]:
+    """A server for the length of the block.
+
+    Args:
+        folder: for its socket and its log; of this user alone.
+
+    Raises:
+        RunError: it cannot be started.
+    """
+    from trinity_sync.actors.calls import ends_noted_in
+
+    path, noted = folder / "forks", folder / "forks.log"
+    # the server imports what this program would import, wherever that lies
+    command = [sys.executable, str(_SERVER), str(path), ",".join(FIRST), ",".join(LATER), json.dumps(sys.path)]
+    try:
+        with noted.open("wb") as log, left_to_driver():
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        (folder / _SESSION).write_text(str(server.pid))
+    except OSError as error:
+        raise RunError(f"Ray did not start: no process in {folder} for its workers to begin from ({error})") from error
+    assert server.stdin is not None
+    try:
+        with ends_noted_in(noted):
+            yield Forks({forked_worker.SOCKET: str(path), forked_worker.SETUP: _setup_worker()}, server.stdin.close)
+    finally:
+        server.stdin.close()
+        server.kill()  # it has nothing to tidy up, and may be importing, or stand still
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_SERVER_END_S)
+
+
+def forks_session(folder: Path) -> int | None:
+    """The session in which the server in a folder, and all that it has begun, run; None: there is none."""
+    try:
+        return int((folder / _SESSION).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def workers_forked() -> Iterator[None]:
+    """Have a Ray that is started in the block begin its workers by `forked_worker`: `ray.init` has no switch for it."""
+    from ray._private.node import Node
+
+    start: Callable[..., Any] = Node.start_raylet
+
+    def start_raylet(self: Node, *args: Any, **kwargs: Any) -> Any:
+        self._ray_params.setup_worker_path = forked_worker.__file__
+        return start(self, *args, **kwargs)
+
+    Node.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        Node.start_raylet = start
+
+
+def _setup_worker() -> str:
+    import ray
+
+    return str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
+
+
+# The end of Ray in a program: bounded, whatever of Ray stands still, and none of a local one's processes is left.
+
+
+_PROCESS_END_S = 10.0
+_INTERRUPTED_S = 1.0
+_SHUTDOWN_S = 30.0
+_NOTICE_S = 30.0
+"""For Ray to notice that its processes were killed; a GCS that stood still takes it five seconds."""
+_KILL_S = 2.0
+"""For what is left then of the time after an interrupt."""
+_POLL_S = 0.02
+
+
+def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -> None:
+    """End the local Ray whose session is in `folder`, and return when none of its processes is left; or let go of
+    somebody else's (None).
+
+    `ray.shutdown` ends Ray's own processes. Workers would then miss them for seconds, and are killed. What an actor had
+    started ends when it notices that its parent is gone. What stands still of Ray would keep it for ever: of the local
+    one it is killed, and where that is of no use, or it is somebody else's, this program ends.
+
+    Args:
+        folder: of the local one.
+        begin: called once it is known which processes are to end.
+    """
+    import ray
+
+    processes = processes_of(folder) if folder is not None else []
+    workers = _workers(processes)
+    begin()
+    over, began = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        if interrupts.wait_until(over.wait, _SHUTDOWN_S, _KILL_S):
+            return
+        kill_all(processes)
+        if not over.wait(_NOTICE_S if folder is not None else 0.0):
+            sys.stderr.write(
+                f"error: Ray did not let this program go within {time.monotonic() - began:.0f} s; it ends\n"
+            )
+            sys.stderr.flush()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="ray-end", daemon=True).start()
+    try:
+        with _killed_by_ray():
+            ray.shutdown()
+    finally:
+        over.set()
+    kill_all(workers)
+    stubborn = wait_for_ends(processes, _INTERRUPTED_S if interrupts.interrupted() else _PROCESS_END_S)
+    kill_all(stubborn)
+    wait_for_ends(stubborn, _PROCESS_END_S)
+
+
+def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that Ray has started: whose parents this program has started."""
+    parents = {}
+    for child in processes:
+        with contextlib.suppress(psutil.Error):
+            parents[child] = child.ppid()
+    own = {child.pid for child, parent in parents.items() if parent == os.getpid()}
+    return [child for child, parent in parents.items() if parent in own]
+
+
+@contextlib.contextmanager
+def _killed_by_ray() -> Iterator[None]:
+    """Have Ray kill its own processes: it would ask them by SIGTERM first, see `interrupts.left_to_driver`."""
+    from ray._private.node import Node
+
+    kill = Node.kill_all_processes
+    Node.kill_all_processes = lambda self, **kwargs: kill(self, **kwargs | {"allow_graceful": False})
+    try:
+        yield
+    finally:
+        Node.kill_all_processes = kill
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill those that are there."""
+    for child in processes:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+
+
+def give_up(folder: Path | None) -> None:
+    """End the local Ray at once, and remove its folder; nothing where Ray is somebody else's. As far as it gets: Ray
+    ends this process when the raylet is gone.
+    """
+    if folder is None:
+        return
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_processes(folder: Path) -> None:
+    """Kill what is left of the local Ray whose session is in `folder`, and wait until it has gone."""
+    processes = processes_of(folder)
+    kill_all(reversed(processes))  # the raylet after those that it started
+    wait_for_ends(processes, _PROCESS_END_S)
+
+
+def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Wait until processes have ended; those that have not within the limit."""
+    deadline = time.monotonic() + limit_s
+    while left := [child for child in processes if lives(child)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
+
+
+def lives(child: psutil.Process) -> bool:
+    """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
+    stays in the list of processes for good.
+    """
+    try:
+        return bool(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Ray's own processes, which this one started and which name their session's folder, and all of theirs; forks also
+    where their server has gone.
+    """
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any(str(folder) in argument for argument in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+    if (session := forks_session(folder)) is not None:
+        known = {child.pid for child in found}
+        found += [child for child in _in_session(session) if child.pid not in known]
+    return found
+
+
+def _in_session(session: int) -> Iterator[psutil.Process]:
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(pid) == session:
+                yield psutil.Process(pid)

@@ -33,7 +33,7 @@ from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import class_problem, noise
 from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.shared_rows import Item, shared_rows
+from trinity_sync.tasks.pairs import Item, shared_rows
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
@@ -308,8 +308,7 @@ def serve(descriptor: int) -> None:
 
 
 def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
-    from trinity_sync.tasks.encoding import PromptEncoder
-    from trinity_sync.tasks.pair_encoding import PairEncoder
+    from trinity_sync.tasks.encoding import PairEncoder, PromptEncoder
 
     try:
         tokens = _tokens(request)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import secrets
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
 
-from trinity_sync.errors import ConfigError
-from trinity_sync.models.characters import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.families import auto_class
+from trinity_sync.weights.tensors import cast_model, kept_by_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 # transformers reads these of every config, whether or not its fields declare them
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
@@ -85,3 +93,112 @@ def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
 def _suggestion(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (meant {close[0]}?)" if close else ""
+
+
+# The characters of the tokenizer that a model made from `model.architecture` has. Imports nothing.
+
+
+SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
+"""Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
+CHARACTERS = "0123456789=+-*,;<>?:#%"
+"""Tokens 3 and following."""
+UNUSED = 0xE000
+"""Tokens behind the characters are written as private-use characters: this code point plus the token's number."""
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Check that a vocabulary has room for the characters.
+
+    Raises:
+        ConfigError: it is too small.
+    """
+    needed = len(SPECIAL) + len(CHARACTERS)
+    if vocab_size < needed:
+        raise ConfigError(
+            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {needed}"
+        )
+
+
+# Makes the initial model of a run that names none: random weights and a tokenizer with one token per character.
+
+
+def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Path:
+    """Write a model of random weights and its tokenizer in Hugging Face format. Weights are in bf16, but for those that
+    its class keeps in fp32.
+
+    The same arguments give the same bytes. The process's random state is left as it was. The folder appears as a whole
+    or not at all.
+
+    Args:
+        architecture: `model_type` and fields of that Hugging Face config. Token ids of padding, begin and end are 0, 1,
+            2 and need not be given.
+        seed: seed of the weights.
+        path: the folder to make; must not exist, or be empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the architecture is not one that transformers can build; names the key.
+        RunError: the folder exists and is not empty.
+    """
+    config = architecture_config(architecture)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        _build(config, seed).save_pretrained(staging)
+        character_tokenizer(config.vocab_size).save_pretrained(staging)
+        try:
+            staging.rename(path)
+        except OSError as error:
+            raise RunError(f"the initial model cannot be put at {path}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return path
+
+
+def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # of the CPU alone: torch.manual_seed would reset the accelerators' generators as well
+        torch.default_generator.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"model.architecture: transformers cannot build this {config.model_type} model: {reason}"
+            ) from error
+    cast_model(model, torch.bfloat16, kept_by_class(model, "BF16"))
+    return model
+
+
+# Models of transformers without weights: what versions are loaded into, and what shapes are read from.
+
+
+def unfilled_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    *,
+    attn_implementation: str,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Make a causal language model whose parameters are not filled; buffers that no checkpoint holds have their values.
+
+    What transformers raises where it has no such model is passed on.
+
+    Args:
+        config: of the model.
+        dtype: of its floating tensors.
+        device: where; ``"meta"`` for none.
+        attn_implementation: the attention, as transformers names it.
+        trust_remote_code: whether code that comes with the model may run.
+    """
+    kind = getattr(transformers, auto_class(config.to_dict()))
+    with no_init_weights(), torch.device(device):
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    # a part of the initialisation that was left out
+    model.tie_weights()
+    return model.eval().requires_grad_(False)

@@ -222,7 +222,7 @@ def model_config(fields: Mapping[str, object]) -> PreTrainedConfig:
 def _made(config: PreTrainedConfig, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     import torch
 
-    from trinity_sync.models.unfilled import unfilled_model
+    from trinity_sync.models.architecture import unfilled_model
 
     try:
         return unfilled_model(config, dtype or torch.bfloat16, device, attn_implementation="eager")

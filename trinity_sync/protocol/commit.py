@@ -17,15 +17,29 @@ How a step goes through the book, in any order unless said otherwise:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.committed import CommittedSteps
-from trinity_sync.protocol.decisions import Clean, CommitMeta, Decision, Fail, Grant
-from trinity_sync.protocol.parts import DIGEST_PART, STATE_DICT, FileTuple, Kind, covers, describe_part, is_beside
-from trinity_sync.protocol.step import JournalEntry, Step, StepStatus
-from trinity_sync.protocol.step_table import StepTable
-from trinity_sync.protocol.turns import Turn, TurnQueue
+from trinity_sync.protocol.parts import (
+    DIGEST_PART,
+    FULL,
+    KINDS,
+    STATE_DICT,
+    Clean,
+    CommitMeta,
+    Decision,
+    Fail,
+    FileTuple,
+    Grant,
+    Kind,
+    MoveTracker,
+    covers,
+    describe_part,
+    is_beside,
+)
+from trinity_sync.protocol.step import JournalEntry, Step, StepStatus, Turn, TurnQueue
 
 
 class CommitBook:
@@ -33,7 +47,7 @@ class CommitBook:
 
     Args:
         clock: returns seconds; Unix time where the result of `dump` is to outlive the process.
-        strategy: one of `trinity_sync.protocol.turns.SAVE_STRATEGIES`.
+        strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
         attempt: the attempt this book is for. Reports for another one are refused.
         step_timeout_s: a step of which nothing was heard for so long fails, with the names of what is missing.
         committed: what is on the disk already, as (step, attempt, kind); this is how a restarted actor begins.
@@ -445,3 +459,145 @@ class CommitBook:
 
     def _grants(self) -> list[Decision]:
         return [Grant(ticket) for ticket in self._turns.grant(self._clock())]
+
+
+# Which steps are committed, as what, and which of them the trackers name. Used by `trinity_sync.protocol.commit`.
+
+
+class CommittedSteps:
+    """What is on the disk, as one attempt has to know it.
+
+    Args:
+        attempt: the run's attempt.
+        found: what is there at first, as (step, attempt, kind).
+    """
+
+    def __init__(self, attempt: int, found: Iterable[tuple[int, int, Kind]]) -> None:
+        self._attempt = attempt
+        self._visible: dict[int, tuple[int, Kind]] = {step: (by, kind) for step, by, kind in found}
+        self._beside: set[int] = set()
+        self._trackers: dict[Kind, int | None] = {
+            FULL: max((step for step, (_, kind) in self._visible.items() if kind == FULL), default=None),
+            STATE_DICT: max(self._visible, default=None),
+        }
+
+    @property
+    def trackers(self) -> Mapping[Kind, int | None]:
+        """The step that each tracker names; None: nothing committed yet."""
+        return dict(self._trackers)
+
+    def kind(self, step: int) -> Kind | None:
+        """Return as what a step is committed: by this attempt, else by an earlier one; None: it is not."""
+        return self.own(step) or (self._visible[step][1] if step in self._visible else None)
+
+    def own(self, step: int) -> Kind | None:
+        """Return as what this attempt has committed a step, visible or beside what must stay; None: it has not."""
+        by, kind = self._visible.get(step, (None, None))
+        if by == self._attempt:
+            return kind
+        return STATE_DICT if step in self._beside else None
+
+    def is_taken(self, step: int, kind: Kind) -> bool:
+        """Return whether what is visible is in the way of a commit of this kind.
+
+        It is never replaced by less, nor by weights that its own readers and pins do not know of.
+        """
+        by, visible = self._visible.get(step, (None, None))
+        return kind == STATE_DICT and visible is not None and (by != self._attempt or visible == FULL)
+
+    def add(self, step: int, kind: Kind) -> list[MoveTracker]:
+        """Note that this attempt's commit is visible; return which trackers follow."""
+        self._visible[step] = (self._attempt, kind)
+        decisions = []
+        for tracked in KINDS if kind == FULL else (STATE_DICT,):
+            named = self._trackers[tracked]
+            if named is None or step > named:
+                self._trackers[tracked] = step
+                decisions.append(MoveTracker(tracked, step))
+        return decisions
+
+    def add_beside(self, step: int) -> None:
+        """Note that this attempt has committed weights beside what is visible."""
+        self._beside.add(step)
+
+    def forget(self, step: int) -> None:
+        """Note that what was visible is deleted."""
+        self._visible.pop(step, None)
+
+
+# The steps that the book of commits knows, and when it forgets one. Used by `trinity_sync.protocol.commit`.
+
+
+#: How many settled steps are remembered, so that late and doubled reports of them are recognised.
+_REMEMBERED = 256
+
+
+class StepTable:
+    """Steps by number: all that are open, and of the others the latest.
+
+    Args:
+        clock: returns seconds.
+        turns: the writers' turns; a step that has one is open.
+        committed: told a step, what this attempt has committed of it.
+    """
+
+    def __init__(self, clock: Callable[[], float], turns: TurnQueue, committed: Callable[[int], Kind | None]) -> None:
+        self._clock = clock
+        self._turns = turns
+        self._committed = committed
+        self._steps: dict[int, Step] = {}
+        self._settled: deque[int] = deque()
+
+    def __getitem__(self, step: int) -> Step:
+        return self._steps[step]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(list(self._steps.values()))
+
+    def get(self, step: int) -> Step | None:
+        """Return what is known of the step; None: nothing, or nothing any more."""
+        return self._steps.get(step)
+
+    def is_open(self, entry: Step) -> bool:
+        """Return whether something of the step is being saved or committed now."""
+        if entry.committing is not None:
+            return True
+        if entry.failed is not None:
+            return False
+        return (entry.parts.any and not entry.settled) or bool(self._turns.of_step(entry.step))
+
+    def touch(self, step: int) -> Step:
+        """Return the step, of which something was heard just now; it begins where it is not known."""
+        now = self._clock()
+        entry = self._steps.get(step)
+        if entry is None:
+            entry = self._steps[step] = Step(step, now, now, committed=self._committed(step))
+        entry.touched = now
+        return entry
+
+    def announce(self, step: int) -> Step:
+        """Return the step as `touch` does, without what is known of an earlier checkpoint of it that was deleted."""
+        entry = self.touch(step)
+        if not entry.deleted or entry.failed is not None or self.is_open(entry):
+            return entry
+        del self._steps[step]
+        with suppress(ValueError):
+            self._settled.remove(step)
+        return self.touch(step)
+
+    def put(self, entry: Step) -> None:
+        """Take up a step of an earlier life."""
+        self._steps[entry.step] = entry
+
+    def note_settled(self, entry: Step) -> None:
+        """Remember the step as the latest where it is settled by now, or has failed, and forget the oldest."""
+        if self.is_open(entry) or not (entry.parts.any or entry.failed) or entry.step in self._settled:
+            return
+        self._settled.append(entry.step)
+        if len(self._settled) > _REMEMBERED:
+            oldest = self._settled.popleft()
+            if not self._turns.of_step(oldest) and not self.is_open(self._steps[oldest]):
+                del self._steps[oldest]

@@ -7,8 +7,9 @@ export). A state-dict commit needs the weights parts, a full one needs all of th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Literal, TypeAlias, TypedDict
 
 Kind: TypeAlias = Literal["full", "state_dict"]
@@ -257,3 +258,196 @@ class StepParts:
             told = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]
             parts.add(key, bool(weights), told, ticket)
         return parts
+
+
+# What the book of commits decides; whoever feeds it carries that out. See `trinity_sync.protocol.commit`.
+
+
+class LeftOut(TypedDict):
+    """Tensors of the model's folder that are in no version: draft heads, and a vision tower.
+
+    Args:
+        path: the folder.
+        names: of the tensors.
+        digest: of all of them together, as they are stored, hex.
+        tower: of the names those of a vision tower, which full checkpoints hold as well.
+    """
+
+    path: str
+    names: Sequence[str]
+    digest: str
+    tower: Sequence[str]
+
+
+class Compared(TypedDict):
+    """The reference that a policy is held near to.
+
+    Args:
+        path: its folder, absolute, or its hub id.
+        digest: of its weights as they are stored, hex.
+    """
+
+    path: str
+    digest: str
+
+
+class CommitMeta(TypedDict, total=False):
+    """What a checkpoint's manifest says beside what the book knows, and what retention goes by.
+
+    Args:
+        backend: the training engine.
+        world_size: how many ranks it has.
+        config_digest: the digest of the run's configuration.
+        metrics: name to value, as of the step.
+        base: of an adapter: the model it belongs to, as `layout.Base.to_json` gives it; None: the weights are whole.
+        wire: the dtypes of the version digest, as `Wire.to_json` gives them.
+        left_out: what an export takes from the model's folder; None: nothing.
+        reference: what the policy is held near to; None: nothing, or the base of the adapter.
+        keep_last: so many of the newest full checkpoints stay after this commit, beside what the configured policies
+            keep; at least 1. Not in the manifest. Left out: the policies alone decide.
+    """
+
+    backend: str
+    world_size: int
+    config_digest: str | None
+    metrics: Mapping[str, float | None] | None
+    base: Mapping[str, object] | None
+    wire: Mapping[str, object] | None
+    left_out: LeftOut | None
+    reference: Compared | None
+    keep_last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The writer with this ticket may write now."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Commit the step as `kind`.
+
+    Args:
+        files: what the parts said they wrote; parts that named no files are not in it.
+        digest: the version digest of the weights, where it was reported.
+        meta: what `CommitBook.begin` was given.
+        opened: when this save of the step was first heard of, in seconds of the book's clock.
+        partial: other parts of the step are still being written: only `files` may go into the commit, and the
+            staging folder has to stay. Weights that did not name their files are not committed so: which of those that
+            are there are theirs, nobody knows.
+        durable: whether it has to survive a power cut, as was asked for this kind; None: as all commits do.
+        beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
+            attempt. They are committed beside it.
+    """
+
+    step: int
+    attempt: int
+    kind: Kind
+    files: tuple[FileTuple, ...]
+    digest: str | None
+    meta: CommitMeta
+    opened: float
+    partial: bool
+    durable: bool | None = None
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The step is lost: report it (this comes once) and remove what is staged."""
+
+    step: int
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """A writer of a failed step has ended only now: remove what is staged again."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTracker:
+    """Let the tracker of this kind name the step."""
+
+    kind: Kind
+    step: int
+
+
+Decision: TypeAlias = Grant | Commit | Fail | Clean | MoveTracker
+
+
+# A file of a checkpoint, as it is known from who wrote it to the manifest.
+
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        path: relative to the checkpoint folder, with ``/``.
+        bytes: its size.
+        xxh3_128: hex digest of its contents.
+    """
+
+    path: str
+    bytes: int
+    xxh3_128: str
+
+    def __post_init__(self) -> None:
+        parts = PurePosixPath(self.path).parts
+        if not parts or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
+            raise ValueError(
+                f"{self.path!r} cannot be the path of a checkpoint's file: it has to lie inside its folder"
+            )
+
+    def as_tuple(self) -> FileTuple:
+        """Return the entry as the protocol carries it."""
+        return (self.path, self.bytes, self.xxh3_128)
+
+
+# What readers need to know of a staged part. Apart from the agent, so that the synchronizer's process stays small.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInfo:
+    """What a reader needs to take a staged part.
+
+    Attributes:
+        part: its name, such as ``"rank-00000"``.
+        node: Ray node id of the agent that holds it.
+        path: the slot's file, to be mapped by readers on that node.
+        nbytes: size of the part.
+        layout: digest of its layout, by which a reader finds the layout it has seen before.
+        buckets: transfer digests where `sync.verify` is ``bucket``. With ``full`` the digest of the version is what
+            tells damage, of whatever a reader then holds; with ``off`` nothing does.
+        blocked_s: seconds in which the rank stood still while it copied the part.
+        digest_s: seconds in which the agent digested all parts of its node.
+    """
+
+    part: str
+    node: str
+    path: str
+    nbytes: int
+    layout: str
+    buckets: list[bytes] | None
+    blocked_s: float = 0.0
+    digest_s: float = 0.0
+
+
+def part_name(rank: int) -> str:
+    """Name the part that a trainer rank stages."""
+    return f"rank-{rank:05d}"
+
+
+def shard_file(part: str) -> str:
+    """Return where a part stands in a checkpoint folder."""
+    return f"actor/weights_{part}.safetensors"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trinity_sync.protocol.choices import plain
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import Member
 
 RUNNING, REQUIRES_SYNC, STOPPED = STATUSES = ("running", "requires_sync", "stopped")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.parts import PartInfo
 
 
 class Version(NamedTuple):

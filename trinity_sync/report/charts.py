@@ -8,17 +8,21 @@ What is drawn is computed here, and written down by the templates.
 
 from __future__ import annotations
 
+import html
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Literal
+from urllib.parse import quote
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from trinity_sync.report.templating import render
-from trinity_sync.report.thinning import Points, thin
+from trinity_sync.report.figures import Better, Figure
+from trinity_sync.tracking import units
 
 COLOURS = 8
 _MOST_POINTS, _MOST_TOGETHER = 600, 12_000
@@ -284,3 +288,88 @@ def _thinned(series: Series, log: bool, most: int) -> Series:
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:
     """Widen a range that is empty, or narrower than ticks have digits."""
     return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - by, high + by)
+
+
+# Which values of a column are the best, and which of them are a tie.
+
+
+Mark = Literal["best", "tie"]
+RULE = (
+    "A tie: the bands overlap, or the figures read the same. The band of a job is the middle half of what it measured; "
+    "of several seeds, lowest to highest. Only jobs that completed compete."
+)
+
+
+def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[float], str]) -> list[Mark | None]:
+    """Mark the best figure of a column; where others are a tie with it, all of these.
+
+    Fewer than two figures, or figures that all read the same, leave nothing to mark.
+
+    Args:
+        figures: those that compete; None for one that does not.
+        better: which values are.
+        text: puts a value into words.
+    """
+    known = [one for one in figures if one is not None]
+    if len({text(one.value) for one in known}) < 2:
+        return [None] * len(figures)
+    best = text((min if better == "lower" else max)(one.value for one in known))
+    leading = [one for one in known if text(one.value) == best]
+    level = [one is not None and any(_overlap(one, leader) for leader in leading) for one in figures]
+    word: Mark = "tie" if sum(level) > 1 else "best"
+    return [word if equal else None for equal in level]
+
+
+def _overlap(one: Figure, other: Figure) -> bool:
+    return one.low <= other.high and other.low <= one.high
+
+
+# The jinja2 templates of the report. What they are given is escaped, unless a template made it.
+
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("trinity_sync.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters |= {
+    "moment": units.moment,
+    "page": lambda folder: f"{quote(os.fsencode(folder))}/report.html",  # without a ":", so relative
+    "number": lambda value: units.number(units.finite(value)),
+    "px": "{:.1f}".format,
+    "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them
+    "seconds": lambda value: units.seconds(units.finite(value)),
+    "size": lambda value: units.size(units.finite(value)),
+}
+
+
+def render(template: str, **values: object) -> Markup:
+    """Fill in a file of `templates/`; the result is markup to every other template."""
+    return Markup(_ENVIRONMENT.get_template(template).render(values))
+
+
+# Fewer points for a curve than a screen has pixels, without losing what stands out.
+
+
+Points = Sequence[tuple[float, float | None]]
+
+
+def thin(points: Points, most: int) -> Points:
+    """Return at most so many of the points: of each share of neighbours the lowest and the highest, and both ends.
+
+    A share without a value keeps one point without, so that a gap of its length stays one.
+
+    Args:
+        points: (x, y) by x.
+        most: at least 4.
+    """
+    if len(points) <= most:
+        return points
+    share = math.ceil(len(points) / ((most - 2) // 2))
+    kept = {0, len(points) - 1}
+    for start in range(0, len(points), share):
+        values = [(y, at) for at, (_, y) in enumerate(points[start : start + share], start) if y is not None]
+        kept |= {min(values)[1], max(values)[1]} if values else {start}
+    return [points[at] for at in sorted(kept)]

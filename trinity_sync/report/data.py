@@ -15,11 +15,9 @@ from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import resolved, shown_values
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.record import RunJson, read_record, recorded_checkpoints
-from trinity_sync.tracking.run_folder import lock_owner
-from trinity_sync.tracking.summary import Summary, summarise, wall_seconds
+from trinity_sync.tracking.record import RunJson, lock_owner, read_record, recorded_checkpoints
+from trinity_sync.tracking.summary import Summary, put_to_steps, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
-from trinity_sync.tracking.validation import put_to_steps
 
 TARGET_REWARD = 0.9
 _SMOOTH_STEPS = 10

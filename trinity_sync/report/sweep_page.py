@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from trinity_sync.report import sweep_charts, templating
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from markupsafe import Markup
+
+from trinity_sync.report import charts, run_charts
 from trinity_sync.report.agreement import Agreement, agreement
-from trinity_sync.report.data import TARGET_REWARD, Sweep
-from trinity_sync.report.figures import BY_KEY, COLUMNS, detail
-from trinity_sync.report.marks import RULE
-from trinity_sync.report.rows import Comparison, Row, compare
+from trinity_sync.report.charts import COLOURS, RULE, Mark, Series, marks
+from trinity_sync.report.data import TARGET_REWARD, Run, Sweep
+from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail, figures, fold
+from trinity_sync.report.run_charts import Point, metric_text
 from trinity_sync.tracking import units
 
 
@@ -19,7 +25,7 @@ def render(sweep: Sweep, now: float) -> str:
         now: Unix seconds, for the note on when it was made.
     """
     comparison, agreed = compare(sweep), agreement(sweep.runs)
-    return templating.render(
+    return charts.render(
         "sweep.html",
         title=f"Sweep {sweep.path.parent.name}/{sweep.path.name}",
         path=sweep.path,
@@ -27,8 +33,8 @@ def render(sweep: Sweep, now: float) -> str:
         common=(" ".join(sweep.common) if len(sweep.runs) > 1 else "") or "the defaults",
         agreed=agreed,
         tiles=_tiles(sweep, comparison, agreed),
-        reward_by_step=sweep_charts.reward_by_step,
-        reward_by_wall=sweep_charts.reward_by_wall,
+        reward_by_step=reward_by_step,
+        reward_by_wall=reward_by_wall,
         comparison=comparison,
         columns=COLUMNS,
         detail=detail,
@@ -74,3 +80,180 @@ def _leading(comparison: Comparison, key: str, label: str, nothing: str) -> tupl
     best = (min if column.better == "lower" else max)(having, key=lambda row: row.figures[key].value)
     tied = sum(row.marks.get(key) == "tie" for row in comparison.rows)
     return label, column.text(best.figures[key].value), f"a tie of {tied}" if tied else best.label
+
+
+# The rows of a comparison: jobs with the same settings but for the seed are one, with their mean and band.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row.
+
+    Attributes:
+        settings: the overrides that tell it from the others.
+        runs: its jobs; several differ by seed only.
+        figures: by the key of their column, those that there are.
+        marks: by the key of their column, where there is one.
+    """
+
+    settings: tuple[str, ...]
+    runs: tuple[Run, ...]
+    figures: Mapping[str, Figure]
+    marks: Mapping[str, Mark]
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of its jobs."""
+        return [run.path.name for run in self.runs]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The different seeds of its jobs."""
+        return sorted({seed for run in self.runs if (seed := _seed(run)) is not None})
+
+    @property
+    def label(self) -> str:
+        """What it is called in a legend."""
+        if len(self.runs) == 1:
+            return f"{self.jobs[0]}: {' '.join(self.settings)}" if self.settings else f"job {self.jobs[0]}"
+        return f"{' '.join(self.settings) or 'all jobs'} ({self.size})"
+
+    @property
+    def size(self) -> str:
+        """How many jobs and seeds it stands for; nothing for one job."""
+        jobs, seeds = len(self.runs), len(self.seeds)
+        if jobs == 1:
+            return ""
+        return units.plural(seeds, "seed") if seeds == jobs else f"{jobs} jobs, {units.plural(seeds, 'seed')}"
+
+    @property
+    def status(self) -> str:
+        """The status of its jobs, counted where they differ."""
+        found = Counter(run.status for run in self.runs)
+        return next(iter(found)) if len(found) == 1 else ", ".join(f"{n} {word}" for word, n in found.items())
+
+    @property
+    def steps(self) -> str:
+        """The steps that were done, of those asked for; from the fewest to the most."""
+        done = sorted({run.summary["steps"] for run in self.runs})
+        asked = {run.total_steps for run in self.runs} - {None}
+        text = str(done[0]) if len(done) == 1 else f"{done[0]} to {done[-1]}"
+        return f"{text}/{asked.pop()}" if len(asked) == 1 else text
+
+    @property
+    def faults(self) -> int:
+        """How many faults its jobs reported."""
+        return sum(run.summary["faults"] for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A sweep, compared: `rows` by what varies beside the seed, `jobs` one by one and without marks."""
+
+    rows: list[Row]
+    jobs: list[Row]
+
+    @property
+    def folded(self) -> bool:
+        """Whether some row stands for several jobs."""
+        return len(self.rows) < len(self.jobs)
+
+
+def compare(sweep: Sweep) -> Comparison:
+    """Work out the figures of all jobs of a sweep, and group them."""
+    jobs = []
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for run in sweep.runs:
+        found = {key: one for key, one in figures(run).items() if one is not None}
+        jobs.append(Row(settings=tuple(sweep.distinct(run)), runs=(run,), figures=found, marks={}))
+        # of a job whose settings are not known nobody can say what it has in common with others
+        known = run.config_text is not None
+        key = tuple(text for text in jobs[-1].settings if not _is_seed(text)) if known else (str(run.path),)
+        groups.setdefault(key, []).append(jobs[-1])
+    return Comparison(rows=_marked([_folded(key, group) for key, group in groups.items()]), jobs=jobs)
+
+
+def _folded(settings: tuple[str, ...], jobs: Sequence[Row]) -> Row:
+    if len(jobs) == 1:
+        return jobs[0]
+    every = {column.key: fold([job.figures.get(column.key) for job in jobs]) for column in COLUMNS}
+    return Row(
+        settings=settings,
+        runs=tuple(run for job in jobs for run in job.runs),
+        figures={key: one for key, one in every.items() if one is not None},
+        marks={},
+    )
+
+
+def _marked(rows: list[Row]) -> list[Row]:
+    words: list[dict[str, Mark]] = [{} for _ in rows]
+    for column in COLUMNS:
+        competing = [row.figures.get(column.key) if _competes(row, column.key) else None for row in rows]
+        for row, mark in zip(words, marks(competing, column.better, column.text), strict=True):
+            if mark is not None:
+                row[column.key] = mark
+    return [replace(row, marks=found) for row, found in zip(rows, words, strict=True)]
+
+
+def _competes(row: Row, key: str) -> bool:
+    """Whether all jobs completed and have this figure: without the jobs that never got there a mean flatters."""
+    one = row.figures.get(key)
+    complete = len(row.runs) == 1 or (one is not None and one.count == len(row.runs))
+    return complete and all(run.status == "completed" for run in row.runs)
+
+
+def _is_seed(text: str) -> bool:
+    return text.lstrip("+").partition("=")[0] == "seed"
+
+
+def _seed(run: Run) -> int | None:
+    for value in (run.record.get("seed"), run.setting("seed")):
+        if isinstance(value, int):
+            return value
+    return None
+
+
+# The charts of a sweep's page: reward by step and by wall time, one curve per row, a band where it is of several.
+
+
+_UNITS = ((3 * 3600.0, 3600.0, "hours"), (5 * 60.0, 60.0, "minutes"))
+
+
+def reward_by_step(rows: Sequence[Row]) -> Markup:
+    """Draw the reward of all rows by step."""
+    return _chart(rows, run_charts.by_step, "Mean reward by step", "step")
+
+
+def reward_by_wall(rows: Sequence[Row]) -> Markup:
+    """Draw the reward of all rows by wall time, in the unit that suits the longest of them."""
+    longest = max((run.summary["wall_s"] or 0.0 for row in rows for run in row.runs), default=0.0)
+    unit, word = next(((unit, word) for least, unit, word in _UNITS if longest >= least), (1.0, "seconds"))
+
+    def points(runs: Sequence[Run]) -> list[Point]:
+        return [point._replace(x=round(point.x / unit, 4)) for point in run_charts.by_wall(runs)]
+
+    return _chart(rows, points, "Mean reward by wall time", word)
+
+
+def _chart(rows: Sequence[Row], curve: Callable[[Sequence[Run]], list[Point]], label: str, x_label: str) -> Markup:
+    return charts.line_chart(
+        [_series(row, index, curve(row.runs), many=len(rows) > COLOURS) for index, row in enumerate(rows)],
+        label=label,
+        x_label=x_label,
+        y_format=metric_text,
+        width=1120,
+        height=320,
+        empty="No job has recorded a reward.",
+    )
+
+
+def _series(row: Row, index: int, points: Sequence[Point], *, many: bool) -> Series:
+    several = len(row.runs) > 1
+    return Series(
+        name=row.label,
+        points=[(point.x, point.mean) for point in points],
+        low=[(point.x, point.low) for point in points] if several else (),
+        high=[(point.x, point.high) for point in points] if several else (),
+        colour=index % COLOURS,
+        dash=index // COLOURS if many else index % 4,
+    )

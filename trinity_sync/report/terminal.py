@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 
+from trinity_sync.report import run_charts
 from trinity_sync.report.agreement import agreement
+from trinity_sync.report.charts import RULE, Mark, thin
 from trinity_sync.report.data import TARGET_REWARD, Run, Sweep, steps_to
-from trinity_sync.report.figures import BY_KEY, detail
-from trinity_sync.report.marks import RULE, Mark
-from trinity_sync.report.rows import Row, compare
+from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail
+from trinity_sync.report.run_charts import Point
 from trinity_sync.report.run_page import facts
+from trinity_sync.report.sweep_page import Row, compare
 from trinity_sync.tracking import units
 from trinity_sync.tracking.closing import closing_lines, lay_out
 
@@ -108,3 +111,82 @@ def _figure(row: Row, key: str) -> list[str]:
     column, one = BY_KEY[key], row.figures[key]
     spread = detail(column, one, len(row.runs))
     return [f"{_SIGNS.get(row.marks.get(key), '')}{column.text(one.value)}", *([spread] if spread else [])]
+
+
+# A run or a sweep as JSON, for programs: all that the page of a sweep says. The keys are those of docs/sweeps.md.
+
+
+_MOST_POINTS = 300
+
+
+def to_json(found: Run | Sweep) -> Mapping[str, object]:
+    """Return the content of a run's summary.json as it is now, or the comparison of a sweep."""
+    if isinstance(found, Run):
+        return found.summary
+    comparison, agreed = compare(found), agreement(found.runs)
+    return {
+        "path": found.path,
+        "common": found.common,
+        "columns": {
+            column.key: {
+                "title": column.title,
+                "meaning": column.meaning,
+                "better": column.better,
+                "statistic": column.statistic,
+                "tail": column.tail if column.statistic == "median" else None,
+            }
+            for column in COLUMNS
+        },
+        "tie": RULE,
+        "rows": [_row(row) for row in comparison.rows],
+        "jobs": [_job(row) for row in comparison.jobs],
+        "digests": {
+            "agree": agreed.agree,
+            "jobs": agreed.jobs,
+            "sets": agreed.sets,
+            "versions": agreed.versions,
+            "differs": agreed.differs and agreed.differs._asdict(),
+            "text": agreed.text,
+        },
+    }
+
+
+def _row(row: Row) -> dict[str, object]:
+    return {
+        "settings": row.settings,
+        "jobs": row.jobs,
+        "seeds": row.seeds,
+        "completed": sum(run.status == "completed" for run in row.runs),
+        "figures": {key: {**_figure_json(key, one), "mark": row.marks.get(key)} for key, one in row.figures.items()},
+        "reward_by_step": _points(run_charts.by_step(row.runs)),
+        "reward_by_wall_s": _points(run_charts.by_wall(row.runs)),
+    }
+
+
+def _job(row: Row) -> dict[str, object]:
+    (run,) = row.runs
+    return {
+        "job": run.path.name,
+        "path": run.path,
+        "overrides": run.overrides,
+        "seed": next(iter(row.seeds), None),
+        "status": run.status,
+        "error": run.record.get("error"),
+        "steps": run.summary["steps"],
+        "total_steps": run.total_steps,
+        "faults": row.faults,
+        "notes": run.notes,
+        "figures": {key: _figure_json(key, one) for key, one in row.figures.items()},
+    }
+
+
+def _figure_json(key: str, one: Figure) -> dict[str, object]:
+    values = asdict(one)
+    tail = values.pop("tail")
+    return values if tail is None else {**values, BY_KEY[key].tail: tail}
+
+
+def _points(points: Sequence[Point]) -> list[Point]:
+    """Thin a curve by its mean."""
+    kept = {x for x, _ in thin([(point.x, point.mean) for point in points], _MOST_POINTS)}
+    return [point for point in points if point.x in kept]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from trinity_sync.report import activity
-from trinity_sync.report.activity import AGENT, MIRROR, SAVES, TRAINER, Span
+from trinity_sync.report import timeline
 from trinity_sync.report.data import Run
+from trinity_sync.report.timeline import AGENT, MIRROR, SAVES, TRAINER, Span
 from trinity_sync.tracking import summary
-from trinity_sync.tracking.files import plain
-from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.jsonl import Record, plain
 from trinity_sync.tracking.units import finite
 
 Event = Mapping[str, object]
@@ -51,7 +50,7 @@ def document(run: Run) -> Iterator[str]:
 
 def events(run: Run) -> Iterator[Event]:
     """Make the events of a trace."""
-    found = activity.span_lanes(activity.spans(run.metrics, run.events))
+    found = timeline.span_lanes(timeline.spans(run.metrics, run.events))
     attempts = summary.spans(run.record, run.metrics, run.events)
     begun = [begin for begin, _ in attempts.values()] + [lane[0].begin for lane in found.values()]
     begun += [at for event in run.events if (at := finite(event.get("time"))) is not None]
@@ -66,12 +65,12 @@ def events(run: Run) -> Iterator[Event]:
     tids = dict.fromkeys(_PROCESSES, 0)
     for who, spans in found.items():
         pid = _PLACES.get(who, _EXPLORERS)
-        for row, ordered in enumerate(activity.span_rows(spans)):
+        for row, ordered in enumerate(timeline.span_rows(spans)):
             tid = tids[pid] = tids[pid] + 1
             yield from trace.thread(pid, tid, f"{_thread(run, who)}{f' ({row + 1})' if row else ''}")
             for span in ordered:
                 yield from trace.nested(pid, tid, span)
-    yield from trace.held(activity.loads(run.events))
+    yield from trace.held(timeline.loads(run.events))
     yield from trace.instants(run.events)
 
 
@@ -102,7 +101,7 @@ class _Trace:
         args = {**({"for": span.about} if span.about else {}), **span.facts}
         return {**event, "args": args} if args else event
 
-    def held(self, found: Iterable[activity.Held]) -> Iterator[Event]:
+    def held(self, found: Iterable[timeline.Held]) -> Iterator[Event]:
         for held in found:
             name, args = f"version held by {held.explorer}", {"version": held.version}
             yield {"ph": "C", "name": name, "pid": _EXPLORERS, "ts": self._at(held.at), "args": args}
@@ -113,7 +112,7 @@ class _Trace:
             if at is None or name not in _INSTANTS:
                 continue
             if name == "commit":  # it was told of later
-                at = next((span.end for span in activity.spans((), [record])), at)
+                at = next((span.end for span in timeline.spans((), [record])), at)
             args = {key: value for key, value in record.items() if key not in ("event", "time")}
             event: dict[str, object] = {"ph": "i", "name": name, "pid": _INSTANTS[name], "tid": 1, "ts": self._at(at)}
             yield {**event, "s": "g" if name == "fault" else "p", "args": args}

@@ -17,7 +17,7 @@ import xxhash
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.outcome import Number, Outcome
-from trinity_sync.tracking.files import plain, write_json
+from trinity_sync.tracking.jsonl import plain, write_json
 from trinity_sync.tracking.record import RunJson, check_shape
 
 FORMAT = 1

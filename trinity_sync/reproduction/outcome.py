@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -150,3 +152,99 @@ def computed(line: Mapping[str, object]) -> dict[str, Number]:
         for name, value in line.items()
         if name not in _OF_THE_LINE and not name.startswith(_MEASURED) and isinstance(value, int | float | None)
     }
+
+
+# What differs between the places in which two attempts ran, as their records tell it, and may change sums.
+
+
+NONE = "none"
+
+
+class Differs(NamedTuple):
+    """One thing that is not the same: what, and what it was then and is now."""
+
+    what: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.old} -> {self.new}"
+
+
+def differences(old: RunJson, new: RunJson) -> list[Differs]:
+    """Compare packages, the state of the repository, threads and hardware of two records.
+
+    What a record does not have, as those of earlier versions, is not compared.
+    """
+    return [
+        *_mappings("", old.get("packages"), new.get("packages")),
+        *_git(old, new),
+        *_values("threads", old.get("threads"), new.get("threads")),
+        *_mappings("", old.get("hardware"), new.get("hardware")),
+    ]
+
+
+def _git(old: RunJson, new: RunJson) -> Iterator[Differs]:
+    before, after = old.get("git"), new.get("git")
+    if before is None and after is None:
+        return
+    texts = [NONE if git is None else git["commit"][:12] + " with changes" * git["dirty"] for git in (before, after)]
+    if texts[0] != texts[1] or texts[0].endswith("changes"):  # two sets of changes may be two different ones
+        yield Differs("git", *texts)
+
+
+def _mappings(prefix: str, old: object, new: object) -> Iterator[Differs]:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            yield Differs(f"{prefix}{name}", str(old.get(name, NONE)), str(new.get(name, NONE)))
+
+
+def _values(what: str, old: object, new: object) -> Iterator[Differs]:
+    if old is not None and new is not None and old != new:
+        yield Differs(what, str(old), str(new))
+
+
+# Where the end of one more run may lie, given those of a few: for runs that are not the same bit for bit.
+
+
+LAST_STEPS = 10
+"""Over which the end of a run is averaged."""
+MOST = 11
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Quantiles 0.975 of Student's t for 1, 2, ... degrees of freedom."""
+_JUDGED = ("reward/mean", "loss")
+"""The first of these that a run has is what it is judged by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Where 95 % of further runs end, as the spread of a few tells: prediction interval of normal values (Student)."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Work it out from 2 to `MOST` values."""
+        number = len(values)
+        half = _T[number - 2] * statistics.stdev(values) * math.sqrt(1 + 1 / number)
+        middle = statistics.fmean(values)
+        return cls(low=middle - half, high=middle + half)
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def judged(outcome: Outcome) -> str | None:
+    """The metric that a run is judged by; None: it has none of them."""
+    names = {name for values in outcome.metrics.values() for name in values}
+    return next((name for name in _JUDGED if name in names), None)
+
+
+def end_of(outcome: Outcome, name: str) -> float | None:
+    """The mean of a metric over the last steps; None where it was never finite there."""
+    last = sorted(outcome.metrics)[-LAST_STEPS:]
+    values = [value for step in last if (value := outcome.metrics[step].get(name)) is not None]
+    return statistics.fmean(values) if values else None

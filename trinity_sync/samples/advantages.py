@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.errors import RunError
+from trinity_sync.samples.batch import PairBatch, SampleBatch
 
 Judge = Callable[[SampleBatch], NDArray[np.float64]]
 """Makes the advantages of a batch, one per sample: `group_advantages` with the settings of a run."""
@@ -78,3 +79,212 @@ def relative_rewards(batch: SampleBatch) -> tuple[NDArray[np.float64], NDArray[n
     reference = np.zeros(int(group.max(initial=-1)) + 1)
     reference[group[judged][::-1]] = batch.rewards[judged][::-1]  # of several the last one stays, which is the first
     return np.where(judged, batch.rewards - reference[group], 0.0), judged, group
+
+
+# DAPO's dynamic sampling (Yu et al., "DAPO", 2025): groups whose samples are all worth the same teach nothing, so
+# they are left out of the batch, and further prompts are answered until the step has enough others. Called by the
+# driver.
+
+
+KEYS = "algorithm.filter_groups"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All that was drawn for a step, where only some of it is trained on.
+
+    Attributes:
+        samples: of all groups, those of the batch included.
+        groups: how many groups these are.
+        flat: how many of them have no difference.
+        filled: how many of these are in the batch after all.
+        surplus: how many that have a difference are not in the batch.
+    """
+
+    samples: SampleBatch
+    groups: int
+    flat: int
+    filled: int
+    surplus: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What becomes of the groups that were drawn for a step.
+
+    Attributes:
+        batch: what is trained on.
+        drawn: all of it.
+        used: how many of the step's prompts are done with; those after them are to be answered again, by the next step.
+    """
+
+    batch: SampleBatch
+    drawn: Drawn
+    used: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFilter:
+    """Which groups are left out.
+
+    Attributes:
+        wanted: groups that a step trains on.
+        metric: what has to differ within a group, by verl's names: ``reward`` (the task's, less the penalty on long
+            responses), ``score`` (the task's alone), ``acc`` (whether a response is right).
+        batches: how many times `wanted` prompts are answered for a step, at most.
+        fill: whether a step without enough groups takes others; else it ends the run.
+        overlong: the penalty on long responses; None: there is none.
+    """
+
+    wanted: int
+    metric: str
+    batches: int
+    fill: bool
+    overlong: Overlong | None = None
+
+    @property
+    def most(self) -> int:
+        """Prompts that are answered for a step, at most."""
+        return self.wanted * self.batches
+
+    def differing(self, batch: SampleBatch) -> NDArray[np.bool_]:
+        """Tell of each group whether its samples differ, those left out that could not be judged.
+
+        Args:
+            batch: whole groups.
+
+        Returns:
+            One entry per group, in the order of `SampleBatch.groups`.
+
+        Raises:
+            RunError: the task does not say what `metric` is.
+        """
+        relative, _, group = relative_rewards(replace(batch, rewards=self._values(batch)))
+        return np.asarray(np.bincount(group, relative != 0) > 0)
+
+    def _values(self, batch: SampleBatch) -> NDArray[np.float64]:
+        if self.metric == "acc":
+            judged = np.array([not error for error in batch.errors], np.bool_)
+            if np.isnan(batch.exact[judged]).any():
+                raise RunError(
+                    f"{KEYS}.metric is acc, but the task does not say whether a response is right; set it to reward, "
+                    "or have the task say so (exact)"
+                )
+            return np.where(judged, batch.exact, np.nan)
+        if self.metric == "reward" and self.overlong is not None:
+            return batch.rewards - self.overlong.penalties(batch.response_lengths)
+        return batch.rewards
+
+    def choose(self, step: int, drawn: SampleBatch) -> Chosen | None:
+        """Choose the groups of a step: the first that differ, in the order of their prompts.
+
+        Args:
+            step: the step.
+            drawn: whole groups, sorted, of the step's first prompts.
+
+        Returns:
+            None: too few differ, and more may be drawn.
+
+        Raises:
+            RunError: as `check_filled`.
+        """
+        _, group = drawn.groups()
+        differs = self.differing(drawn)
+        taken = np.flatnonzero(differs)[: self.wanted]
+        missing = self.wanted - len(taken)
+        if missing and len(differs) < self.most:
+            return None
+        self.check_filled(step, missing, len(differs))
+        chosen = np.concatenate([taken, np.flatnonzero(~differs)[:missing]])
+        found = int(differs.sum())
+        return Chosen(
+            drawn.take(np.flatnonzero(np.isin(group, chosen))),
+            Drawn(drawn, len(differs), len(differs) - found, missing, found - len(taken)),
+            len(differs) if missing else int(taken[-1]) + 1,
+        )
+
+    def check_filled(self, step: int, missing: int, made: int) -> None:
+        """Check that a step may take groups that do not differ, where it needs some.
+
+        Raises:
+            RunError: it may not.
+        """
+        if missing and not self.fill:
+            raise RunError(
+                f"of the {made} prompts that were answered for step {step}, {self.wanted - missing} have samples whose "
+                f"{self.metric} differs, and a step needs {self.wanted}: the prompts are too hard or too easy. Raise "
+                f"{KEYS}.max_num_gen_batches ({self.batches}), or set {KEYS}.on_shortage=fill to train on groups "
+                "without a difference where there are no others"
+            )
+
+
+# What is measured of a batch before it is trained on.
+
+
+def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
+    """Measure a batch.
+
+    Returns:
+        ``batch/samples``, ``batch/tokens`` (of responses) and, of samples: ``reward/mean``, ``std``, ``min``, ``max``
+        over those that have a reward, where any has, ``reward/exact`` where the task says it of each that it could
+        judge, ``reward/failed`` (how many it could not), ``reward/flat_groups`` (share of prompts all of whose samples
+        have one reward, of which a group's advantages learn nothing), ``response_length/mean``, ``max`` and
+        ``truncated`` (share that did not end by itself), ``prompt_length/mean`` and ``max`` (over prompts); lengths in
+        tokens.
+    """
+    counts = {"batch/samples": float(len(batch)), "batch/tokens": float(batch.token_count)}
+    if not isinstance(batch, SampleBatch) or not len(batch):
+        return counts
+    lengths, prompts = batch.response_lengths, batch.prompt_rows.lengths
+    metrics = {
+        **counts,
+        **of_rewards(batch.rewards[~np.isnan(batch.rewards)]),
+        "reward/failed": float(sum(map(bool, batch.errors))),
+        "reward/flat_groups": _flat_groups(batch),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/truncated": float(1.0 - batch.finished.mean()),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+    }
+    exact = batch.exact[[not error for error in batch.errors]]
+    if len(exact) and np.isfinite(exact).all():
+        metrics["reward/exact"] = float(exact.mean())
+    return metrics
+
+
+def drawn_metrics(drawn: Drawn) -> dict[str, float]:
+    """Measure all that was drawn for a step, where only some of it is trained on.
+
+    Returns:
+        What `batch_metrics` says of these samples but their number, to stand in place of what it says of the batch:
+        the rewards of groups that were chosen for a difference are no measure of the policy. And how many groups were
+        drawn (``filter_groups/drawn``), are without a difference (``flat``), in the batch all the same (``filled``),
+        and are left out with one (``surplus``).
+    """
+    of_all = batch_metrics(drawn.samples)
+    return {
+        **{name: value for name, value in of_all.items() if not name.startswith("batch/")},
+        "filter_groups/drawn": float(drawn.groups),
+        "filter_groups/flat": float(drawn.flat),
+        "filter_groups/filled": float(drawn.filled),
+        "filter_groups/surplus": float(drawn.surplus),
+    }
+
+
+def of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
+    """Measure rewards, all of which are numbers; nothing where there is none."""
+    if not len(rewards):
+        return {}
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }
+
+
+def _flat_groups(batch: SampleBatch) -> float:
+    """The share of prompts all of whose samples have the same reward."""
+    relative, _, group = relative_rewards(batch)
+    return float((np.bincount(group, relative != 0) == 0).mean())

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_sync.samples.ragged import offsets_of, positions
-from trinity_sync.samples.record import Sample
-from trinity_sync.samples.spans import VersionSpans
+from trinity_sync.samples.record import Sample, offsets_of, positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +311,116 @@ class PairBatch:
     def learnt_of(self, index: int) -> NDArray[np.bool_]:
         """Return a copy of which tokens of the response are learnt."""
         return self.learnt[self.responses.offsets[index] : self.responses.offsets[index + 1]].copy()
+
+
+# Which replica generates which prompts: a fixed rule, so that a repeated run makes the same calls.
+
+
+def assign(n_prompts: int, replicas: int) -> list[range]:
+    """Divide prompt numbers into contiguous blocks, one per replica; sizes differ by at most one, larger ones first.
+
+    Args:
+        n_prompts: prompts of a step; fewer than replicas leave some without any.
+        replicas: how many replicas there are, at least 1.
+
+    Raises:
+        ValueError: a negative number of prompts, or no replica.
+    """
+    if n_prompts < 0 or replicas < 1:
+        raise ValueError(f"{n_prompts} prompts cannot be assigned to {replicas} replicas")
+    size, larger = divmod(n_prompts, replicas)
+    starts = [replica * size + min(replica, larger) for replica in range(replicas + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+# Which version made which tokens: spans of the tokens of samples, for engines that change their weights in between.
+
+
+Span = tuple[int, int, int]
+"""``[start, end, version]``: tokens from start up to end (without it) of a response, and the step of their version."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpans:
+    """The spans of many samples, those of one sample end to end; at least one each.
+
+    Attributes:
+        rows: int64 of shape (spans, 3), see `Span`.
+        offsets: int64 of shape (samples + 1,); sample i has ``rows[offsets[i]:offsets[i + 1]]``.
+    """
+
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, spans: Sequence[Sequence[Span]]) -> VersionSpans:
+        """Build from the spans of each sample."""
+        rows = np.array([span for sample in spans for span in sample], np.int64).reshape(-1, 3)
+        return cls(rows, offsets_of([len(sample) for sample in spans]))
+
+    @classmethod
+    def whole(cls, lengths: NDArray[np.integer], step: int) -> VersionSpans:
+        """Build for samples of which each was made by one version, the same for all.
+
+        Args:
+            lengths: tokens of each response.
+            step: the version's step.
+        """
+        rows = np.stack([np.zeros_like(lengths), lengths, np.full_like(lengths, step)], axis=1).astype(np.int64)
+        return cls(rows, np.arange(len(lengths) + 1, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def oldest(self) -> NDArray[np.int64]:
+        """The step of the oldest version of each sample: what its staleness goes by."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        oldest: NDArray[np.int64] = np.minimum.reduceat(self.rows[:, 2], self.offsets[:-1])
+        return oldest
+
+    @property
+    def mixed(self) -> NDArray[np.bool_]:
+        """Whether more than one version made the sample."""
+        return np.diff(self.offsets) > 1
+
+    def of_sample(self, index: int) -> tuple[Span, ...]:
+        """Return the spans of one sample."""
+        rows = self.rows[self.offsets[index] : self.offsets[index + 1]].tolist()
+        return tuple((start, end, step) for start, end, step in rows)
+
+    def staleness(self, index: int, step: int) -> NDArray[np.int64]:
+        """Return how stale each token of one sample is where the trainer updates at `step`, in steps."""
+        rows = self.rows[self.offsets[index] : self.offsets[index + 1]]
+        return np.repeat(step - 1 - rows[:, 2], rows[:, 1] - rows[:, 0])
+
+    def take(self, samples: NDArray[np.integer]) -> VersionSpans:
+        """Return the spans of these samples, in this order."""
+        return VersionSpans(self.rows[positions(self.offsets, samples)], offsets_of(np.diff(self.offsets)[samples]))
+
+    @staticmethod
+    def concatenate(parts: Sequence[VersionSpans]) -> VersionSpans:
+        """Return the spans of all parts, one part after the other."""
+        return VersionSpans(
+            np.concatenate([part.rows for part in parts]),
+            offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
+        )
+
+
+# How old a sample is when it is trained on. Called by the driver before each update.
+
+
+def staleness(version_step: int, update_step: int) -> int:
+    """Count the steps completed before an update, minus the step whose version made the sample; 0 is on-policy.
+
+    Args:
+        version_step: step of the sample's version.
+        update_step: the step that trains on the sample.
+
+    Raises:
+        ValueError: the version cannot exist before the update.
+    """
+    if version_step >= update_step:
+        raise ValueError(f"version {version_step} cannot exist before the update of step {update_step}")
+    return update_step - 1 - version_step

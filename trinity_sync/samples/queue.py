@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from trinity_sync.samples.batch import staleness
 from trinity_sync.samples.position import GroupId, Position
-from trinity_sync.samples.staleness import staleness
 
 T = TypeVar("T")
 

@@ -5,8 +5,12 @@ Explorers and trainer pass whole batches: `trinity_sync.samples.batch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 Message = Mapping[str, str]
 """One turn of a chat: ``{"role": "user", "content": "..."}``."""
@@ -73,3 +77,101 @@ class Sample:
     def order(self) -> tuple[int, int, int]:
         """Samples are trained on in the order of these: step, prompt, sample."""
         return self.step, self.prompt, self.sample
+
+
+# Random numbers that are functions of where they are used, not of what was drawn before. For tasks and explorers.
+
+
+GAMMA = 0x9E3779B97F4A7C15
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""The rounds of `mix`: shift right and xor, then multiply. A last shift by `LAST_SHIFT` and xor follows."""
+LAST_SHIFT = 31
+
+_MASK = (1 << 64) - 1
+
+
+class Purpose(enum.IntEnum):
+    """What a key is for; keeps the streams of one seed apart."""
+
+    SAMPLING = 0
+    PROMPTS = 1
+    ORDER = 2
+    VALIDATION = 3
+    VALIDATION_PROMPTS = 4
+
+
+def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
+    """Compute children of keys in the tree.
+
+    Args:
+        key: unsigned 64-bit keys.
+        number: the number of the child of each key, at least 0; broadcast against `key`.
+
+    Returns:
+        uint64 keys of the broadcast shape, at least one-dimensional.
+    """
+    state = np.atleast_1d(np.asarray(key, np.uint64))
+    value: NDArray[np.uint64] = state + (np.atleast_1d(np.asarray(number, np.uint64)) + np.uint64(1)) * np.uint64(GAMMA)
+    for shift, factor in MIX:
+        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
+    value = value ^ (value >> np.uint64(LAST_SHIFT))
+    return value
+
+
+def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]:
+    """Compute the keys at the ends of paths through the tree, from a root that the seed gives.
+
+    Args:
+        seed: any integer; taken modulo 2**64.
+        purpose: what the keys are for.
+        numbers: the further steps of the path, each an integer or an array of integers, broadcast against each other.
+
+    Returns:
+        uint64 keys of the broadcast shape, at least one-dimensional.
+    """
+    key = child(np.uint64(seed & _MASK), int(purpose))
+    for number in numbers:
+        key = child(key, number)
+    return key
+
+
+# How the samples that are asked for are drawn.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What may differ from one request for samples to the next.
+
+    Attributes:
+        purpose: what the random numbers are for, which keeps those of training and of validation apart.
+        temperature: in place of `explorer.temperature`; None: that one.
+    """
+
+    purpose: Purpose = Purpose.SAMPLING
+    temperature: float | None = None
+
+
+FOR_TRAINING = Drawing()
+"""As the keys of `explorer` say."""
+
+
+# Rows of different lengths, end to end in one array: where each begins, and how some of them are picked out.
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return where each row begins, and last where the last one ends: int64 of shape (rows + 1,)."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def positions(offsets: NDArray[np.int64], rows: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return where the items of these rows stand, row after row.
+
+    Args:
+        offsets: of all rows, see `offsets_of`.
+        rows: numbers of rows.
+    """
+    starts, lengths = offsets[rows], np.diff(offsets)[rows]
+    shifts = starts - (np.cumsum(lengths) - lengths)
+    return np.repeat(shifts, lengths) + np.arange(lengths.sum())

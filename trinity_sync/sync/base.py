@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import ANSWER_S, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport
-from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.rank import Broadcast, RankClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version

@@ -8,12 +8,12 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.staged import PartInfo, shard_file
+from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.layout import PartLayout
 

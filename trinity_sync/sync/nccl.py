@@ -9,34 +9,35 @@ dead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import ray
 
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport
+from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.staged import part_name
+from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, SyncMode, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.process_group import Group, begin_broadcast, close
-from trinity_sync.sync.round_group import forget, give_up, open_group, wait
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import BroadcastOptions, Store, TCPStore
     from torch.distributed.distributed_c10d import Work
 
     from trinity_sync.weights.layout import Cut, PartLayout
+
 
 _AHEAD = 4
 """Pieces on their way at a time."""
@@ -171,13 +172,13 @@ def _send(broadcast: Broadcast, group: Group, layout: PartLayout, segment: mmap.
     sent = 0
     for start, stop in layout.pieces(broadcast.cut):
         if len(under_way) == _AHEAD:
-            wait(under_way.popleft(), broadcast)
+            wait_round(under_way.popleft(), broadcast)
         piece = staged[start:stop]
         there = piece.cuda() if broadcast.transport == "nccl" else piece
         under_way.append(begin_broadcast(group, there, broadcast.timeout_s))
         sent += stop - start
     for work in under_way:
-        wait(work, broadcast)
+        wait_round(work, broadcast)
     return sent
 
 
@@ -339,7 +340,7 @@ class _Receiving:
 
     def wait(self) -> None:
         """Wait until all of it is there."""
-        wait(self._work, self._broadcast)
+        wait_round(self._work, self._broadcast)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 
@@ -350,3 +351,145 @@ class _Receiving:
 
 def _nowhere(layout: PartLayout, number: int, cut: Cut) -> None:
     """Find no place, for pieces that all arrive in buffers (a `FindDestination`)."""
+
+
+# Process groups of our own, beside torch's default one, and broadcasts over them from their rank 0.
+
+
+_WATCHDOG_S = 60.0
+
+
+class Group(Protocol):
+    """What is used of torch's groups, gloo between CPUs and NCCL between GPUs. Their stubs leave out `broadcast`."""
+
+    def name(self) -> str:
+        """Return ``gloo`` or ``nccl``."""
+        ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
+        """Begin an operation of all members."""
+        ...
+
+    def abort(self) -> None:
+        """Break off what is under way."""
+        ...
+
+    def shutdown(self) -> None:
+        """Wait for what is under way, and end."""
+        ...
+
+
+def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> Group:
+    """Enter a group; returns when its members have met.
+
+    Args:
+        store: where they meet; the keys in it are the group's alone.
+        rank, size: this process's place among its members, and their number.
+        transport: ``gloo`` or ``nccl``.
+        timeout_s: limit of each operation, seconds.
+    """
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=timeout_s)
+    if transport == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        # By its own limit NCCL's watchdog ends the whole process; who waits for an operation is to be first, and told.
+        options._timeout = limit + timedelta(seconds=_WATCHDOG_S)
+        return cast(Group, dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast(Group, dist.ProcessGroupGloo(store, rank, size, limit))
+
+
+def begin_broadcast(group: Group, tensor: torch.Tensor, timeout_s: float) -> Work:
+    """Begin to send a tensor from rank 0 to all others, into theirs; what is returned is waited for."""
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
+    return group.broadcast([tensor], options)
+
+
+def wait(work: Work, timeout_s: float, *, nccl: bool) -> None:
+    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
+    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
+    """
+    if nccl:
+        work.wait(timedelta(seconds=timeout_s))
+    else:
+        work.wait()
+
+
+def close(groups: list[Group], transport: str) -> None:
+    """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
+    connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
+    shutdown before.
+    """
+    if transport == "gloo":
+        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
+        return
+    with contextlib.suppress(RuntimeError):
+        groups[0].shutdown()
+    groups.clear()
+
+
+# The process groups of a round: where its members meet, one group of each sender and the explorers, and their ends.
+
+
+def give_up(store: Store, broadcast: Broadcast) -> None:
+    """Send home who still waits for the others, and who comes later. Who has met already finds connections closed."""
+    for sender in range(len(broadcast.senders)):
+        store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
+    forget(store, broadcast, but="decision")
+
+
+def forget(store: Store, broadcast: Broadcast, but: str | None = None) -> None:
+    """Remove the keys of a round: what is not removed would grow with every version."""
+    prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
+    for key in store.list_keys():
+        if key.startswith(prefixes) and key.rsplit("/", 1)[1] != but:
+            store.delete_key(key)
+
+
+@functools.cache
+def _connect(host: str, port: int, timeout_s: float) -> Store:
+    """Return this process's client of the store. It is kept: torch looks up the names of both ends for each connection,
+    which takes seconds where there is no name server.
+    """
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _meet(broadcast: Broadcast, sender: int) -> Store:
+    """Wait until the sender and all explorers are there; return the store for their group.
+
+    Raises:
+        RunError: the round was given up meanwhile.
+        DistStoreError: somebody did not come in time.
+    """
+    from torch.distributed import PrefixStore
+
+    store = _connect(broadcast.host, broadcast.port, broadcast.timeout_s)
+    prefix = broadcast.prefix(sender)
+    if store.add(f"{prefix}joined", 1) == 1 + len(broadcast.explorers):
+        store.compare_set(f"{prefix}decision", "", "go")
+    store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
+    if store.get(f"{prefix}decision") != b"go":
+        raise RunError(f"the round for version {broadcast.version} was given up")
+    return PrefixStore(f"{prefix}group", store)
+
+
+def open_group(broadcast: Broadcast, sender: int, rank: int) -> Group:
+    """Enter the group of a sender and all explorers, once they are there; errors as of the meeting.
+
+    Args:
+        broadcast: the round.
+        sender: its place among the senders of the round.
+        rank: 0 for the sender, 1 and following for the explorers.
+    """
+    size = 1 + len(broadcast.explorers)
+    return make_group(_meet(broadcast, sender), rank, size, broadcast.transport, broadcast.timeout_s)
+
+
+def wait_round(work: Work, broadcast: Broadcast) -> None:
+    """Wait until the operation of a round has ended."""
+    wait(work, broadcast.timeout_s, nccl=broadcast.transport == "nccl")

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
-from trinity_sync.sync.process_group import Group, begin_broadcast, make_group, wait
+from trinity_sync.sync.nccl import Group, begin_broadcast, make_group, wait
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.failures import failures_logged
+from trinity_sync.actors.calls import Call, MemberDied, failures_logged
 from trinity_sync.actors.handles import asked, forwarded
 from trinity_sync.actors.synchronizer import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -35,8 +34,8 @@ from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.choices import plain
-from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.parts import PartInfo
+from trinity_sync.protocol.rounds import Member
 from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, STOPPED, known_status
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.samples.keys import Purpose, child, path
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import Prompt, Purpose, child, path
 from trinity_sync.tasks.base import RewardResult
 
 

@@ -4,13 +4,17 @@ for those who generate. Nothing heavy is imported; the tokenizer is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.tokens import beyond_embedding, prompt_tokens
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.assistant_turns import assistant_turns
 from trinity_sync.tasks.chat_template import ChatTemplate
+from trinity_sync.tasks.conversations import Conversation
+from trinity_sync.tasks.pairs import Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -186,3 +190,212 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     """How many tokens a model has positions for; None: its config does not say."""
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
+
+
+# Pairs and conversations as tokens, and which of them are learnt. Nothing heavy is imported; the tokenizer is handed
+# in.
+
+
+_TAIL = 3
+"""Tokens at the end of an answer among which its end token is; templates put a line break behind it."""
+
+
+class Encoded(NamedTuple):
+    """What is learnt, and after what.
+
+    Attributes:
+        prompt: tokens before the first that is learnt.
+        response: the tokens from there on.
+        learnt: whether each of these is learnt.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    learnt: list[bool]
+
+
+class PairEncoder:
+    """Pairs and conversations to tokens, checked.
+
+    Args:
+        tokenizer: of the model.
+        max_length: longest sequence, in tokens.
+        positions: of the model, in tokens; None: unknown.
+        truncate: cut what is too long on its right, rather than refuse it.
+        chat_template: arguments of the tokenizer's chat template.
+        ignore_mismatch: learn turns as the whole conversation has them, also where they have another text as its last.
+        ends: tokens that end a text, the one that is taught first; None: the tokenizer's.
+        embedded: rows of the model's embedding; None: unknown.
+
+    Attributes:
+        limit: longest sequence, in tokens.
+        cut: words on what is cut off.
+
+    Raises:
+        ConfigError: see `ChatTemplate`.
+    """
+
+    cut = "their right end"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        positions: int | None = None,
+        truncate: bool = False,
+        chat_template: Mapping[str, object] | None = None,
+        ignore_mismatch: bool = False,
+        ends: Sequence[int] | None = None,
+        embedded: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._ends = [one for one in (tokenizer.eos_token_id,) if one is not None] if ends is None else ends
+        self._embedded = embedded
+        self._max_length = max_length
+        self._positions = positions
+        self._truncate = truncate
+        self._template = ChatTemplate(tokenizer, chat_template or {})
+        self._ignore_mismatch = ignore_mismatch
+        self.limit = max_length if positions is None else min(max_length, positions)
+
+    @classmethod
+    def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
+        """The encoder that the keys of `task` ask for."""
+        return cls(
+            tokens.tokenizer,
+            max_length=task["max_length"],
+            positions=positions_of(tokens.config),
+            truncate=task.get("too_long") == "truncate",
+            chat_template=task.get("chat_template"),
+            ignore_mismatch=bool(task.get("ignore_input_ids_mismatch")),
+            ends=tokens.ends,
+            embedded=tokens.embedded,
+        )
+
+    def encode(self, examples: Sequence[Pair | Conversation]) -> list[Encoded]:
+        """The tokens of examples.
+
+        Raises:
+            RunError: one has no token to learn, nothing before it, too many tokens, or cannot be encoded; names its
+                place in the file.
+        """
+        return [
+            self._fitted(example.where, *found) for example, found in zip(examples, self._all(examples), strict=True)
+        ]
+
+    def lengths(self, examples: Sequence[Pair | Conversation], places: Sequence[str] = ()) -> list[int]:
+        """How many tokens examples have, whatever the limit is.
+
+        Raises:
+            RunError: as `encode`, but for the length.
+        """
+        found = self._all(examples)
+        usable = self._fitted if self._truncate else self._parted
+        for example, (ids, learnt) in zip(examples, found, strict=True):
+            usable(example.where, ids, learnt)
+        return [len(ids) for ids, _ in found]
+
+    def unended(self, example: Pair | Conversation) -> str | None:
+        """Words on an answer that is learnt without a token that ends a text; None: it has one."""
+        ids, learnt = self._all([example])[0]
+        tail = [token for token, mark in zip(ids, learnt, strict=True) if mark][-_TAIL:]
+        if not tail or not self._ends or not set(tail).isdisjoint(self._ends):
+            return None
+        return (
+            f"{example.where}: the chat template ends an answer with {self._tokenizer.decode(tail)!r}, which has none "
+            "of the model's end-of-sequence tokens, so the trained model would not end its responses; name the token "
+            "of the template in eos_token_id of generation_config.json"
+        )
+
+    @property
+    def limit_text(self) -> str:
+        """Words on what the limit comes from."""
+        if self.limit == self._max_length:
+            return f"task.max_length allows {self.limit}"
+        return f"the model has {self.limit} positions"
+
+    def remedy(self, longest: int) -> str:
+        """Words on which setting would let sequences of so many tokens in."""
+        fits = self._positions is None or longest <= self._positions
+        return f"task.max_length={longest}" if fits else "a model with more positions"
+
+    def _fitted(self, where: str, ids: list[int], learnt: list[bool]) -> Encoded:
+        if len(ids) > self.limit:
+            if not self._truncate:
+                raise RunError(f"{where}: {len(ids)} tokens; {self.limit_text}")
+            if not any(learnt[: self.limit]):
+                raise RunError(f"{where}: nothing to learn is left of {len(ids)} tokens; {self.limit_text}")
+            ids, learnt = ids[: self.limit], learnt[: self.limit]
+        return self._parted(where, ids, learnt)
+
+    @staticmethod
+    def _parted(where: str, ids: list[int], learnt: list[bool]) -> Encoded:
+        if not any(learnt):
+            raise RunError(f"{where}: there is no token to learn")
+        first = learnt.index(True)
+        if first == 0:
+            raise RunError(f"{where}: the prompt has no token")
+        return Encoded(ids[:first], ids[first:], learnt[first:])
+
+    def _all(self, examples: Sequence[Pair | Conversation]) -> list[tuple[list[int], list[bool]]]:
+        """Tokens of each, and which are learnt."""
+        try:
+            return self._tokens(examples)
+        except RunError:
+            raise
+        except Exception as error:
+            if len(examples) == 1:
+                raise RunError(f"{examples[0].where} cannot be tokenised: {error}") from error
+            return [found for example in examples for found in self._all([example])]  # so as to say which it is
+
+    def _tokens(self, examples: Sequence[Pair | Conversation]) -> list[tuple[list[int], list[bool]]]:
+        of_pairs = iter(self._pairs([one for one in examples if isinstance(one, Pair)]))
+        of_conversations = iter(self._conversations([one for one in examples if isinstance(one, Conversation)]))
+        found = [next(of_pairs if isinstance(one, Pair) else of_conversations) for one in examples]
+        for example, (ids, _) in zip(examples, found, strict=True):
+            self._check_known(example.where, ids)
+        return found
+
+    # -- pairs
+
+    def _pairs(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], list[bool]]]:
+        if pairs and not self._ends:
+            raise RunError(f"{pairs[0].where}: the model names no end-of-sequence token to put behind a response")
+        texts = [pair.response for pair in pairs]
+        responses = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        of_texts = iter(prompt_tokens(self._tokenizer, [pair.prompt for pair in pairs if isinstance(pair.prompt, str)]))
+        chats = [(pair.where, pair.prompt) for pair in pairs if not isinstance(pair.prompt, str)]
+        for where, _ in chats:
+            self._check_template(where)
+        of_chats = iter(self._template.tokens([self._template.render(chat, ask=True) for _, chat in chats]))
+        for pair, spoken in zip(pairs, responses, strict=True):
+            prompt = next(of_texts if isinstance(pair.prompt, str) else of_chats)
+            response = [*spoken, *([] if spoken and spoken[-1] in self._ends else self._ends[:1])]
+            yield [*prompt, *response], [False] * len(prompt) + [True] * len(response)
+
+    # -- conversations
+
+    def _conversations(self, conversations: Sequence[Conversation]) -> list[tuple[list[int], list[bool]]]:
+        for conversation in conversations:
+            self._check_template(conversation.where)
+        turns = partial(assistant_turns, self._template, ignore_mismatch=self._ignore_mismatch)
+        return self._template.marked_tokens([turns(conversation) for conversation in conversations])
+
+    # -- both
+
+    def _check_template(self, where: str) -> None:
+        if not self._template.present:
+            raise RunError(f"{where} is a chat, but the tokenizer has no chat template")
+
+    def _check_known(self, where: str, ids: Sequence[int]) -> None:
+        unknown = self._tokenizer.unk_token_id
+        stands_for_more = unknown in (
+            self._tokenizer.bos_token_id,
+            self._tokenizer.eos_token_id,
+            self._tokenizer.pad_token_id,
+        )
+        if unknown is not None and not stands_for_more and unknown in ids:
+            raise RunError(f"{where} cannot be tokenised: the tokenizer does not know a part of it")
+        if text := beyond_embedding(self._tokenizer, ids, self._embedded):
+            raise RunError(f"{where} {text}")

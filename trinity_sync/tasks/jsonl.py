@@ -7,11 +7,9 @@ from pathlib import Path
 
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
-from trinity_sync.tasks.file_prompts import FilePrompts
-from trinity_sync.tasks.functions import FunctionReward, RewardNumber
-from trinity_sync.tasks.judging import Judging
 from trinity_sync.tasks.reward_processes import RewardProcesses
-from trinity_sync.tasks.rows import Row, RowFile
+from trinity_sync.tasks.rewards import FunctionReward, Judging, RewardNumber
+from trinity_sync.tasks.rows import FilePrompts, Row, RowFile
 
 
 class JsonlTask(FilePrompts):

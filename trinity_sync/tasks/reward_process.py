@@ -17,10 +17,9 @@ from dataclasses import astuple
 from multiprocessing.connection import Connection
 from typing import Any
 
+from trinity_sync.host.child_process import go_on_kept
 from trinity_sync.host.interrupts import ENDING
-from trinity_sync.host.lifeline import go_on_kept
-from trinity_sync.host.origin import Origin, ended, keep_origin
-from trinity_sync.host.stacks import ASK, tell_stack
+from trinity_sync.host.origin import ASK, Origin, ended, keep_origin, tell_stack
 from trinity_sync.tasks.base import Failure, RewardResult, judged
 
 Answer = RewardResult | Failure | None

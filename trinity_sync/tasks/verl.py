@@ -12,11 +12,9 @@ from typing import Any, cast
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
-from trinity_sync.tasks.file_prompts import FilePrompts
-from trinity_sync.tasks.function_files import check_function_file
-from trinity_sync.tasks.judging import Judging
 from trinity_sync.tasks.reward_processes import RewardProcesses
-from trinity_sync.tasks.rows import Row, RowFile
+from trinity_sync.tasks.rewards import Judging, check_function_file
+from trinity_sync.tasks.rows import FilePrompts, Row, RowFile
 
 _SOURCE, _MODEL, _TRUTH, _EXTRA = "data_source", "reward_model", "ground_truth", "extra_info"
 _ARGUMENTS = (_SOURCE, "solution_str", _TRUTH, _EXTRA)

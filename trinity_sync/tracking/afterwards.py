@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import read_record
-from trinity_sync.tracking.run_folder import RunFolder, RunFolderInUse
+from trinity_sync.tracking.record import RunFolder, RunFolderInUse, read_record
 from trinity_sync.tracking.summary import checkpoint_figures, write_summary
 
 

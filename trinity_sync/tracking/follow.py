@@ -15,8 +15,7 @@ from typing import Literal
 from trinity_sync.errors import RunError
 from trinity_sync.tracking import jsonl, units
 from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.record import RunJson, read_record
-from trinity_sync.tracking.run_folder import LockOwner, lock_owner
+from trinity_sync.tracking.record import LockOwner, RunJson, lock_owner, read_record
 
 Stand = Literal["not begun", "starting", "running", "killed", "completed", "failed", "interrupted", "unreadable"]
 """``starting`` is also a run that resumes or is about to let go of its folder; one ``killed`` could not say how it

@@ -10,20 +10,27 @@ import functools
 import logging
 import math
 import os
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Concatenate, Literal, ParamSpec
 
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.live import Live
+from rich.panel import Panel
 from rich.segment import ControlType, Segment
+from rich.text import Text
 
 from trinity_sync.tracking import units
 from trinity_sync.tracking.console import PlainConsole
 from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.run_panel import RunPanel, one_line, rate_cells
 from trinity_sync.tracking.run_state import RunState
 
 logger = logging.getLogger(__name__)
@@ -295,3 +302,336 @@ def knows_unicode(console: Console, environ: Mapping[str, str]) -> bool:
         return environ["LC_ALL"] not in _ASCII_LOCALES
     by_python = environ.get("LC_CTYPE", "") in ("", "C.UTF-8", "C.utf8", "UTF-8", *_ASCII_LOCALES)
     return not (by_python and environ.get("LANG") in _ASCII_LOCALES)
+
+
+# The picture of a run: what `RunState` knows, laid out for a terminal of any width and height.
+
+
+_WIDEST = 100
+_BORDERED_FROM = 50  # columns
+_ECHO = 2  # columns for the ^C that a terminal writes after the panel: it must not begin a line
+_NARROWEST = 12
+_NAMED_EXPLORERS = 4
+_SHOWN_VERSIONS = 3
+_FAULT_LINES = 3
+_SAMPLED = 256  # values of a run behind one character of a curve
+_DRAWN = (32, 24, 16, 8)
+_LEAST_FIRST = ("now", "sync", "queue", "save", "rate", "reward", "versions", "faults")
+"""Rows in the order in which a low terminal loses them."""
+
+UNICODE_RAMP = "▁▂▃▄▅▆▇█"
+ASCII_RAMP = "_.-~=+*#"
+
+Drawing = Callable[[int], Text]
+"""Draws something in so many columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the picture, or several.
+
+    Attributes:
+        label: what it is about.
+        cells: what is said, piece by piece; a line is broken between them.
+        drawing: what is drawn after the first piece where there is room.
+        style: of the pieces.
+        most: lines that it may take; None: as many as it needs.
+    """
+
+    label: str
+    cells: Sequence[str]
+    drawing: Drawing | None = None
+    style: str = ""
+    most: int | None = None
+
+
+class RunPanel:
+    """A run as rich prints it. It keeps nothing of the state, which may change afterwards.
+
+    Args:
+        state: the run.
+        now: Unix seconds.
+        unicode: whether the terminal knows more than ASCII.
+        bordered: whether a border may be drawn.
+        height: lines that there are; None: any number.
+    """
+
+    def __init__(
+        self, state: RunState, now: float, *, unicode: bool = True, bordered: bool = True, height: int | None = None
+    ) -> None:
+        self._marks = ("·", "…") if unicode else ("|", "...")
+        self._box = box.ROUNDED if unicode else box.ASCII
+        self._bordered, self._height = bordered, height
+        self._title, self._subtitle = one_line(state.title) or "trinity-sync", one_line(state.subtitle)
+        self._elapsed = units.elapsed(now - state.began)
+        rows = _step_rows if state.stepped is not None else _phase_rows
+        self._rows = list(rows(state, now, unicode))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bordered = self._bordered and options.max_width >= _BORDERED_FROM
+        width = min(options.max_width - _ECHO if bordered else options.max_width, _WIDEST)
+        rows = list(self._rows)
+        lines = self._lines(rows, width, bordered)
+        if bordered and self._too_high(lines, bordered):
+            bordered, width = False, min(options.max_width, _WIDEST)
+            lines = self._lines(rows, width, bordered)
+        gone: list[str] = []
+        while self._too_high(lines, bordered) and len(rows) > 1:
+            found = [row for label in _LEAST_FIRST for row in rows if row.label == label]
+            rows.remove(found[0] if found else rows[0])
+            gone.append(found[0].label if found else "")
+            lines = self._lines(rows, width, bordered)
+        if any(gone):
+            lines[-1] = Text(f"no room: {', '.join(filter(None, gone))}", style="dim")
+        if not bordered:
+            for line in lines:
+                line.truncate(width)
+                yield line
+            return
+        yield Panel(
+            Text("\n").join(lines),
+            title=self._head(),
+            title_align="left",
+            subtitle=Text(self._elapsed),
+            subtitle_align="right",
+            border_style="dim",
+            box=self._box,
+            width=width,
+        )
+
+    def _too_high(self, lines: Sequence[Text], bordered: bool) -> bool:
+        return self._height is not None and len(lines) + 2 * bordered > self._height
+
+    def _head(self) -> Text:
+        head = Text(self._title, style="bold")
+        if self._subtitle:
+            head.append(f" {self._marks[0]} {self._subtitle}", style="not bold")
+        return head
+
+    def _lines(self, rows: Sequence[Row], width: int, bordered: bool) -> list[Text]:
+        """Lay all rows out, with what a border would say where there is none."""
+        room = width - 4 if bordered else width
+        lines = [] if bordered else self._fold(self._head(), room)
+        if bordered and cell_len(self._head().plain) > width - 6:
+            lines += self._fold(self._head(), room)
+        indent = max(cell_len(row.label) for row in rows) + 2
+        for row in rows:
+            lines += self._row(row, indent, room)
+        return lines if bordered else [*lines, Text(f"after {self._elapsed}", style="dim")]
+
+    def _row(self, row: Row, indent: int, width: int) -> list[Text]:
+        beside = width - indent >= _NARROWEST
+        room = width - indent if beside else width
+        lines = self._flow(row.cells, room)
+        if row.most is not None and len(lines) > row.most:
+            lines = lines[: row.most]
+            mark = self._marks[1]
+            lines[-1] = f"{lines[-1][: room - len(mark)]}{mark}"
+        texts = [Text(line, style=row.style) for line in lines]
+        if not beside:
+            return [Text(row.label, style="bold"), *texts]
+        if len(lines) == 1:
+            texts = [self._drawn(row, room) or texts[0]]
+        labels = [row.label, *[""] * (len(texts) - 1)]
+        return [Text.assemble((f"{label:<{indent}}", "bold"), text) for label, text in zip(labels, texts, strict=True)]
+
+    def _drawn(self, row: Row, room: int) -> Text | None:
+        """Return the line of a row with its drawing; None where there is no room for that."""
+        first, rest = row.cells[0], f" {self._marks[0]} ".join(row.cells[1:])
+        left = room - cell_len(first) - cell_len(rest) - 4
+        size = next((size for size in _DRAWN if size <= left), None)
+        if size is None or row.drawing is None:
+            return None
+        return Text.assemble((f"{first}  ", row.style), row.drawing(size), (f"  {rest}", row.style))
+
+    def _flow(self, cells: Sequence[str], room: int) -> list[str]:
+        """Put pieces beside each other as far as there is room, and break those that are longer than a line."""
+        lines: list[str] = []
+        for cell in cells:
+            for index, piece in enumerate(_wrapped(cell, room)):
+                joined = f"{lines[-1]} {self._marks[0]} {piece}" if lines and not index else None
+                if joined is not None and cell_len(joined) <= room:
+                    lines[-1] = joined
+                else:
+                    lines.append(piece)
+        return lines
+
+    def _fold(self, text: Text, room: int) -> list[Text]:
+        return [Text(line, style="bold") for line in _wrapped(text.plain, room)]
+
+
+def _wrapped(text: str, room: int) -> list[str]:
+    """Break a text into lines; characters may take two columns each."""
+    if cell_len(text) <= room:
+        return [text]
+    wide = cell_len(text) > len(text)
+    return textwrap.wrap(text, max(1, room // 2 if wide else room), break_on_hyphens=False)
+
+
+def _phase_rows(state: RunState, now: float, unicode: bool) -> Iterator[Row]:
+    done, doing = ("✓", "…") if unicode else ("+", ".")
+    for index, (what, begin) in enumerate(state.phases):
+        last = index == len(state.phases) - 1
+        end = now if last else state.phases[index + 1][1]
+        took = f"{units.elapsed(end - begin):>7}"
+        yield Row(label=doing if last else done, cells=[f"{took}  {one_line(what)}"], style="bold" if last else "dim")
+    if not state.phases:
+        yield Row(label="now", cells=["starting"])
+    if state.fault is not None:
+        yield _faults(state, now)
+
+
+def _step_rows(state: RunState, now: float, unicode: bool) -> Iterator[Row]:
+    yield _step(state, now, unicode)
+    ramp = UNICODE_RAMP if unicode else ASCII_RAMP
+    if state.rewards:
+        recent = state.rewards[-10:]
+        cells = [
+            units.number(state.rewards[-1]),
+            f"mean of {len(recent)}: {units.number(sum(recent) / len(recent))}",
+            *([f"loss {units.number(state.losses[-1])}"] if state.losses else []),
+        ]
+        yield Row(label="reward", cells=cells, drawing=_curve(state.rewards, ramp))
+    elif state.losses:
+        yield Row(label="loss", cells=[units.number(state.losses[-1])], drawing=_curve(state.losses, ramp))
+    rates = rate_cells(state)
+    if rates:
+        yield Row(label="rate", cells=rates)
+    yield Row(label="versions", cells=list(_versions(state)))
+    yield Row(label="sync", cells=list(_sync(state)) or ["nothing yet"])
+    yield Row(label="save", cells=list(_save(state, now)) or ["nothing yet"])
+    queue = list(_queue(state))
+    if queue:
+        yield Row(label="queue", cells=queue)
+    if state.fault is not None:
+        yield _faults(state, now)
+    if state.busy is not None:
+        yield Row(label="now", cells=[one_line(state.busy)])
+
+
+def _step(state: RunState, now: float, unicode: bool) -> Row:
+    cells = [str(state.step)]
+    drawing: Drawing | None = None
+    if state.total_steps is not None:
+        cells = [f"{state.step}/{state.total_steps}"]
+        share = min(1.0, state.step / max(state.total_steps, 1))
+        full, rest = ("━", "─") if unicode else ("#", "-")
+
+        def drawing(size: int) -> Text:
+            done = int(size * share)
+            return Text.assemble((full * done, "cyan"), (rest * (size - done), "dim"))
+
+    if state.left_s is not None:
+        cells.append(f"{units.elapsed(state.left_s)} left")
+    if state.pace_s is not None:
+        cells.append(f"{units.seconds(state.pace_s)} each")
+    stalled = state.stalled_s(now)
+    if stalled is not None:
+        cells.append(f"no step for {units.elapsed(stalled)}")
+    return Row(label="step", cells=cells, drawing=drawing)
+
+
+def _versions(state: RunState) -> Iterator[str]:
+    newest = state.newest
+    yield f"newest {newest}" if newest is not None else "none published"
+    if len(state.held) <= _NAMED_EXPLORERS:
+        for name, version in sorted(state.held.items()):
+            yield f"{one_line(name)} at {version}{_lag(state, version)}"
+    else:
+        counts = sorted(Counter(state.held.values()).items(), reverse=True)
+        for version, count in counts[:_SHOWN_VERSIONS]:
+            yield f"{units.plural(count, 'explorer')} at {version}{_lag(state, version)}"
+        older = counts[_SHOWN_VERSIONS:]
+        if older:
+            last = older[-1][0]
+            yield f"{sum(count for _, count in older)} older, down to {last}{_lag(state, last)}"
+    stale = units.finite(state.metrics.get("staleness/mean"))
+    if stale is not None:
+        yield f"staleness {units.number(stale)}"
+
+
+def _lag(state: RunState, version: int) -> str:
+    behind = state.behind(version)
+    return f" ({behind} behind)" if behind else ""
+
+
+def rate_cells(state: RunState) -> list[str]:
+    """Say how much is trained on per second, as far as that is known."""
+    rates = ((state.samples_per_s, "samples/s"), (state.tokens_per_s, "tokens/s"))
+    return [f"{units.rate(value)} {unit}" for value, unit in rates if value is not None]
+
+
+def _sync(state: RunState) -> Iterator[str]:
+    if state.published:
+        yield f"blocked {_seconds(state.published.get('blocked_s'))}"
+        yield f"publish {_seconds(state.published.get('total_s'))}"
+    if state.loaded:
+        yield f"load {_seconds(state.loaded.get('total_s'))}"
+    if state.published.get("bytes_moved") is not None:
+        yield f"{units.size(units.finite(state.published['bytes_moved']))} moved"
+
+
+def _save(state: RunState, now: float) -> Iterator[str]:
+    commit = state.committed
+    if commit:
+        ago = max(1.0, round(now - (units.finite(commit["time"]) or now)))
+        yield f"step {commit['step']}, {units.seconds(ago)} ago"
+        yield f"took {_seconds(commit.get('total_s'))}"
+        yield units.size(units.finite(commit.get("bytes")))
+    if state.saving is not None:
+        yield f"writing step {state.saving}"
+
+
+def _queue(state: RunState) -> Iterator[str]:
+    """What lies between explorers and trainer where each goes at its own pace."""
+    ready, waited, alive = (
+        units.finite(state.metrics.get(f"samples/{name}")) for name in ("ready", "waited_s", "explorers")
+    )
+    if ready is None:
+        return
+    yield f"{ready:.0f} samples ready"
+    yield f"{state.dropped:.0f} dropped"
+    if waited is not None:
+        yield f"explorers waited {units.seconds(waited)}"
+    if alive is not None:
+        yield f"{units.plural(int(alive), 'explorer')} alive"
+
+
+def _faults(state: RunState, now: float) -> Row:
+    assert state.fault is not None
+    ago = units.seconds(max(0.0, round(now - state.fault.at)))
+    return Row(
+        label="faults",
+        cells=[f"{state.faults}, newest {ago} ago", one_line(state.fault, 1000)],
+        style="yellow",
+        most=1 + _FAULT_LINES,
+    )
+
+
+def _seconds(value: object) -> str:
+    return units.seconds(units.finite(value))
+
+
+def _curve(values: Sequence[float], ramp: str) -> Drawing:
+    return lambda size: Text(sparkline(values, size, ramp).ljust(size), style="cyan")
+
+
+def sparkline(values: Sequence[float], width: int, ramp: str = UNICODE_RAMP) -> str:
+    """Draw the course of `values` in at most `width` characters of `ramp` (lowest to highest), each the mean of its
+    share, or of values spread over it where those are many: it is drawn again and again.
+    """
+    if not values:
+        return ""
+    cells = min(width, len(values))
+    edges = [round(index * len(values) / cells) for index in range(cells + 1)]
+    shares = (values[a : b : -(-(b - a) // _SAMPLED)] for a, b in pairwise(edges))
+    means = [sum(share) / len(share) for share in shares]
+    low, span = min(means), max(means) - min(means)
+    top = len(ramp) - 1
+    return "".join(ramp[round((mean - low) / span * top) if span else top // 2] for mean in means)
+
+
+def one_line(text: object, limit: int = 200) -> str:
+    """Make a text of others fit for one line: no line breaks, no control characters, not endless."""
+    clean = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    return clean if len(clean) <= limit else clean[: limit - 3] + "..."

@@ -17,8 +17,7 @@ from trinity_sync.host.durable import replace_file
 from trinity_sync.host.masking import without_secrets
 from trinity_sync.host.process import environment
 from trinity_sync.tracking.record import Status
-from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
-from trinity_sync.tracking.trackers import TrackedRun, read_id
+from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, name_of, read_id
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

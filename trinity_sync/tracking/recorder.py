@@ -23,15 +23,20 @@ from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.closing import ResumeCommand, render_summary
+from trinity_sync.tracking.closing import (
+    ResumeCommand,
+    render_summary,
+    told_beginning,
+    told_ending,
+    told_event,
+    told_step,
+)
 from trinity_sync.tracking.feeding import Trackers
-from trinity_sync.tracking.files import plain
+from trinity_sync.tracking.jsonl import plain
 from trinity_sync.tracking.live import LiveView, Mode
-from trinity_sync.tracking.record import RunRecord, Status, VersionJson
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
-from trinity_sync.tracking.telling import told_beginning, told_ending, told_event, told_step
 from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trinity_sync.tracking import jsonl, units
 from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.validation import is_late
+from trinity_sync.tracking.summary import is_late
 
 _TIMED_STEPS = 20
 _STALLED_S, _STALLED_PACES = 10.0, 3.0

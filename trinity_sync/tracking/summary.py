@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from trinity_sync.tracking import jsonl, units
-from trinity_sync.tracking.files import write_json
-from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.mismatch import MismatchFigures, mismatch_figures
+from trinity_sync.tracking.jsonl import Record, write_json
 from trinity_sync.tracking.record import AttemptJson, RunJson
-from trinity_sync.tracking.validation import ValidationFigures, validation_figures
 
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
@@ -441,3 +438,112 @@ def _measured(values: Iterable[object]) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+# How far the samplers' log-probs were from the trainer's own, over a run: figures of summary.json.
+
+
+KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"
+ABS_DIFF, ABS_DIFF_MAX = "rollout_corr/log_prob_abs_diff", "rollout_corr/log_prob_abs_diff_max"
+
+
+class MismatchFigures(TypedDict):
+    """None where no step has measured it.
+
+    Attributes:
+        kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
+        log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
+        log_prob_abs_diff_max: the largest of all steps.
+    """
+
+    kl: float | None
+    k3_kl: float | None
+    log_prob_abs_diff: float | None
+    log_prob_abs_diff_max: float | None
+
+
+def mismatch_figures(metrics: Sequence[Record]) -> MismatchFigures:
+    """Work out ``mismatch`` in summary.json from the lines of metrics.jsonl."""
+    kl, k3_kl, mean, most = (_measured_lines(metrics, name) for name in (KL, K3_KL, ABS_DIFF, ABS_DIFF_MAX))
+    return {
+        "kl": _mean(kl),
+        "k3_kl": _mean(k3_kl),
+        "log_prob_abs_diff": _mean(mean),
+        "log_prob_abs_diff_max": max(most, default=None),
+    }
+
+
+def _measured_lines(metrics: Sequence[Record], name: str) -> list[float]:
+    return [value for line in metrics if (value := units.finite(line.get(name))) is not None]
+
+
+# What the validations of a run came to: figures of summary.json; and which there were.
+
+
+REWARD, EXACT, LOSS = "val/reward/mean", "val/exact", "val/loss"
+
+
+class ValidationFigures(TypedDict):
+    """What was measured by the first and the last validation, and the best one with its step, of several the newest.
+    `metric` is its name: the mean reward, where more is better, or the loss of a supervised run, where less is.
+    """
+
+    metric: str
+    first: float
+    last: float
+    best: float
+    best_step: int
+
+
+def validation_figures(metrics: Sequence[Record]) -> ValidationFigures | None:
+    """Work out ``validation`` in summary.json; None where nothing was validated.
+
+    Args:
+        metrics: lines of metrics.jsonl. In a free run that of a validation comes later than its step.
+    """
+    for name, sign in ((REWARD, 1.0), (LOSS, -1.0)):
+        found = {
+            step: value
+            for line in metrics
+            if (step := jsonl.metrics_step(line)) is not None and (value := units.finite(line.get(name))) is not None
+        }
+        if found:
+            values = [found[step] for step in sorted(found)]
+            best, step = max((sign * value, step) for step, value in found.items())
+            return {"metric": name, "first": values[0], "last": values[-1], "best": sign * best, "best_step": step}
+    return None
+
+
+def was_validated(metrics: Path, step: int) -> bool:
+    """Tell whether metrics.jsonl has a validation of the version of a step.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    lines = (line for line in jsonl.read(metrics) if jsonl.metrics_step(line) == step)
+    return any(name.startswith("val/") for line in lines for name in line)
+
+
+def is_late(line: Record) -> bool:
+    """Whether a line of metrics.jsonl is of a validation alone: of the version that a run begins with, or, in a free
+    run, of one whose step has its line already.
+    """
+    return "timing/step" not in line and any(name.startswith("val/") for name in line)
+
+
+def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
+    """Put what validations have measured into the lines of their steps, where these have one.
+
+    Args:
+        metrics: lines of metrics.jsonl, oldest first.
+    """
+    found: list[Record] = []
+    places: dict[int | None, int] = {}
+    for line in metrics:
+        step = jsonl.metrics_step(line)
+        if is_late(line) and step in places:
+            found[places[step]] = {**line, **found[places[step]]}
+        else:
+            places[step] = len(found)
+            found.append(line)
+    return found

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.sample_table import markdown, name_of
-from trinity_sync.tracking.trackers import TrackedRun
+from trinity_sync.tracking.trackers import TrackedRun, markdown, name_of
 
 
 class _Writer(Protocol):

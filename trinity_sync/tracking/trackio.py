@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
-from trinity_sync.tracking.trackers import TrackedRun, kept_id
+from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, kept_id, name_of
 
 if TYPE_CHECKING:
     from trackio import Run

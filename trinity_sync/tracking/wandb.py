@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.record import Status
-from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
-from trinity_sync.tracking.trackers import TrackedRun, kept_id
+from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, kept_id, name_of
 
 if TYPE_CHECKING:
     from wandb import Run

@@ -4,21 +4,27 @@ wait.
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trinity_sync.actors.calls import Call, results
-from trinity_sync.actors.failures import failures_logged
+from trinity_sync.actors.calls import Call, failures_logged, results
 from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.config import load
 from trinity_sync.errors import WaitTimeout
-from trinity_sync.trainer.rank import rank_actor
+from trinity_sync.host.logs import own_log
 from trinity_sync.trainer.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from trinity_sync.trainer.spec import WorkerSpec
+
 
 T = TypeVar("T")
 
@@ -109,3 +115,71 @@ def _reserve(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -
         return str(addresses[placement_group_table(group)["bundles_to_node_id"][0]])
 
     return sorted(groups, key=address) if len(groups) > 1 else groups
+
+
+# The actor of a trainer rank. The engine is imported by the process that has it, and by no other: the driver, which
+# starts the ranks, needs neither torch nor verl.
+
+
+OWN = ("import_engine", "make_model", "initialise")
+"""What a rank's actor answers itself."""
+
+
+def rank_actor(worker: type | None) -> type:
+    """Make the class of the ranks' actors. It passes every call that it does not answer itself to a `worker`.
+
+    Args:
+        worker: what a rank is, once its engine is imported; made from a `WorkerSpec`. None stands for `TrinityWorker`.
+
+    Returns:
+        A class for `ray.remote`, with the methods of `RankClient` and those that the worker's own class adds.
+    """
+
+    class TrainerRank:
+        """One rank; made where it runs.
+
+        Args:
+            spec: what the worker is built from.
+            environment: what verl looks for in the environment of a rank.
+            log_dir: folder of its log; None for Ray's own.
+        """
+
+        def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], log_dir: str | None) -> None:
+            own_log(log_dir, f"trainer-rank-{environment['RANK']}")
+            os.environ.update(environment)
+            self._spec = spec
+            self._worker: Any = None
+
+        def import_engine(self) -> None:
+            """Import what the engine needs. Called at once, while the model may still be in the making."""
+            _worker_class(worker, self._spec)
+
+        def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
+            """Write the initial model of the run; see `make_model` of the factory."""
+            self._spec.backend.make_model(self._spec.engine, architecture, seed, Path(folder))
+
+        def initialise(self) -> RankInfo:
+            """Make the worker and its engine. Collective."""
+            self._worker = _worker_class(worker, self._spec)(self._spec)
+            info: RankInfo = self._worker.initialise()
+            return info
+
+    for name in [*vars(RankClient), *(vars(worker) if worker is not None else ())]:
+        if not name.startswith("_") and name not in OWN:
+            setattr(TrainerRank, name, _passed_on(name))
+    return TrainerRank
+
+
+def _worker_class(worker: type | None, spec: WorkerSpec) -> type:
+    if worker is not None:
+        return worker
+    found: type = load("the ranks' class", spec.backend.worker)
+    return found
+
+
+def _passed_on(name: str) -> Callable[..., object]:
+    def method(self: Any, *args: object, **kwargs: object) -> object:
+        return getattr(self._worker, name)(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    return method

@@ -11,7 +11,7 @@ from trinity_sync.samples.batch import PairBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.pair_encoding import PairEncoder
+from trinity_sync.tasks.encoding import PairEncoder
 from trinity_sync.tasks.pairs import Pair
 
 Examples = Sequence[Pair | Conversation]

@@ -7,8 +7,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import ray
@@ -16,18 +16,22 @@ import ray
 from trinity_sync.actors.calls import ANSWER_S
 from trinity_sync.actors.explorer import Generated, LoadReport
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
+from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.samples.filtering import Drawn
-from trinity_sync.samples.metrics import batch_metrics, drawn_metrics
-from trinity_sync.samples.staleness import staleness
+from trinity_sync.samples.advantages import Drawn, batch_metrics, drawn_metrics
+from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
+from trinity_sync.samples.excerpt import Line
+from trinity_sync.samples.position import ValidationTimes
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.algorithms.base import REJECTED
 from trinity_sync.trainer.group import TrainerGroup
-from trinity_sync.trainer.reward_penalty import RewardPenalty
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 
 _ROUNDING = 1e-6
 """Of shares that were added up."""
@@ -320,3 +324,128 @@ def upon(base: str | None) -> dict[str, str]:
 def record_generated(log: Log, generated: Generated) -> None:
     """Write down that an explorer made samples. Any thread."""
     log.event("generate", **asdict(generated))
+
+
+# Validation of a supervised run: the loss of rows that are not learnt, measured by the trainer. In the driver.
+
+
+class LossValidation:
+    """Has the ranks measure the loss of a file.
+
+    Args:
+        batches: makes them: all that is measured, in pieces, each at least one pair.
+        trainer: the group of ranks.
+        times: when it takes place.
+        timeout_s: limit of a piece, seconds.
+
+    Attributes:
+        at_start: whether what the run begins with is validated.
+        failure: empty: nothing is judged.
+    """
+
+    failure = ""
+
+    def __init__(
+        self,
+        batches: Callable[[], list[PairBatch]],
+        trainer: TrainerGroup,
+        times: ValidationTimes,
+        timeout_s: float,
+    ) -> None:
+        self._make_batches = batches
+        self._batches: list[PairBatch] | None = None
+        self._trainer = trainer
+        self._times = times
+        self._timeout_s = timeout_s
+        self.at_start = times.at_start
+
+    def due(self, step: int) -> bool:
+        """Tell whether the weights after a step are validated."""
+        return self._times.due(step)
+
+    def run(self, step: int) -> dict[str, float]:
+        """Measure the loss of the weights that the ranks have: ``val/loss``, the mean over all tokens that would be
+        learnt, in nats; ``val/tokens`` and ``val/rows``, how many these are and of how many rows.
+
+        Raises:
+            RunError: a row cannot be learnt, or a rank has measured something else than it was asked for.
+        """
+        if self._batches is None:
+            self._batches = self._make_batches()
+        measured = [self._measured(step, batch) for batch in self._batches]
+        tokens = sum(batch.token_count for batch in self._batches)
+        rows = sum(map(len, self._batches))
+        return {"val/loss": sum(measured) / tokens, "val/tokens": float(tokens), "val/rows": float(rows)}
+
+    def excerpt(self, groups: int) -> list[Line]:
+        """Write out nothing: nothing is sampled."""
+        return []
+
+    def _measured(self, step: int, batch: PairBatch) -> float:
+        shared = ray.put(batch)
+        found = self._trainer.all(lambda rank: rank.measure_loss(shared), self._timeout_s)
+        shares = {one.share: one for one in found if one is not None}
+        tokens = sum(one.tokens for one in shares.values())
+        if tokens != batch.token_count:
+            raise RunError(f"the validation of step {step} has {batch.token_count} tokens, the ranks measured {tokens}")
+        return sum(shares[number].loss for number in sorted(shares))
+
+
+# The divergence from a reference that is taken from rewards (`algorithm.kl.in_reward`). Runs in the driver: the ranks
+# measure it, and compute the coefficient of the next step by verl's controller, as the driver imports no engine.
+
+
+_COEFFICIENT = "reward_kl_coeff"
+
+
+class RewardPenalty:
+    """Takes the divergence of each response from its reward.
+
+    Args:
+        trainer: the group of ranks, initialised.
+        config: how much of it, and how that changes.
+        timeout_s: limit of a measurement, seconds.
+        saved: what `state` gave when the checkpoint was saved with which the run begins; None: nothing.
+
+    Attributes:
+        coefficient: of the next step.
+    """
+
+    def __init__(
+        self, trainer: TrainerGroup, config: InRewardConfig, timeout_s: float, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        self._trainer = trainer
+        self._timeout_s = timeout_s
+        self._adapts = config.type == "adaptive"
+        self.coefficient = (saved or {}).get(_COEFFICIENT, config.coeff) if self._adapts else config.coeff
+
+    def apply(
+        self, step: int, batch: SampleBatch, shared: ObjectRef[SampleBatch]
+    ) -> tuple[SampleBatch, dict[str, float]]:
+        """Return the samples of a step with the rewards that advantages are made of, and metrics by verl's names:
+        ``actor/reward_kl_penalty`` (the divergence per token, nats; the mean over responses) and
+        ``actor/reward_kl_penalty_coeff`` (what it was multiplied by). One that adapts changes for the next step.
+
+        Args:
+            step: the trainer's global step.
+            batch: its samples.
+            shared: the same, as the ranks are given it.
+        """
+        sums, means = np.full(len(batch), np.nan), np.full(len(batch), np.nan, np.float32)
+        for found in self._trainer.all(lambda rank: rank.divergences(step, shared), self._timeout_s):
+            if found is not None:  # with pipeline stages only ranks of the last one have some
+                sums[found.rows], means[found.rows] = found.sums, found.means
+        if not (np.isfinite(sums).all() and np.isfinite(means).all()):
+            raise RunError(
+                f"the divergence of step {step} from the reference is not finite; checkpoints of before are unharmed"
+            )
+        used, mean = self.coefficient, float(means.mean())
+        if self._adapts:
+            call = self._trainer.ranks[0].adapted(used, mean, len(batch))
+            self.coefficient = call.result(self._timeout_s)
+        judged = replace(batch, rewards=batch.rewards - used * sums)
+        return judged, {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": used}
+
+    def state(self) -> dict[str, object]:
+        """Return what a run that goes on needs to know, as JSON values."""
+        return {_COEFFICIENT: self.coefficient} if self._adapts else {}

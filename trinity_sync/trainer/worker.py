@@ -10,37 +10,49 @@ from __future__ import annotations
 import trinity_sync.backends.lean_verl  # noqa: F401
 
 # isort: split
+import math
 import random
 import time
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.ppo.core_algos import AdaptiveKLController, kl_penalty
 from verl.utils import tensordict_utils as tu
+from verl.utils.torch_functional import masked_mean
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import sft_loss
+from verl.workers.utils.padding import response_from_nested
 
 from trinity_sync.actors.rank import Divergences, LossSum, RankInfo, Recomputed, Untrained
 from trinity_sync.backends import log_probs, packed_attention
-from trinity_sync.backends.engines import Engine
-from trinity_sync.backends.lora import adapter_targets
+from trinity_sync.backends.engines import Engine, FsdpEngine
+from trinity_sync.backends.lora import adapter_off, adapter_targets
 from trinity_sync.backends.packing import ATTENTION
 from trinity_sync.backends.saved import check_class, left_out_by
-from trinity_sync.checkpoint.export_checks import digest_left_out
-from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
-from trinity_sync.config.training_schema import InRewardConfig
+from trinity_sync.checkpoint.export import digest_left_out
+from trinity_sync.checkpoint.reading import WeightsError
+from trinity_sync.checkpoint.reading.verl_shards import open_hugging_face
+from trinity_sync.config.schema import InRewardConfig
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.logs import story
-from trinity_sync.models.attention import check_attention
-from trinity_sync.models.deterministic import use_deterministic_kernels
-from trinity_sync.models.hub import local_folder
+from trinity_sync.models.architecture import unfilled_model
+from trinity_sync.models.attention import check_attention, use_deterministic_kernels
 from trinity_sync.models.indexed_file import follow_indexes
-from trinity_sync.models.unfilled import unfilled_model
+from trinity_sync.models.model_folder import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
+from trinity_sync.tracking.summary import SKIPPED
+from trinity_sync.trainer.algorithms.base import MISMATCH
+from trinity_sync.trainer.algorithms.policy_loss import as_means
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import (
     Batching,
@@ -51,14 +63,9 @@ from trinity_sync.trainer.batch import (
     share,
     with_advantages,
 )
-from trinity_sync.trainer.divergence import adapted, divergences
-from trinity_sync.trainer.log_probs import recomputed
-from trinity_sync.trainer.measurements import loss_sum, training_log_probs
 from trinity_sync.trainer.member import Member
-from trinity_sync.trainer.reference import BaseOfAdapter, ReferenceModel, reference_digest, reference_spec
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.spec import WorkerSpec
-from trinity_sync.trainer.step_metrics import step_metrics
 
 
 class TrinityWorker(Member, TrainingWorker):
@@ -271,3 +278,289 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
+
+
+# How far each response of a step is from a reference, by verl's estimators, and what verl's controller makes of it.
+# Called by trainer ranks.
+
+
+def divergences(data: TensorDict, rows: np.ndarray, estimator: str) -> Divergences | None:
+    """Measure a rank's share of a step.
+
+    Args:
+        data: with `old_log_probs` and `ref_log_prob`, as `with_log_probs` puts them in; None is returned without.
+        rows: which of the step's samples these are.
+        estimator: verl's name of it.
+    """
+    if "ref_log_prob" not in data:
+        return None
+    padded = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
+    mask = padded["response_mask"]
+    of_tokens = kl_penalty(padded["old_log_probs"], padded["ref_log_prob"], kl_penalty=estimator) * mask
+    means = masked_mean(of_tokens, mask=mask, axis=-1)
+    return Divergences(rows, of_tokens.double().sum(-1).numpy(), means.float().numpy())
+
+
+def adapted(coefficient: float, divergence: float, samples: int, config: InRewardConfig) -> float:
+    """Return the coefficient of the next step by verl's adaptive controller (Ziegler et al., "Fine-Tuning Language
+    Models from Human Preferences", 2019).
+
+    Args:
+        coefficient: of this step.
+        divergence: of this step, per token, nats.
+        samples: of this step.
+        config: what the divergence is to be, and how fast.
+    """
+    controller = AdaptiveKLController(coefficient, config.target_kl, config.horizon)
+    controller.update(current_kl=divergence, n_steps=samples)
+    return float(controller.value)
+
+
+# The log-probs of a step's samples before it is trained on them: under the trainer's own weights, and under those of
+# a reference.
+
+
+def recomputed(engine: Engine, data: TensorDict) -> TensorDict:
+    """Return a rank's share of a step with the log-probs that the engine computes as `old_log_probs`. Collective; see
+    `with_log_probs`.
+    """
+    return with_log_probs(engine, data, "old_log_probs")
+
+
+def with_log_probs(
+    engine: Engine, data: TensorDict, name: str, inside: AbstractContextManager[None] | None = None
+) -> TensorDict:
+    """Return a rank's share of a step with the log-probs that an engine computes of the responses' tokens: with the
+    dtypes, the temperature and the micro-batches of training, without dropout. Collective.
+
+    Args:
+        engine: at work on nothing else.
+        data: from `grpo_batch`. On pipeline stages before the last, which compute no loss, it stays as it is.
+        name: under which they are put in.
+        inside: entered once the engine infers; left when it has.
+    """
+    data = data.copy()
+    log_probs = inferred(engine, data, inside)
+    if log_probs is not None:
+        data[name] = response_from_nested(log_probs, data["response_mask"])
+    return data
+
+
+def inferred(
+    engine: Engine, data: TensorDict, inside: AbstractContextManager[None] | None = None, *, training: bool = False
+) -> torch.Tensor | None:
+    """Return the log-prob that an engine gives each next token of a rank's sequences: nested, float32, on the CPU; None
+    on pipeline stages before the last. Collective; arguments as of `with_log_probs`, where `data` may be from
+    `sft_batch`, too, and stays as it is; with `training` dropout is on, as when it trains.
+    """
+    asked = data.copy()  # the engine notes in it what it has found
+    # a reference may be of a family that packs no sequences, or be one where the trained model is none
+    packed = engine.model_config.use_remove_padding
+    tu.assign_non_tensor(asked, calculate_entropy=False, use_remove_padding=packed)
+    with engine.train_mode() if training else engine.eval_mode(), inside or nullcontext(), torch.no_grad():
+        output = engine.infer_batch(asked)
+    if not output:
+        return None
+    log_probs: torch.Tensor = output["model_output"]["log_probs"].float().cpu()
+    return log_probs
+
+
+# The reference that a policy is held near to: a second engine of verl's in the trainer's ranks, which infers only; of
+# a LoRA adapter, its base.
+
+
+class ReferenceModel:
+    """A model that stays as it is.
+
+    Args:
+        config: of verl's worker, as `reference_spec` asks for it. Building it is collective.
+        path: the folder or hub id that it names, for errors.
+        vocabulary: how many tokens the trained model has.
+
+    Raises:
+        ConfigError: it has another vocabulary, or is no causal language model, or its folder lacks some of its
+            tensors.
+    """
+
+    def __init__(self, config: TrainingWorkerConfig, path: str, vocabulary: int) -> None:
+        worker = TrainingWorker(config)
+        self.engine: Engine = worker.engine
+        try:
+            check_class(self.engine.model_config)
+            left_out_by(self.engine.model_config, local_folder(path))  # on each rank, so that all of them refuse
+        except ConfigError as error:
+            raise ConfigError(f"algorithm.kl.reference={path} cannot be used: {error}") from error
+        tokens = self.engine.model_config.hf_config.vocab_size
+        if tokens != vocabulary:
+            raise ConfigError(
+                f"algorithm.kl.reference={path} has a vocabulary of {tokens} tokens, the trained model one of "
+                f"{vocabulary}; a reference has to give the same tokens a probability"
+            )
+        worker.reset()
+
+    def compared(self, data: TensorDict) -> TensorDict:
+        """Return a rank's share of a step with the reference's log-probs as `ref_log_prob`. Collective."""
+        return with_log_probs(self.engine, data, "ref_log_prob")
+
+
+class BaseOfAdapter:
+    """The base of the adapter that is trained: the trained engine with the adapter off.
+
+    Args:
+        engine: that trains the adapter.
+    """
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+
+    def compared(self, data: TensorDict) -> TensorDict:
+        """Return a rank's share of a step with the base's log-probs as `ref_log_prob`. Collective."""
+        return with_log_probs(self._engine, data, "ref_log_prob", adapter_off(self._engine.module))
+
+
+def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
+    """Return what the engine of a reference is built from: as the trained one, and it infers only.
+
+    Args:
+        path: folder or hub id of the reference.
+    """
+    return replace(
+        spec,
+        model_path=path,
+        engine=spec.backend.reference_fields(spec.engine),
+        lora={},
+        gradient_checkpointing=False,
+    )
+
+
+def reference_digest(path: str) -> str:
+    """Compute the digest of a reference's weights as they are stored, hex. Reads all of them.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    folder = local_folder(path)
+    try:
+        tensors = open_hugging_face(folder)
+        return digest_left_out(tensors, sorted(tensors))
+    except (WeightsError, OSError) as error:
+        raise ConfigError(f"algorithm.kl.reference={path}: {error}") from error
+
+
+# One number per metric of a trainer step, of what verl's engines and losses give.
+
+
+def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, float]:
+    """Make the metrics of a step.
+
+    Args:
+        metrics: of verl's `train_mini_batch`: a number or a `Metric`, or a list of them with one entry per optimizer
+            step, of which the mean counts, or the largest where the name ends with ``_max``.
+            Of ``grad_norm`` those count that are finite: an optimizer step without has changed nothing.
+        recomputed: the log-probs of the samples were recomputed, so that each optimizer step has measured the mismatch
+            of the weights before all of them. Otherwise only the first has.
+
+    Returns:
+        By name, and under `SKIPPED` the optimizer steps whose gradient was not finite.
+    """
+    if not recomputed:
+        metrics = {name: values[:1] if name.startswith(MISMATCH) else values for name, values in metrics.items()}
+    found = as_means(
+        {name: _number(value, max if name.endswith("_max") else np.mean) for name, value in metrics.items()}
+    )
+    norms = np.atleast_1d(metrics["grad_norm"])
+    taken = norms[np.isfinite(norms)]
+    found["grad_norm"] = float(taken.mean()) if len(taken) else math.nan
+    return {**found, SKIPPED: float(len(norms) - len(taken))}
+
+
+def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
+    if isinstance(value, list | tuple):
+        return float(reduce([_number(item, reduce) for item in value]))
+    if hasattr(value, "aggregate"):
+        return _number(value.aggregate(), reduce)
+    return float(value)
+
+
+# What trainer ranks measure without learning: the loss of pairs, which is verl's, and the log-probs of samples that
+# training computes.
+
+
+def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | None:
+    """Measure a rank's share of a batch with the masks, dtypes and micro-batches of training, without dropout and
+    without a gradient. Collective.
+
+    Args:
+        engine: at work on nothing else.
+        spec: what it was built from.
+        batch: any number of pairs, the same on every rank.
+
+    Returns:
+        None on pipeline stages before the last.
+
+    Raises:
+        RunError: a pair does not fit into a micro-batch.
+    """
+    rows, mine, batching = _share(engine, spec, batch.lengths)
+    # what fills up is not learnt
+    learnt = [batch.learnt_of(rows[place]) & (place < len(batch)) for place in mine]
+    data = sft_batch(
+        [batch.prompt_ids(rows[place]) for place in mine],
+        [batch.response_ids(rows[place]) for place in mine],
+        learnt=learnt,
+        **batching,
+    )
+    log_probs = inferred(engine, data)
+    if log_probs is None:
+        return None
+    tokens = sum(int(marks.sum()) for marks in learnt)
+    return LossSum(share=engine.get_data_parallel_rank(), loss=_summed(log_probs, data), tokens=tokens)
+
+
+def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> Recomputed | None:
+    """Compute the log-probs of a rank's share of samples as training does, dropout included. No gradient is computed,
+    and the random numbers of training stay as they are. Collective; arguments and what is raised as of `loss_sum`.
+
+    Returns:
+        None on pipeline stages before the last.
+    """
+    rows, mine, batching = _share(engine, spec, batch.lengths)
+    data = grpo_batch(
+        [batch.prompt_ids(rows[place]) for place in mine],
+        [batch.response_ids(rows[place]) for place in mine],
+        [batch.log_probs_of(rows[place]) for place in mine],
+        None,
+        temperature=spec.temperature,
+        **batching,
+    )
+    with spec.backend.random_numbers_kept():
+        log_probs = inferred(engine, data, training=True)
+    if log_probs is None:
+        return None
+    return Recomputed(rows[mine], response_from_nested(log_probs, data["response_mask"]).values().numpy())
+
+
+def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, Batching]:
+    """Which rows of a batch of any size there are: all, and the shortest again and again until all ranks have as many
+    micro-batches; which of these this rank has, and how they meet.
+    """
+    check_fits(lengths, spec.max_tokens, spec.backend.ranks_per_sequence)
+    ranks = engine.get_data_parallel_size()
+    each = min(-(-len(lengths) // ranks), spec.micro_batch_size)
+    rows = np.append(np.arange(len(lengths)), np.full(-len(lengths) % (ranks * each), np.argmin(lengths)))
+    mine = share(len(rows), engine.get_data_parallel_rank(), ranks, 1)
+    batching = Batching(
+        micro_batch=micro_batch_size(len(mine), spec.micro_batch_size),
+        global_mini_batch=len(rows),
+        max_tokens=spec.max_tokens,
+        packed=engine.model_config.use_remove_padding,
+    )
+    return rows, mine, batching
+
+
+def _summed(log_probs: torch.Tensor, data: TensorDict) -> float:
+    """verl's loss of all tokens that are learnt, not divided by their number; added up in float64."""
+    data = data.copy()
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=1)
+    loss, _ = sft_loss(None, {"log_probs": log_probs.double()}, data)
+    return float(loss)

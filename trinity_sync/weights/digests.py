@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from trinity_sync.errors import RunError
-from trinity_sync.weights import dtypes
+from trinity_sync.weights import shards
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shards import CoverageError, listed, shape_text
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, Piece, TensorPlan, TensorRows, joined, rows_digest, spans
@@ -33,7 +33,8 @@ from trinity_sync.weights.tensor_rows import DIGEST_BYTES, Piece, TensorPlan, Te
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from trinity_sync.weights.row_process import RowProcesses
+    from trinity_sync.weights.tensor_rows import RowProcesses
+
 
 _PROCESS_BYTES = 16 << 20
 """Below this asking processes takes longer than digesting."""
@@ -130,7 +131,7 @@ class RowPlan:
             for shard, offset in layout.entries:
                 if kinds.setdefault(shard.name, (shard.dtype, shard.shape)) != (shard.dtype, shard.shape):
                     raise _disagreement(shard.name)
-                size = dtypes.itemsize(shard.dtype)
+                size = shards.itemsize(shard.dtype)
                 pieces.setdefault(shard.name, []).extend(
                     Piece(rect.row, rect.col * size, rect.rows, rect.cols * size, part, offset + rect.offset)
                     for rect in shard.rects
@@ -193,7 +194,7 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
     dtype, shape = known[0].dtype, known[0].shape
     if any((one.dtype, one.shape) != (dtype, shape) for one in known):
         raise _disagreement(name)
-    size = dtypes.itemsize(dtype)
+    size = shards.itemsize(dtype)
     held = [fragment for one in known for fragment in one.fragments]
     pieces = [Piece(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
     views = [np.frombuffer(one.data, np.uint8) for one in held]
@@ -207,3 +208,34 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
 
 def _disagreement(name: str) -> CoverageError:
     return CoverageError(f"{name}: its dtype or shape differs between parts; all ranks must describe one tensor alike")
+
+
+# The digests of rows, as they become known in any order: what a load writes down of the tensors that it fills.
+
+
+class RowBook:
+    """Row digests by tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[int, bytes]] = {}
+
+    def add(self, name: str, first: int, digests: bytes) -> None:
+        """Digests, 16 bytes each, of consecutive rows, none of which is known."""
+        self._known.setdefault(name, {})[first] = digests
+
+    def missing(self, name: str, rows: int) -> list[tuple[int, int]]:
+        """(first, last + 1) of the rows of which nothing is known yet."""
+        if len(self._known.get(name, {}).get(0, b"")) == rows * DIGEST_BYTES:  # written down at once, as most are
+            return []
+        known = sorted(self._known.get(name, {}).items())
+        ends = [0, *(first + len(digests) // DIGEST_BYTES for first, digests in known)]
+        starts = [*(first for first, _ in known), rows]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+    def digests(self, name: str) -> bytes:
+        """All of a tensor, in order; nothing is missing."""
+        known = sorted(self._known.get(name, {}).items())
+        if len(known) == 1:
+            return known[0][1]
+        assert all(first + len(digests) // DIGEST_BYTES == after for (first, digests), (after, _) in pairwise(known))
+        return b"".join(digests for _, digests in known)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from trinity_sync.weights.boxes import Box, boxes
-from trinity_sync.weights.dtypes import itemsize
-from trinity_sync.weights.shards import Rect, Shard, flat_range
+from trinity_sync.weights.shards import Box, Rect, Shard, boxes, flat_range, itemsize
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from trinity_sync.errors import RunError
-from trinity_sync.weights import dtypes
 
 _SHOWN = 20
 _FEW = 4
@@ -71,7 +70,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         rows, cols = self.matrix
-        size = dtypes.itemsize(self.dtype)
+        size = itemsize(self.dtype)
         if min(self.shape, default=0) < 0:
             raise ValueError(f"{self.name}: shape {self.shape} has a negative extent")
         end = 0
@@ -97,7 +96,7 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Bytes held here."""
-        return self.numel_local * dtypes.itemsize(self.dtype)
+        return self.numel_local * itemsize(self.dtype)
 
 
 def matrix_view(shape: Sequence[int]) -> tuple[int, int]:
@@ -141,7 +140,7 @@ def flat_range(name: str, dtype: str, shape: Sequence[int], start: int, stop: in
     rows, cols = matrix_view(shape)
     if not 0 <= start <= stop <= rows * cols:
         raise ValueError(f"{name}: elements {start}:{stop} do not lie in the tensor, which has {rows * cols}")
-    size = dtypes.itemsize(dtype)
+    size = itemsize(dtype)
     rects: list[Rect] = []
     at = start
     while at < stop:
@@ -237,3 +236,81 @@ def listed(items: Sequence[str], shown: int = _SHOWN) -> str:
     """The first items for a message, and how many more there are."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return ", ".join(items[:shown]) + more
+
+
+# Which boxes a range of a tensor's elements is made of. No torch.
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size along each dimension."""
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut elements ``start`` to ``stop`` of a row-major tensor into boxes, in the order in which they lie in memory:
+    for two dimensions the rest of a row, whole rows, and the beginning of a row.
+
+    Each box is contiguous in memory. A tensor of n dimensions has at most 2n - 1 of them, an empty range none.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, start, stop)
+        return
+    yield from _in_row(shape, start, first * row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    row = prod(shape[1:])
+    at = start // row
+    for offset, size in boxes(shape[1:], start - at * row, stop - at * row):
+        yield (at, *offset), (1, *size)
+
+
+# The element types that travel, under the names safetensors gives them.
+
+
+_ITEMSIZES = {
+    "BF16": 2,
+    "F16": 2,
+    "F32": 4,
+    "F64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+NAMES = tuple(_ITEMSIZES)
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element.
+
+    Args:
+        name: a safetensors dtype name, such as ``"BF16"``.
+
+    Raises:
+        ValueError: the name is not one of `NAMES`.
+    """
+    try:
+        return _ITEMSIZES[name]
+    except KeyError:
+        raise ValueError(f"unknown dtype {name!r}: expected one of {', '.join(NAMES)}") from None
+
+
+def is_floating(name: str) -> bool:
+    """Whether a dtype is a floating one, and so is cast to the wire dtype. Raises ValueError for an unknown name."""
+    itemsize(name)
+    return name.startswith(("F", "BF"))

@@ -9,22 +9,35 @@ rows are digested by the caller, where threads would only fight for the lock, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import mmap
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from trinity_sync.weights import dtypes, short_rows
+from trinity_sync.weights import shards
 from trinity_sync.weights.shards import CoverageError, matrix_view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    Words = NDArray[np.uint64]
+
 
 DIGEST_BYTES = 16
 _BATCH_BYTES = 1 << 20
@@ -93,8 +106,8 @@ def row_count(shape: tuple[int, ...]) -> int:
 def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
     """The concatenated digests of the rows of a contiguous uint8 matrix of shape (rows, bytes per row)."""
     rows, length = matrix.shape
-    if length in short_rows.LENGTHS and rows >= short_rows.worth_while(length):
-        return short_rows.digests(matrix)
+    if length in LENGTHS and rows >= worth_while(length):
+        return digests(matrix)
     return b"".join(map(xxh3_128_digest, matrix))
 
 
@@ -198,7 +211,7 @@ class TensorPlan:
     def __init__(self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[Piece]) -> None:
         self.name = name
         self._kind = kind
-        self._itemsize = dtypes.itemsize(kind[0])
+        self._itemsize = shards.itemsize(kind[0])
         self._row_bytes = matrix_view(kind[1])[1] * self._itemsize
         step = max(1, _BATCH_BYTES // max(self._row_bytes, 1))
         self._batches: list[tuple[Piece, ...]] = []
@@ -281,3 +294,248 @@ def joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
             groups.append((row, [digests]))
         end = row + len(digests) // DIGEST_BYTES
     return tuple((row, b"".join(parts)) for row, parts in groups)
+
+
+# Digests of rows by processes beside this one: an interpreter hashes short rows one at a time, however many threads
+# it has, because xxhash keeps the interpreter lock for less than 64 KiB.
+
+
+_PROGRAM = f"""
+import sys
+sys.path[0] = {str(Path(__file__).parents[2])!r}
+from trinity_sync.weights.tensor_rows import serve
+serve()
+"""
+_ANSWER_S = 60.0
+"""For a process to answer; one that was stopped is done without."""
+RowSpan = tuple[str, int, int, int]
+"""File of a segment, byte at which rows start, how many, and bytes per row."""
+
+
+class RowProcesses:
+    """Processes that digest rows of segments. They are started at the first use, and end with `close` or with this one.
+
+    Args:
+        count: how many; the caller of `digest` works beside them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def digest(self, spans: Sequence[RowSpan], here: Callable[[int], bytes]) -> list[bytes]:
+        """For each span the 16-byte digests of its rows, one after another.
+
+        Args:
+            spans: where the rows are.
+            here: digests one of them, by its number, in this process, which has its share too.
+        """
+        with self._lock:
+            while len(self._processes) < self._count:
+                command = [sys.executable, "-c", _PROGRAM]
+                self._processes.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                )
+            own, *shares = _shares(spans, 1 + len(self._processes))
+            asked = list(self._processes)
+            for process, share in zip(asked, shares, strict=True):
+                _ask(process, spans[share.start : share.stop])
+            try:
+                found = [here(number) for number in own]
+                for process, share in zip(asked, shares, strict=True):
+                    answer = _answer(process)
+                    if answer is None:  # it died or was stopped, or could not map the segment: do without
+                        self._end()
+                    found += [here(number) for number in share] if answer is None else answer
+            except BaseException:
+                self._end()  # an answer that nobody takes would be taken for that to the next question
+                raise
+            return found
+
+    def close(self) -> None:
+        """End the processes. They are started again where `digest` is called again."""
+        for process in list(self._processes):  # whoever waits for one that hangs holds the lock
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            with suppress(OSError, ValueError):  # what is still in a pipe that nobody reads
+                process.communicate()
+            process.wait()
+        self._processes.clear()
+
+
+def _shares(spans: Sequence[RowSpan], count: int) -> list[range]:
+    """Cut a list into runs of about the same number of bytes."""
+    ends = list(accumulate(rows * width for _, _, rows, width in spans))
+    total = ends[-1] if ends else 0
+    cuts = [0, *(bisect_left(ends, total * share / count) for share in range(1, count)), len(spans)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def _ask(process: subprocess.Popen[bytes], spans: Sequence[RowSpan]) -> None:
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):  # it died: there will be no answer
+        process.stdin.write(pickle.dumps(list(spans)))
+        process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> list[bytes] | None:
+    assert process.stdout is not None
+    try:
+        if not select.select([process.stdout], [], [], _ANSWER_S)[0]:
+            return None
+        found: list[bytes] = pickle.load(process.stdout)
+    except (OSError, ValueError, EOFError, pickle.UnpicklingError):
+        return None
+    return found
+
+
+def _digest(spans: Sequence[RowSpan], maps: dict[str, NDArray[np.uint8]]) -> list[bytes]:
+    found = []
+    for path, start, rows, width in spans:
+        if path not in maps:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                maps[path] = np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+            finally:
+                os.close(descriptor)
+        matrix: NDArray[np.uint8] = maps[path][start : start + rows * width].reshape(rows, width)
+        found.append(rows_digest(matrix))
+    return found
+
+
+def serve() -> None:
+    """Answer requests on the standard input until it ends."""
+    maps: dict[str, NDArray[np.uint8]] = {}
+    while True:
+        try:
+            spans = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_digest(spans, maps), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+# xxh3_128 of many short rows of one length at a time, in numpy.
+
+
+LENGTHS = range(9, 129)
+"""Bytes of a row."""
+_ROWS = 4096
+"""At a time: what is worked out of them stays in the cache."""
+_SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+        "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+        "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+        "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    ),
+    "<u8",
+)
+_PRIME_1, _PRIME_2, _PRIME_4 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x85EBCA77C2B2AE63  # XXH_PRIME64_*
+_PRIME_32 = np.uint64(0x85EBCA77)  # XXH_PRIME32_2
+_MIXER = np.uint64(0x165667919E3779F9)
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+
+def worth_while(length: int) -> int:
+    """Of how many rows on this takes less time than a call of xxhash for each."""
+    return 512 * _steps(length)
+
+
+def digests(matrix: NDArray[np.uint8]) -> bytes:
+    """The concatenated digests of the rows of a contiguous uint8 matrix; the length of a row is one of `LENGTHS`."""
+    found = np.empty((len(matrix), 2), ">u8")
+    digest = _digest_shortest if matrix.shape[1] <= 16 else _digest_longer
+    for first in range(0, len(matrix), _ROWS):
+        digest(matrix[first : first + _ROWS], found[first : first + _ROWS])
+    return found.tobytes()
+
+
+def _steps(length: int) -> int:
+    """How many times 32 bytes of a row, 16 from each side, are mixed in."""
+    return (length + 31) // 32
+
+
+def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
+    """Of 9 to 16 bytes."""
+    length = matrix.shape[1]
+    first, last = _word(matrix, 0), _word(matrix, length - 8)
+    mixed = first ^ last ^ (_SECRET[4] ^ _SECRET[5])
+    low = mixed * _wrapped(_PRIME_1)
+    high = _upper(mixed, np.full_like(mixed, _wrapped(_PRIME_1)))
+    low += _wrapped((length - 1) << 54)
+    flipped = last ^ (_SECRET[6] ^ _SECRET[7])
+    high += flipped
+    high += (flipped & _LOW) * (_PRIME_32 - np.uint64(1))
+    low ^= high.byteswap()
+    found[:, 1] = _avalanche(low * _wrapped(_PRIME_2))
+    high *= _wrapped(_PRIME_2)
+    high += _upper(low, np.full_like(low, _wrapped(_PRIME_2)))
+    found[:, 0] = _avalanche(high)
+
+
+def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
+    """Of more than 16 bytes."""
+    rows, length = matrix.shape
+    low, high = np.full(rows, _wrapped(length * _PRIME_1)), np.zeros(rows, np.uint64)
+    for step in reversed(range(_steps(length))):  # from the middle of the row outwards
+        front, back = 16 * step, length - 16 * (step + 1)
+        first, second, third, fourth = (_word(matrix, at) for at in (front, front + 8, back, back + 8))
+        secret = _SECRET[4 * step :]
+        low += _folded(first ^ secret[0], second ^ secret[1])
+        low ^= third + fourth
+        high += _folded(third ^ secret[2], fourth ^ secret[3])
+        high ^= first + second
+    found[:, 1] = _avalanche(low + high)
+    low *= _wrapped(_PRIME_1)
+    high *= _wrapped(_PRIME_4)
+    low += high
+    low += _wrapped(length * _PRIME_2)
+    found[:, 0] = np.negative(_avalanche(low))
+
+
+def _word(matrix: NDArray[np.uint8], at: int) -> Words:
+    """The 8 bytes of each row from one on."""
+    rows, length = matrix.shape
+    return np.ndarray((rows,), "<u8", matrix, at, (length,))
+
+
+def _wrapped(number: int) -> np.uint64:
+    return np.uint64(number & 0xFFFFFFFFFFFFFFFF)
+
+
+def _folded(a: Words, b: Words) -> Words:
+    """Both halves of the products of 128 bits, combined by exclusive or."""
+    found = _upper(a, b)
+    found ^= a * b
+    return found
+
+
+def _upper(a: Words, b: Words) -> Words:
+    """The upper halves of the products of 128 bits."""
+    a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
+    carry = a_low * b_low
+    carry >>= _HALF
+    middle = a_high * b_low
+    middle += carry
+    a_low *= b_high
+    a_low += middle & _LOW
+    middle >>= _HALF
+    a_low >>= _HALF
+    a_high *= b_high
+    a_high += middle
+    a_high += a_low
+    return a_high
+
+
+def _avalanche(words: Words) -> Words:
+    words ^= words >> np.uint64(37)
+    words *= _MIXER
+    words ^= words >> _HALF
+    return words

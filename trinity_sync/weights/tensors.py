@@ -9,23 +9,24 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
-from trinity_sync.errors import RunError
-from trinity_sync.weights import dtypes
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.weights import shards
 from trinity_sync.weights.digests import version_digest
-from trinity_sync.weights.saved_views import Saved, is_rectangular, row_major
-from trinity_sync.weights.shards import listed, matrix_view
+from trinity_sync.weights.saved_views import Saved, by_held, is_rectangular, row_major
+from trinity_sync.weights.shards import is_floating, listed, matrix_view
 from trinity_sync.weights.tensor_rows import rows_digest
-from trinity_sync.weights.wire import Wire, as_wire
+from trinity_sync.weights.wire import Wire, as_wire, kept_names
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
 
 CHUNK_BYTES = 4 << 20
 """Bytes in wire dtype that are cast at a time: bounds temporary memory, and stays in the cache on a CPU."""
@@ -49,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 def to_torch(name: str) -> torch.dtype:
     """The torch dtype of a safetensors name. Raises ValueError for an unknown one."""
-    dtypes.itemsize(name)
+    shards.itemsize(name)
     return _TORCH[name]
 
 
@@ -82,12 +83,12 @@ def wire_name(dtype_name: str, wire: str | None) -> str:
 
 def castable(source: str, target: str) -> bool:
     """Whether values may go from one dtype to the other: between floating ones, else only without a cast."""
-    return source == target or (dtypes.is_floating(source) and dtypes.is_floating(target))
+    return source == target or (shards.is_floating(source) and shards.is_floating(target))
 
 
 def rounds(source: str, target: str) -> bool:
     """Whether a cast loses digits: floating ones to another dtype that is not wider."""
-    return source != target and castable(source, target) and dtypes.itemsize(target) <= dtypes.itemsize(source)
+    return source != target and castable(source, target) and shards.itemsize(target) <= shards.itemsize(source)
 
 
 def byte_tensor(view: memoryview) -> torch.Tensor:
@@ -292,7 +293,7 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
         dtype: safetensors name.
     """
     rows, cols = matrix_view(tensor.shape)
-    row_bytes = cols * dtypes.itemsize(dtype)
+    row_bytes = cols * shards.itemsize(dtype)
     if tensor.ndim < 2:
         tensor = tensor.reshape(1, cols)
     if row_bytes > CHUNK_BYTES:
@@ -305,7 +306,7 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
 
 def _long_row_digest(row: torch.Tensor, dtype: str) -> bytes:
     hasher = xxh3_128()
-    for chunk in row.reshape(-1).split(CHUNK_BYTES // dtypes.itemsize(dtype)):
+    for chunk in row.reshape(-1).split(CHUNK_BYTES // shards.itemsize(dtype)):
         hasher.update(_wire_bytes(chunk, dtype).data)
     return hasher.digest()
 
@@ -315,3 +316,75 @@ def _wire_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
     flat = tensor.to(to_torch(dtype)).cpu().contiguous().view(-1)
     view: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return view
+
+
+# A model in one dtype, but for what stays in fp32, as `from_pretrained` of transformers would have it.
+
+
+def kept_by_class(model: torch.nn.Module, dtype: str) -> tuple[str, ...]:
+    """Parts of names of the tensors that `from_pretrained` would hold in fp32 when asked for another dtype.
+
+    Those of `_keep_in_fp32_modules_strict`, in fp16 also those of `_keep_in_fp32_modules`.
+
+    Args:
+        model: of transformers; of others nothing is kept. May be on the meta device.
+        dtype: safetensors name.
+    """
+    plan = getattr(model, "_get_dtype_plan", None)
+    return () if plan is None else tuple(sorted(plan(to_torch(dtype))))
+
+
+def hold_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Cast what is to be kept of a model to fp32, in place, and leave all else as it is.
+
+    Args:
+        model: any module, its tensors on any device.
+        patterns: parts of the names that tensors are saved by, see `kept_names`.
+
+    Returns:
+        These names.
+
+    Raises:
+        ConfigError: of what the model holds as one tensor only some is to be kept.
+    """
+    names, kept = _kept_tensors(model, patterns)
+    for tensor in kept:
+        tensor.data = tensor.data.to(torch.float32)
+    return names
+
+
+def cast_model(model: torch.nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> None:
+    """Cast what a state dict has of a model in place, but for tensors that are to be kept. What it computes by itself,
+    such as rotary frequencies, stays as it is, as with `from_pretrained`.
+
+    Args:
+        model: any module, its tensors on any device.
+        dtype: a floating one.
+        keep: parts of the names that tensors are saved by, see `kept_names`.
+
+    Raises:
+        ConfigError: as of `hold_fp32`.
+    """
+    kept = {id(tensor) for tensor in _kept_tensors(model, keep)[1]}
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and id(tensor) not in kept:
+            tensor.data = tensor.data.to(dtype)
+
+
+def _kept_tensors(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[list[str], list[torch.Tensor]]:
+    """The floating tensors that patterns mean, by the names they are saved by; and what the model holds them in."""
+    saved, live = saved_list(model), model.state_dict(keep_vars=True)
+    floating = {name: tensor for name, tensor in saved.items() if is_floating(tensor.dtype)}
+    meant = kept_names(patterns, floating)
+    tensors = []
+    for held, names in by_held(floating).items():
+        others = [name for name in names if name not in meant]
+        if not others:
+            tensors.append(live[held])
+        elif len(others) < len(names):
+            kept = next(name for name in names if name in meant)
+            raise ConfigError(
+                f"sync.keep_fp32 keeps {kept} in fp32 and not {others[0]}, which the model holds as one tensor, "
+                f"{held}, of one dtype; keep all of it, or nothing"
+            )
+    return sorted(meant), tensors

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights import dtypes
+from trinity_sync.weights import shards
 
 FP32 = "F32"
 
@@ -33,7 +33,7 @@ class Wire:
     keep_fp32: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and not dtypes.is_floating(self.dtype):
+        if self.dtype is not None and not shards.is_floating(self.dtype):
             raise ValueError(f"wire dtype {self.dtype} is not a floating one, such as BF16")
 
     def of(self, name: str, dtype_name: str) -> str:
@@ -42,7 +42,7 @@ class Wire:
         Raises:
             ValueError: an unknown dtype.
         """
-        if not dtypes.is_floating(dtype_name):
+        if not shards.is_floating(dtype_name):
             return dtype_name
         return FP32 if name in self.keep_fp32 else self.dtype or dtype_name
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import inspect
 import itertools
 import logging
 import os
@@ -13,15 +15,17 @@ import socket
 import struct
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trinity_sync.actors.local import frames
-from trinity_sync.actors.local.server import ANSWER, FORESEEN
-from trinity_sync.actors.pending import MemberDied, Pending, Transport
+from trinity_sync.actors.pending import Changes, MemberDied, Pending, Transport
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.origin import origin, told
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +58,13 @@ class Link:
             WaitTimeout: it knows the secret, but is not ready.
             OSError, EOFError: nobody is there, or says nothing.
         """
-        self._sock = socket.create_connection((address, port), timeout=frames.PROOF_S)
+        self._sock = socket.create_connection((address, port), timeout=PROOF_S)
         try:
-            frames.prove(self._sock, secret)
-            frames.keep_alive(self._sock)
+            prove(self._sock, secret)
+            keep_alive(self._sock)
             self._sock.settimeout(timeout_s)
             try:
-                self.hello = frames.receive(self._sock)
+                self.hello = receive(self._sock)
             except TimeoutError:
                 raise WaitTimeout(who, "get ready", timeout_s) from None
             self._sock.settimeout(None)
@@ -80,7 +84,7 @@ class Link:
 
     def receive(self) -> Any:
         """Wait for the next message; errors as for `frames.receive`."""
-        return frames.receive(self._sock)
+        return receive(self._sock)
 
     def end(self) -> None:
         """End the connection, also for whoever is waiting for a message of it."""
@@ -181,9 +185,7 @@ class LocalHandle(Transport):
     ) -> LocalCall[Any]:
         """Begin a call; see `Transport`."""
         name = f"{self._name}-{next(self._numbers)}"
-        call: LocalCall[Any] = LocalCall(
-            who, what, frames.pack((name, method, pickle.dumps((tuple(args), dict(kwargs)))))
-        )
+        call: LocalCall[Any] = LocalCall(who, what, pack((name, method, pickle.dumps((tuple(args), dict(kwargs))))))
         if os.getpid() != self._pid:
             call.future.set_exception(RunError(f"{who} cannot be asked to {what} by a fork of who is connected to it"))
             return call
@@ -279,3 +281,325 @@ class LocalHandle(Transport):
             link.end()
         for call in calls:
             call.future.set_exception(MemberDied(call.who, call.what, why))
+
+
+# What goes over a connection: first the proof that both sides know the secret, then messages, each with its length.
+
+
+SECRET_BYTES = 32
+#: Limit of the proof, seconds: who listens there and is no actor of ours says nothing, or something else.
+PROOF_S = 10.0
+
+_NONCE = 32
+_PROOF = 32
+_LENGTH = struct.Struct("!Q")
+
+# Of a machine that is gone without a word, the end is noticed after so many seconds.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class ForeignPeerError(RunError):
+    """Who is at the other end of a connection does not know the secret."""
+
+
+def pack(message: object) -> bytes:
+    """Return a message as it goes over a connection."""
+    body = pickle.dumps(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the death of the other machine noticed, and send small messages at once."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+# ---- the side that calls, which blocks
+
+
+def prove(sock: socket.socket, secret: bytes) -> None:
+    """Prove to a server that this side knows the secret, and have it prove the same, within `PROOF_S`.
+
+    Raises:
+        ForeignPeerError: it does not know it, or does not take our word.
+        OSError: the connection broke, or nothing came.
+    """
+    until = time.monotonic() + PROOF_S
+    theirs = _read(sock, _NONCE, until)
+    ours = secrets.token_bytes(_NONCE)
+    sock.sendall(ours + _proof(secret, b"client", theirs, ours))
+    try:
+        proof = _read(sock, _PROOF, until)
+    except EOFError:
+        raise ForeignPeerError("it did not accept the secret") from None
+    if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
+        raise ForeignPeerError("it does not know the secret")
+
+
+def receive(sock: socket.socket) -> Any:
+    """Wait for the next message.
+
+    Raises:
+        EOFError: there will be none.
+        OSError: the connection broke.
+    """
+    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
+    return pickle.loads(_read(sock, length))
+
+
+def _read(sock: socket.socket, length: int, until: float | None = None) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        if until is not None:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+        piece = sock.recv(min(length - len(data), 1 << 20))
+        if not piece:
+            raise EOFError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+# ---- the side that answers, on an event loop
+
+
+async def have_proved(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Have a caller prove that it knows the secret, and prove the same.
+
+    Raises:
+        ForeignPeerError: it does not know it.
+        TimeoutError: it did not say anything in time.
+        EOFError, OSError: the connection broke.
+    """
+    async with asyncio.timeout(PROOF_S):
+        ours = secrets.token_bytes(_NONCE)
+        writer.write(ours)
+        theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
+        if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
+            raise ForeignPeerError("it does not know the secret")
+        writer.write(_proof(secret, b"server", ours, theirs))
+        await writer.drain()
+
+
+async def receive_next(reader: asyncio.StreamReader) -> Any:
+    """As `receive`."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def _proof(secret: bytes, side: bytes, servers: bytes, clients: bytes) -> bytes:
+    """What only who knows the secret can say of the two numbers; `side`: whose word it is, which the other cannot
+    send back as its own.
+    """
+    return hmac.digest(secret, side + servers + clients, "sha256")
+
+
+# Hosts an actor in this process: serves its methods to whoever connects and knows the secret.
+
+
+#: So often members are counted though nothing has changed, seconds.
+_LOOK_S = 60.0
+#: How the answer to a call ended.
+ANSWER, FORESEEN, FAILED = "answer", "foreseen", "failed"
+
+
+@dataclass(frozen=True, eq=False)
+class _Connection:
+    writer: asyncio.StreamWriter
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class _Current:
+    """The call that is being answered."""
+
+    id: str
+    connection: _Connection
+
+
+_current: ContextVar[_Current] = ContextVar("current call")
+
+
+class LocalHost:
+    """This process, as the `hosting.Host` of its actor.
+
+    Args:
+        restarted: the process of before was killed, and this one goes on in its place.
+    """
+
+    def __init__(self, *, restarted: bool = False) -> None:
+        self._restarted = restarted
+
+    @property
+    def restarted(self) -> bool:
+        """Whether this process goes on in the place of one that was killed."""
+        return self._restarted
+
+    def call_id(self) -> str:
+        """Return the id that the caller gave the current call."""
+        return _current.get().id
+
+    async def outlived(self, owned: Sequence[object]) -> bool:
+        """Wait for the end of the connection by which the current call came."""
+        await _current.get().connection.closed.wait()
+        return True
+
+
+class LocalServer:
+    """Accepts connections from the start, and answers calls once there is an actor. All on one event loop.
+
+    A caller is told who this is (`serve`'s `hello`) before its first call. It counts as a member from that call on,
+    until its connection ends.
+
+    Args:
+        secret: what a caller has to know.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._server: asyncio.Server | None = None
+        self._ready: asyncio.Future[tuple[object, Callable[[], object]]] = asyncio.get_running_loop().create_future()
+        self._members: set[_Connection] = set()
+        self._connections: set[_Connection] = set()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._changes = Changes()
+        self._takes_more = True
+
+    @property
+    def members(self) -> int:
+        """How many callers are connected that have called."""
+        return len(self._members)
+
+    async def listen(self, address: str) -> int:
+        """Begin to accept connections; return the port.
+
+        Raises:
+            OSError: the address is none of this machine's.
+        """
+        self._server = await asyncio.start_server(self._connected, address, 0, backlog=4096)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def serve(self, body: object, hello: Callable[[], object]) -> None:
+        """Answer calls from now on.
+
+        Args:
+            body: the actor; its public methods may be called.
+            hello: what a caller is told first; asked for each.
+        """
+        self._ready.set_result((body, hello))
+
+    async def members_gone(self, *, first_s: float, grace_s: float, least_s: float = 0.0) -> None:
+        """Return when no caller is connected any more.
+
+        Args:
+            first_s: how long to wait for the first one, seconds.
+            grace_s: for so long none has been connected, seconds.
+            least_s: not before so many seconds from now, as callers may be on their way back.
+        """
+        clock = asyncio.get_running_loop().time
+        least = clock() + least_s
+        until = max(least, clock() + first_s)
+        while self._members or clock() < until:
+            if self._members:
+                await self._changes.next(_LOOK_S)
+                until = max(least, clock() + grace_s)
+            else:
+                await self._changes.next(until - clock())
+
+    def take_no_more(self) -> None:
+        """Answer no calls from now on, and end the members' connections. Who connects is told who this is, still."""
+        self._takes_more = False
+        for connection in self._members:
+            connection.writer.close()
+
+    async def close(self) -> None:
+        """End all connections, and accept no more."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.writer.close()
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        if not self._ready.done():
+            self._ready.cancel()
+
+    # ---- one connection
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(writer)
+        self._connections.add(connection)
+        try:
+            keep_alive(writer.get_extra_info("socket"))
+            await have_proved(reader, writer, self._secret)
+            body, hello = await asyncio.shield(self._ready)
+            await _send(connection, pack(hello()))
+            await self._answer_calls(reader, connection, body)
+        except (EOFError, OSError, TimeoutError, asyncio.CancelledError):  # the caller is gone, or we are
+            pass
+        except ForeignPeerError as error:
+            logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
+        finally:
+            self._connections.discard(connection)
+            self._members.discard(connection)
+            connection.closed.set()
+            self._changes.announce()
+            writer.close()
+
+    async def _answer_calls(self, reader: asyncio.StreamReader, connection: _Connection, body: object) -> None:
+        while True:
+            call, method, arguments = await receive_next(reader)
+            if not self._takes_more:
+                return
+            if connection not in self._members:
+                self._members.add(connection)
+                self._changes.announce()
+            task = asyncio.ensure_future(self._answer(_Current(call, connection), body, method, arguments))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, current: _Current, body: object, method: str, arguments: bytes) -> None:
+        _current.set(current)
+        try:
+            args, kwargs = pickle.loads(arguments)
+            how, said = ANSWER, pickle.dumps(await _called(body, method, args, kwargs))
+        except TrinityError as error:
+            how, said = FORESEEN, _foreseen(error)
+        except Exception as error:
+            how, said = FAILED, pickle.dumps(_where(error))
+        with contextlib.suppress(OSError):  # whoever asked is gone
+            await _send(current.connection, pack((current.id, how, said)))
+
+
+async def _called(body: object, method: str, args: Sequence[object], kwargs: dict[str, Any]) -> object:
+    found = None if method.startswith("_") else getattr(body, method, None)
+    if found is None:
+        raise RunError(f"there is no {method!r} to call")
+    answer = found(*args, **kwargs)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _foreseen(error: TrinityError) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # its class may take other arguments than it keeps
+    except Exception:
+        return pickle.dumps(RunError(str(error)))
+    return data
+
+
+def _where(error: BaseException) -> str:
+    """Put an error that nobody foresaw into words, with where it was raised."""
+    steps = traceback.extract_tb(error.__traceback__)
+    if origin(error) is not None or not steps:  # the words have it
+        return told(error)
+    return f"{told(error)} ({steps[-1].filename}:{steps[-1].lineno})"
+
+
+async def _send(connection: _Connection, frame: bytes) -> None:
+    if connection.closed.is_set():
+        return
+    connection.writer.write(frame)  # whole, so that answers do not mix
+    await connection.writer.drain()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,17 +24,25 @@ from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import VocabParallelEmbedding, scatter_to_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
-from trinity_sync.backends.megatron.layers import freeze_padding, local_layers
-from trinity_sync.backends.megatron.placement import among_all_experts
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.shards import Rect, Shard, listed, row_slice, whole
+from trinity_sync.weights.wire import FP32, Wire
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 _Output = tuple[torch.Tensor, torch.Tensor | None]
 """Logits, and a bias that was not added to them."""
@@ -245,3 +255,229 @@ def _silence_padding(model: GPTModel, vocabulary: int) -> None:
         return logits.masked_fill(padding.to(logits.device), _NO_LOGIT), bias
 
     model.output_layer.register_forward_hook(silence)
+
+
+# Layers of megatron-core as transformers has them.
+
+
+# The router asks whether there is Transformer Engine by a name that megatron-core 0.16 only defines if there is.
+vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """RMSNorm that takes part in sequence parallelism, which megatron-core's own wrapper of torch's refuses.
+
+    Each tensor-parallel rank normalises its slice of the sequence, so the gradients of the weight have to be summed
+    over them; megatron-core does that for weights with this mark.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(DotProductAttention):
+    """Unfused causal attention that ignores the padding mask verl passes, as Transformer Engine does.
+
+    verl's mask is true where a token is, megatron-core's where none may be looked at. Rows are padded on the right, so
+    causality alone keeps tokens from seeing padding.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        assert (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal, "decoders attend causally"
+        found: torch.Tensor = super().forward(query, key, value, None, attn_mask_type=attn_mask_type, **kwargs)
+        return found
+
+
+def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, without Transformer Engine.
+
+    Args:
+        config: the model's configuration; RMSNorm, attention without latent heads.
+        vp_stage: virtual pipeline stage, None for the only one.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+        if config.num_moe_experts:  # Transformer Engine does not fuse this norm then, and a checkpoint has its own name
+            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        attention = parts.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    block.layer_norm = RmsNorm
+    return block
+
+
+def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
+    """Leave the row of the padding token as it is, as transformers' embeddings do. A new model has zeros there, which a
+    norm makes a gradient of that is many times that of all others: samples of such a model have the token, too.
+
+    Args:
+        embedding: of the words; also the output layer of a model that shares it, which then trains the row.
+        token: id of the padding token.
+    """
+
+    def freeze(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        padding = inputs[0] == token
+        if embedding.reduce_scatter_embeddings:  # of shape (sequence, batch), and of the sequence this rank's share
+            padding = scatter_to_sequence_parallel_region(padding.transpose(0, 1))
+        return torch.where(padding[..., None], output.detach(), output)
+
+    embedding.register_forward_hook(freeze)
+
+
+# Which rectangles of which Hugging Face tensors a local Megatron parameter holds, and where in it they lie.
+
+
+# An expert's parameter where each expert is a module of its own, and where all are parameters of one.
+_OWN_MODULE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
+_NUMBERED = re.compile(r"(\.experts\.linear_fc\d\.weight)(\d+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What fixes the cut of a model.
+
+    Attributes:
+        heads: query heads.
+        groups: key and value heads.
+        head_size: elements of one head.
+        vocabulary: rows of the embedding, without padding.
+        tp_rank, tp_size: this rank among those that share each layer.
+    """
+
+    heads: int
+    groups: int
+    head_size: int
+    vocabulary: int
+    tp_rank: int
+    tp_size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A shard and the view of the local parameter that holds its elements, in the shard's order."""
+
+    shard: Shard
+    view: Callable[[torch.Tensor], torch.Tensor]
+
+
+def dtypes_of(hf_names: Iterable[str], held: str, wire: Wire) -> dict[str, str]:
+    """In which dtype each of the Hugging Face tensors travels that a local parameter is made of.
+
+    Args:
+        hf_names: of the tensors.
+        held: dtype of the parameter; as all, safetensors' name of it.
+        wire: the dtypes of the version.
+
+    Raises:
+        ConfigError: one is to be kept in fp32, and the engine has rounded it.
+    """
+    found = {name: wire.of(name, held) for name in hf_names}
+    rounded = sorted(name for name, dtype in found.items() if dtype == FP32 not in (held, wire.dtype))
+    if rounded:
+        raise ConfigError(
+            f"sync.keep_fp32 keeps {listed(rounded)} in fp32, which backend=megatron trains in {held} with a master "
+            "copy of its own; use backend=fsdp2, or leave it out (sync.keep_fp32=[] keeps nothing)"
+        )
+    return found
+
+
+def pieces(
+    name: str, hf_names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry
+) -> list[Piece]:
+    """What this rank contributes of a local parameter; nothing where it only repeats another rank's.
+
+    Args:
+        name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
+        hf_names: the Hugging Face tensors that it is made of, in mbridge's order.
+        shape: the shape of the local parameter.
+        dtypes: in which the tensors travel, by their names, see `dtypes_of`.
+        at: this rank's place in the model.
+
+    Raises:
+        NotImplementedError: a parameter of a kind that is not known here.
+    """
+    name = _NUMBERED.sub(r"\1", name)
+    if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+        found = _vocabulary(hf_names[0], shape, dtypes, at)
+    elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
+        found = _attention(hf_names, shape, dtypes, at)
+    elif name.endswith("linear_fc1.weight"):
+        found = _gate_and_up(hf_names, shape, dtypes, at)
+    elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        found = [_columns(hf_names[0], shape, dtypes, at)]
+    elif name.endswith(("norm.weight", "layer_norm_weight", "router.weight")):
+        found = [Piece(whole(hf_names[0], dtypes[hf_names[0]], shape), _itself)] if at.tp_rank == 0 else []
+    else:
+        raise NotImplementedError(f"{name}: no rule says how tensor-parallel ranks share it")
+    return [piece for piece in found if piece.shard.rects]
+
+
+def among_all_experts(name: str, first: int) -> str:
+    """Name an expert's parameter by its number among the experts of all expert-parallel ranks; others keep their name.
+
+    Args:
+        name: the rank's own name of it. Experts are modules of their own (megatron-core's layers) or parameters of one
+            (Transformer Engine's), and named as the latter.
+        first: number of the rank's first expert.
+    """
+    numbered = _OWN_MODULE.sub(r".experts.\2\1", name)
+    return _NUMBERED.sub(lambda found: f"{found[1]}{first + int(found[2])}", numbered)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _rows(
+    name: str, full: Sequence[int], dtypes: Mapping[str, str], at: Geometry, view: Callable[..., torch.Tensor]
+) -> Piece:
+    """This rank's equal share of the rows of a tensor."""
+    count = full[0] // at.tp_size
+    return Piece(row_slice(name, dtypes[name], full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
+
+
+def _vocabulary(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
+    start = at.tp_rank * shape[0]
+    stop = min(start + shape[0], at.vocabulary)
+    if stop <= start:
+        return []
+    shard = row_slice(name, dtypes[name], (at.vocabulary, *shape[1:]), start, stop)
+    return [Piece(shard, lambda local: local[: stop - start])]
+
+
+def _attention(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
+    per_group = at.heads // at.groups
+    spans = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
+
+    def part(first: int, last: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda local: local.view(-1, per_group + 2, at.head_size, *shape[1:])[:, first:last]
+
+    return [
+        _rows(name, (at.groups * (last - first) * at.head_size, *shape[1:]), dtypes, at, part(first, last))
+        for name, (first, last) in zip(names, spans, strict=True)
+    ]
+
+
+def _gate_and_up(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
+    half = shape[0] // 2
+    views = (lambda local: local[:half], lambda local: local[half:])
+    full = (half * at.tp_size, *shape[1:])
+    return [_rows(name, full, dtypes, at, view) for name, view in zip(names, views, strict=True)]
+
+
+def _columns(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> Piece:
+    rows, columns = shape
+    rect = Rect(0, 0, at.tp_rank * columns, rows, columns)
+    return Piece(Shard(name, dtypes[name], (rows, columns * at.tp_size), (rect,)), _itself)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+
+from trinity_sync.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model families of transformers; `bridges` has a bridge for each."""
@@ -25,3 +29,67 @@ def dense_layers(model: Mapping[str, Any]) -> dict[str, bool]:
         "decoder_sparse_step": model.get("decoder_sparse_step", 1) != 1,
         "num_experts_per_tok=1": model.get("num_experts_per_tok") == 1 and bool(model.get("norm_topk_prob")),
     }
+
+
+# Whether a run can go on from a Megatron checkpoint in another layout. Called by the launcher before anything starts;
+# imports neither torch nor megatron-core.
+
+
+class Layout(Protocol):
+    """The keys of `backend` that say how a model is laid out, and whether random generators are restored."""
+
+    ranks: int
+    tp: int
+    pp: int
+    ep: int
+    restore_rng: bool
+
+
+def check_layout(backend: Layout, checkpoint: Path) -> str | None:
+    """Compare the layout that the configuration asks for with that of a checkpoint.
+
+    Args:
+        backend: of the run that is to go on.
+        checkpoint: the step folder.
+
+    Returns:
+        What the user should know, None where nothing changes.
+
+    Raises:
+        ConfigError: the checkpoint cannot be loaded so; says what to set.
+    """
+    saved = saved_layout(checkpoint / "actor")
+    ranks = backend.ranks // (backend.tp * backend.pp)
+    wanted = {"tp": backend.tp, "pp": backend.pp, "dp": ranks, "ep": backend.ep}
+    if saved is None or all(saved[name] == value for name, value in wanted.items()):
+        return None
+    there, here = (" ".join(f"{name}={of[name]}" for name in wanted) for of in (saved, wanted))
+    if saved["optimizer_format"] == "dp_reshardable" and any(
+        saved[name] != wanted[name] for name in ("tp", "pp", "ep")
+    ):
+        raise ConfigError(
+            f"{checkpoint} was saved with {there} and backend.optimizer_format=dp_reshardable, which other values of "
+            f"tp, pp and ep cannot load: set backend.tp={saved['tp']} backend.pp={saved['pp']} "
+            f"backend.ep={saved['ep']}; a run that saves with "
+            f"backend.optimizer_format=fully_reshardable can change them later"
+        )
+    if backend.restore_rng:
+        raise ConfigError(
+            f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the "
+            f"random generators belong to the old ranks; set backend.restore_rng=false to go on with new ones"
+        )
+    return f"{checkpoint} was saved with {there}, this run has {here}: the random generators begin anew"
+
+
+def saved_layout(actor: Path) -> dict[str, int | str] | None:
+    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``ep``, ``optimizer_format``;
+    None where it does not say, as where verl has saved it.
+    """
+    try:
+        contents = json.loads((actor / "ckpt_contents.json").read_text())
+    except (OSError, ValueError):
+        return None
+    found = contents.get("layout") if isinstance(contents, dict) else None
+    if not isinstance(found, dict) or not {"tp", "pp", "dp", "optimizer_format"} <= found.keys():
+        return None
+    return {"ep": 1, **found}  # of a time before experts

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-from trinity_sync.weights.boxes import boxes
+from trinity_sync.weights.shards import boxes
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

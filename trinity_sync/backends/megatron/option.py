@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
-from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, shared_fields
-from trinity_sync.backends.token_checks import check_unpadded
+from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
+from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, check_unpadded, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
@@ -228,7 +226,7 @@ class MegatronOption(MegatronConfig, BackendOption):
 
     @contextmanager
     def random_numbers_kept(self) -> Iterator[None]:
-        from trinity_sync.backends.megatron.random_states import rng_state, set_rng_state
+        from trinity_sync.backends.megatron.writer import rng_state, set_rng_state
 
         before = rng_state()  # megatron-core has generators of its own
         try:

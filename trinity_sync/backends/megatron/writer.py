@@ -18,13 +18,18 @@ The files are megatron-core's, so its own loaders and verl read them.
 
 from __future__ import annotations
 
+import gc
 import io
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
+import numpy as np
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.serialization import _CONTENT_METADATA_KEY
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -42,10 +47,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.meetings import Meeting
-from trinity_sync.weights.copying import Copying, HostMemory
-from trinity_sync.weights.digested_file import DigestedFile
+from trinity_sync.backends.megatron import optimizer_state
+from trinity_sync.weights.shard_file import DigestedFile
+from trinity_sync.weights.staging import Copying, HostMemory
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from numpy.typing import NDArray
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
 
 _FORMAT = ("torch_dist", 1)
 
@@ -222,3 +235,171 @@ def finalise(
     everyone = meeting.gather("write its share", write)
     meeting.scatter("write the metadata", close)
     return large, small
+
+
+# The states of all random generators of a rank.
+
+
+class RngState(TypedDict):
+    """The states of a rank's random generators: Python's, numpy's, torch's, megatron-core's, and the device's."""
+
+    python: tuple[object, ...]
+    numpy: dict[str, object] | tuple[str, NDArray[np.uint32], int, int, float]
+    torch: torch.Tensor
+    tracker: dict[str, torch.Tensor]
+    cuda: NotRequired[torch.Tensor]
+
+
+def rng_state() -> RngState:
+    """Return the states of all random generators of this rank."""
+    state: RngState = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: RngState) -> None:
+    """Set all random generators of this rank to what `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# What a Megatron checkpoint in verl's layout consists of: trees of the model, of the optimizer, and of the rest.
+
+
+MODEL, OPTIMIZER, EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
+ALL = (MODEL, OPTIMIZER, EXTRA)
+
+RNG_OF_RANK = "rng_state_of_rank"
+"""A `ShardedObject`, one for each rank."""
+
+_Content: TypeAlias = dict[str, Any]
+"""What megatron-core notes about the content of a tree, by which it is described again for a load."""
+
+
+class Trees:
+    """Saves trees of an engine, one save after another.
+
+    Args:
+        manager: verl's, with the model and what trains it.
+    """
+
+    def __init__(self, manager: MegatronCheckpointManager) -> None:
+        self._manager = manager
+        self._planners = {name: Planner() for name in ALL}
+        self._own_shards = optimizer_state.OwnShards()
+        self._copies = Copies()
+        # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
+        gc.freeze()
+
+    def plan(self, folder: Path, names: Collection[str]) -> list[Pending]:
+        """Plan a save. Collective, on the training thread.
+
+        Args:
+            folder: the checkpoint's.
+            names: of the trees, see `ALL`.
+        """
+        manager = self._manager
+        content = manager._build_sharded_state_dict_metadata()
+        trees: dict[str, dict[str, object]] = {}
+        if MODEL in names or OPTIMIZER in names:
+            model = manager._build_model_sharded_state_dict(content)
+            if MODEL in names:
+                trees[MODEL] = model
+            if OPTIMIZER in names:
+                optimizer_state.materialise(manager.optimizer)
+                with self._own_shards.used_by(manager.optimizer):
+                    trees[OPTIMIZER] = manager._build_optimizer_state_dict(model, content)
+        if EXTRA in names:
+            trees[EXTRA] = _extra(manager)
+        return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
+
+    def copy(self, pending: list[Pending], *, in_background: bool) -> Copying:
+        """Copy what is to be written; see `writer.Copies.begin`."""
+        return self._copies.begin(pending, in_background=in_background)
+
+
+def gathers_late(chunks: Collection[DistributedDataParallel]) -> bool:
+    """Whether what the optimizer writes is gathered by the next forward pass only (`overlap_param_gather`)."""
+    return any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in chunks)
+
+
+def gather_parameters(chunks: Collection[DistributedDataParallel]) -> None:
+    """Have the model hold what the optimizer wrote last, where it `gathers_late`. Collective."""
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def has_buffers(chunks: Collection[DistributedDataParallel]) -> bool:
+    """Whether a part of the model's state is no parameter, such as the bias of a mixture's router: that may change
+    before the optimizer's step.
+    """
+    return any(
+        buffer is not None and name not in module._non_persistent_buffers_set
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, buffer in module._buffers.items()
+    )
+
+
+# ---- loads, all collective
+
+
+def load_model(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> None:
+    """Load the tree of the model."""
+    loaded = load_dist_checkpointing(manager._build_model_sharded_state_dict(content), str(folder / MODEL))
+    for index, chunk in enumerate(manager.model):
+        chunk.load_state_dict(loaded["model" if len(manager.model) == 1 else f"model{index}"], strict=True)
+
+
+def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> dict[str, Any] | None:
+    """Load the tree of the optimizer.
+
+    Returns:
+        The state of the schedule, where there is one, for `load_schedule`.
+    """
+    optimizer_state.materialise(manager.optimizer)
+    # The load of the model has changed the description that was made for it.
+    model = manager._build_model_sharded_state_dict(content)
+    wanted = manager._build_optimizer_state_dict(model, content, is_loading=True)
+    loaded = load_dist_checkpointing(wanted, str(folder / OPTIMIZER))
+    optimizer_state.load(manager.optimizer, loaded["optimizer"])
+    schedule: dict[str, Any] | None = loaded.get("lr_scheduler")
+    return schedule
+
+
+def load_schedule(manager: MegatronCheckpointManager, state: dict[str, Any]) -> None:
+    """Set the place in the schedule."""
+    manager.lr_scheduler.num_steps = 0  # its load counts on from where it is
+    manager.lr_scheduler.load_state_dict(state)
+
+
+def load_rng_of_rank(manager: MegatronCheckpointManager, folder: Path) -> None:
+    """Restore the random generators of each rank, where as many ranks saved theirs."""
+    set_rng_state(load_dist_checkpointing(_extra(manager), str(folder / EXTRA))[RNG_OF_RANK])
+
+
+def _extra(manager: MegatronCheckpointManager) -> dict[str, object]:
+    mine = ShardedObject(RNG_OF_RANK, rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+    return {**manager._build_extra_state_dict(), RNG_OF_RANK: mine}
+
+
+def layout(manager: MegatronCheckpointManager) -> dict[str, int | str]:
+    """How an engine is laid out over the ranks, as it stands in a checkpoint's `ckpt_contents.json`."""
+    content = manager._build_sharded_state_dict_metadata()
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "optimizer_format": content.get("distrib_optim_sharding_type", "none"),
+    }

@@ -17,15 +17,21 @@ from pathlib import Path
 import torch
 
 from trinity_sync.checkpoint.layout import Manifest, NoManifestError, read_manifest
-from trinity_sync.checkpoint.places import find_adapter_config, find_config, weights_folder
-from trinity_sync.checkpoint.reading.adapter import adapter_form, merge, read_adapter_config
-from trinity_sync.checkpoint.reading.distributed import open_distributed
-from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
-from trinity_sync.checkpoint.reading.megatron import megatron_folder, open_megatron
-from trinity_sync.checkpoint.reading.part_files import open_parts, part_files
+from trinity_sync.checkpoint.leases import find_adapter_config, find_config, weights_folder
+from trinity_sync.checkpoint.reading.distributed import megatron_folder, open_distributed, open_megatron
 from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
-from trinity_sync.checkpoint.reading.saved_form import saved_form
-from trinity_sync.checkpoint.reading.verl_shards import open_shards, shard_files
+from trinity_sync.checkpoint.reading.verl_shards import (
+    adapter_form,
+    is_hugging_face,
+    merge,
+    open_hugging_face,
+    open_parts,
+    open_shards,
+    part_files,
+    read_adapter_config,
+    saved_form,
+    shard_files,
+)
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.tensors import digest_entry
 from trinity_sync.weights.wire import Wire

@@ -15,15 +15,32 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trinity_sync.checkpoint.reading.pieces import Assembled, Piece, TensorInfo, WeightsError, assembled, loading_fault
-from trinity_sync.checkpoint.reading.records import Record
-from trinity_sync.weights.tensors import from_torch
+from trinity_sync.checkpoint.reading.pieces import (
+    Assembled,
+    Piece,
+    Record,
+    Source,
+    TensorInfo,
+    View,
+    WeightsError,
+    assembled,
+    loading_fault,
+)
+from trinity_sync.errors import RunError
+from trinity_sync.models.files import CONFIG
+from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
+from trinity_sync.weights import lora, shards
+from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
+from trinity_sync.weights.shards import Rect, listed, matrix_view
+from trinity_sync.weights.tensors import byte_tensor, from_torch, saved_tensors, to_torch
 
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOADING = threading.Lock()
@@ -212,3 +229,337 @@ def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if coordinate is None:
         raise ValueError("the rank that wrote it is not part of its mesh")
     return tuple(sizes), tuple(coordinate)
+
+
+# LoRA adapters: their tensors under the names that peft saves, and the two together with their base.
+
+
+def adapter_form(sources: Mapping[str, Source], place: Path) -> dict[str, Source] | None:
+    """Return an adapter's tensors by the names that peft saves; None: these are of no adapter.
+
+    Args:
+        sources: what is stored, by name.
+        place: where, for errors.
+
+    Raises:
+        WeightsError: adapter and base are stored together.
+    """
+    # A model that peft has not wrapped may have layers of such names itself.
+    adapter = [name for name in sources if name.startswith(lora.PREFIX) and lora.is_adapter(name)]
+    if not adapter:
+        return None
+    if len(adapter) < len(sources):
+        raise WeightsError(
+            f"{place} holds a model together with a LoRA adapter, such as {adapter[0]}; merge them with verl"
+        )
+    return {lora.saved_name(name): sources[name] for name in sorted(adapter)}
+
+
+def read_adapter_config(path: Path) -> dict[str, object]:
+    """Read an ``adapter_config.json``.
+
+    Raises:
+        WeightsError: it cannot be read, or is none of LoRA.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(body, dict) or body.get("peft_type") != "LORA":
+        raise WeightsError(f"{path} describes no LoRA adapter")
+    return body
+
+
+def merge(
+    adapter: Mapping[str, Source], config: Mapping[str, object], base: Mapping[str, Source], folder: Path | None
+) -> dict[str, Source]:
+    """Return the tensors of the base with the adapter's products added.
+
+    Args:
+        adapter: see `adapter_form`.
+        config: what the ``adapter_config.json`` says.
+        base: the whole model's tensors by the names it is saved by.
+        folder: with the base's config.json; None: there is none.
+
+    Raises:
+        WeightsError: the adapter is not one of this model, or not of a kind that is merged here.
+    """
+    try:
+        scale, pairs = lora.scaling(config), lora.pairs(adapter)
+    except RunError as error:
+        raise WeightsError(f"the adapter cannot be merged: {error}") from error
+    if folder is not None and pairs.keys() - base.keys():
+        names = renamed(folder)
+        pairs = {names.get(name, name): pair for name, pair in pairs.items()}
+    absent = sorted(pairs.keys() - base.keys())
+    if absent:
+        why = next(filter(None, (_not_apart(name, base, folder) for name in absent)), None)
+        raise WeightsError(why or f"the adapter belongs to another model: the base has no {listed(absent)}")
+    transposed = bool(config.get("fan_in_fan_out"))
+    found = dict(base)
+    for name, pair in pairs.items():
+        a, b = adapter[pair.a], adapter[pair.b]
+        outer, inner = b.info.shape[0], a.info.shape[-1]
+        shape = (inner, outer) if transposed else (outer, inner)
+        if base[name].info.shape != shape:
+            raise WeightsError(
+                f"the adapter belongs to another model: it is for a {name} of {list(shape)}, the base has "
+                f"{list(base[name].info.shape)}"
+            )
+        found[name] = _Merged(base[name].info, base[name], a, b, scale, transposed)
+    return found
+
+
+def _not_apart(name: str, base: Mapping[str, Source], folder: Path | None) -> str | None:
+    """Why the base saves no tensor of this name, although its model has the layer; None: it has none."""
+    layer, advice = name.removesuffix(".weight").removesuffix(".base_layer"), "export it with --adapter"
+    if any(other.startswith(f"{layer}.") for other in base):
+        return f"the adapter is for {layer}, which is fused experts: merge it with peft, or {advice}"
+    model = made_of(folder) if folder is not None else None
+    weight = None if model is None else dict(model.named_parameters(remove_duplicate=False)).get(name)
+    if model is None or weight is None:
+        return None
+    tied = next(other for other, each in model.named_parameters() if each is weight)
+    return (
+        f"the adapter is for {layer}, and this model ties {name} to {tied} (tie_word_embeddings in {folder}/{CONFIG}): "
+        f"merged, they would no longer be one tensor; {advice}, or train one without that layer"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """A weight with its adapter; `info` has the dtype of the weight, what is read is in float32."""
+
+    info: TensorInfo
+    weight: Source
+    a: Source
+    b: Source
+    scale: float
+    transposed: bool
+
+    def read(self) -> torch.Tensor:
+        weight = self.weight.read().float()
+        return lora.merged(weight, self.a.read(), self.b.read(), self.scale, transposed=self.transposed)
+
+
+# Hugging Face folders: safetensors files, one or several with an index; and the folder of a model's config.
+
+
+WHOLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    info: TensorInfo
+
+    def read(self) -> torch.Tensor:
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                tensor: torch.Tensor = opened.get_tensor(self.name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{self.file}: {self.name} cannot be read: {error}") from error
+        return tensor
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether a folder has a model's weights as safetensors."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def open_hugging_face(folder: Path) -> dict[str, Stored]:
+    """Open the tensors of a model, under the names they are stored by, of the files that transformers would load: one
+    with the usual name goes before an index, and this before all others. Of a tensor that several files hold, the copy
+    that the index names.
+
+    Raises:
+        WeightsError: a file is missing or damaged, or the index and the files contradict each other.
+    """
+    index = None
+    if (folder / WHOLE).is_file():
+        files = [folder / WHOLE]
+    elif (index := _index(folder / INDEX)) is not None:
+        files = sorted({folder / name for name in index.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        for name, info in _infos(file).items():
+            if name in tensors:
+                raise WeightsError(f"{tensors[name].file} and {file} both hold {name}")
+            tensors[name] = Stored(file, name, info)
+    for name, file_name in (index or {}).items():
+        if name not in tensors:
+            raise WeightsError(f"{folder / INDEX} says that {name} is in {file_name}, but it is not")
+    return tensors
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    try:
+        return index_of(path.parent)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _infos(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with IndexedFile(file, framework="pt") as opened:
+            infos = {}
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                piece = opened.get_slice(name)
+                infos[name] = TensorInfo(piece.get_dtype(), tuple(piece.get_shape()))
+    except FileNotFoundError:
+        raise WeightsError(f"{file} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
+    unknown = {info.dtype for info in infos.values()} - set(shards.NAMES)
+    if unknown:
+        raise WeightsError(f"{file} holds tensors of dtype {sorted(unknown)[0]}, which are not read")
+    return infos
+
+
+# Weights-only checkpoints of this program: ``weights_rank-*.safetensors``, each with its layout in the header.
+
+
+def part_files(folder: Path) -> list[Path]:
+    """List the files of the parts in a folder, by name; empty where it has none."""
+    return sorted(folder.glob("weights_*.safetensors"))
+
+
+def open_parts(files: list[Path]) -> dict[str, Assembled]:
+    """Open the tensors that the parts together make up, under their Hugging Face names.
+
+    Raises:
+        WeightsError: a file is damaged, or the parts contradict each other or leave something out.
+    """
+    infos: dict[str, tuple[TensorInfo, Path]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for file in files:
+        try:
+            layout, data = open_shard_file(file)
+        except ShardFileError as error:
+            raise WeightsError(str(error)) from error
+        for shard, offset in layout.entries:
+            info = TensorInfo(shard.dtype, shard.shape)
+            known, first = infos.setdefault(shard.name, (info, file))
+            if known != info:
+                raise WeightsError(f"{shard.name} is {known} in {first}, but {info} in {file}")
+            local = data[offset : offset + shard.nbytes]
+            pieces.setdefault(shard.name, []).extend(_piece(file, info, rect, local) for rect in shard.rects)
+    return {
+        name: assembled(name, info, pieces[name], grid=matrix_view(info.shape)) for name, (info, _) in infos.items()
+    }
+
+
+def _piece(file: Path, info: TensorInfo, rect: Rect, local: memoryview) -> Piece:
+    dtype = to_torch(info.dtype)
+
+    def load() -> torch.Tensor:
+        nbytes = rect.rows * rect.cols * dtype.itemsize
+        return byte_tensor(local[rect.offset : rect.offset + nbytes]).view(dtype)
+
+    return Piece(file, (rect.row, rect.col), (rect.rows, rect.cols), load)
+
+
+# From the names of a model's state dict to those that ``save_pretrained`` writes.
+
+
+def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]:
+    """Map what is stored to the tensors that ``save_pretrained`` would write.
+
+    Args:
+        sources: what is stored, by name in the state dict or by that under which it would be saved.
+        config: folder with the model's ``config.json``.
+
+    Returns:
+        The tensors by the name under which they would be saved. The sources as they are where transformers does not
+        know the architecture (code of the model's own, which is not run).
+
+    Raises:
+        WeightsError: the config cannot be read, or the tensors are not those of its architecture.
+    """
+    model = made_of(config)
+    if model is None:
+        return dict(sources)
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    saved = saved_tensors(model)
+    known = {**saved, **state}
+    unknown = sorted(sources.keys() - known.keys())
+    if unknown:
+        raise WeightsError(
+            f"{type(model).__name__}, which {config / CONFIG} describes, has no {listed(unknown)}, which is stored"
+        )
+    names: dict[int, str] = {}
+    for name in state:
+        if name in sources:
+            names.setdefault(_storage(state[name]), name)
+    missing = sorted(name for name, tensor in saved.items() if name not in sources and _storage(tensor) not in names)
+    if missing:
+        raise WeightsError(
+            f"of the {type(model).__name__} that {config / CONFIG} describes, {listed(missing)} is missing"
+        )
+    found: dict[str, Source] = {}
+    for name, tensor in saved.items():
+        stored = name if name in sources else names[_storage(tensor)]
+        source, whole = sources[stored], known[stored]
+        if source.info.shape != tuple(whole.shape):
+            raise WeightsError(
+                f"{stored} is stored as {list(source.info.shape)}, the config in {config} says {list(whole.shape)}"
+            )
+        offset = int(tensor.storage_offset()) - int(whole.storage_offset())
+        same = (tuple(tensor.shape), tensor.stride(), offset) == (tuple(whole.shape), whole.stride(), 0)
+        found[name] = source if same else View(source, tuple(tensor.shape), tensor.stride(), offset)
+    return found
+
+
+def renamed(config: Path) -> dict[str, str]:
+    """Return the parameters that ``save_pretrained`` writes under another name, whole: saved name by name in the model.
+
+    Args:
+        config: folder with the model's ``config.json``.
+
+    Raises:
+        WeightsError: as of `made_of`.
+    """
+    model = made_of(config)
+    if model is None:
+        return {}
+    saved = {(_storage(one), one.shape): name for name, one in saved_tensors(model).items()}
+    names = {name: saved.get((_storage(one), one.shape), name) for name, one in model.named_parameters()}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def made_of(config: Path) -> torch.nn.Module | None:
+    """Build the architecture that a config names, without storage; None where transformers has none of that name.
+
+    Args:
+        config: folder with the model's ``config.json``.
+
+    Raises:
+        WeightsError: the config cannot be read, or no model can be made of it.
+    """
+    path = config / CONFIG
+    try:
+        architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    import transformers
+
+    kind = getattr(transformers, str(architectures[0]), None) if architectures else None
+    if kind is None:
+        return None
+    try:
+        loaded = transformers.AutoConfig.from_pretrained(config)
+        with torch.device("meta"):
+            model: torch.nn.Module = kind._from_config(loaded)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WeightsError(f"{path} does not describe a model that transformers can make: {reason}") from error
+    return model
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

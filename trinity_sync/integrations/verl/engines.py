@@ -8,8 +8,10 @@ parameters, optimizer and schedule, or moves it elsewhere, it waits until that i
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
@@ -20,11 +22,10 @@ import torch.distributed as dist
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import remote_copies
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
-from trinity_sync.integrations.verl.opening import open_monitor
-from trinity_sync.integrations.verl.program import under_ray
-from trinity_sync.integrations.verl.retention import policies_in
+from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
 from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.integrations.verl.vendor import VENDOR, say
+from trinity_sync.protocol.retention import Policy, make_policies
 
 _DEVICES = ["cuda", "cpu"]
 
@@ -127,7 +128,7 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
     manager.trainer_file = _trainer_file(engine)
     finish_at_exit(manager)
     if under_ray():
-        from trinity_sync.actors.ray_host import end_with_raylet  # imports Ray
+        from trinity_sync.actors.calls import end_with_raylet  # imports Ray
 
         end_with_raylet()
     remote_copies.of_manager(manager)
@@ -179,3 +180,40 @@ def register(module: ModuleType) -> None:
 def through_us(engine: type) -> type:
     """Return an engine of verl's that saves through us."""
     return type(f"Trinity{engine.__name__}", (SavesThroughUs, engine), {"__doc__": SavesThroughUs.__doc__})
+
+
+# Which checkpoints of a verl program stay, beside what verl's own limits say: policies in a variable.
+
+
+RETENTION = "TRINITY_SYNC_RETENTION"
+"""Policies as ``retention.policies`` has them, such as ``keep_last.n=2 keep_every.steps=100``."""
+
+
+def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
+    """Read the policies that `RETENTION` names: ``POLICY`` or ``POLICY.FIELD=VALUE``, apart by spaces. A checkpoint
+    stays if any of them keeps it. None where it is not set.
+
+    Raises:
+        ConfigError: it names what is no policy or field, or a value out of range.
+    """
+    named: dict[str, dict[str, object]] = {}
+    for word in environment.get(RETENTION, "").split():
+        key, has_value, text = word.partition("=")
+        policy, _, name = key.partition(".")
+        if bool(name) != bool(has_value):
+            raise ConfigError(f"{RETENTION} has {word!r}; what it may have is POLICY or POLICY.FIELD=VALUE")
+        fields = named.setdefault(policy, {})
+        if name:
+            fields[name] = _value(text)
+    try:
+        return make_policies(named)
+    except ConfigError as error:
+        raise ConfigError(f"{RETENTION}: {error}") from None
+
+
+def _value(text: str) -> object:
+    try:
+        number = json.loads(text)
+    except ValueError:
+        return text
+    return number if isinstance(number, int | float) else text

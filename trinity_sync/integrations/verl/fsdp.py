@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.backends.engines import FsdpEngine
-from trinity_sync.backends.sharded import sharded
+from trinity_sync.backends.fsdp_state import sharded
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl import files
+from trinity_sync.integrations.verl import manager
+from trinity_sync.integrations.verl.manager import StateCopy
 from trinity_sync.integrations.verl.ranks import together
-from trinity_sync.integrations.verl.state import StateCopy
 from trinity_sync.models.files import ModelFiles
 
 
@@ -55,7 +55,7 @@ def fsdp_save_state_dict(
         copied = StateCopy()
         with sharded(engine.module, offload=torch.cuda.is_available()):
             copied.take({name: engine.module.state_dict()}, f"the weights of step {global_step}")
-        metadata = files.metadata(engine.checkpoint_manager) if rank == 0 else {}
+        metadata = manager.metadata(engine.checkpoint_manager) if rank == 0 else {}
         folder = coordinator.staged(local_path, global_step)
         # The coordinator digests what it is given as paths, and makes it durable.
         write_weights = copied.writer(name, folder, folder, durable=False, timeout_s=0.0)

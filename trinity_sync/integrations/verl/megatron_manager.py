@@ -9,26 +9,43 @@ verl itself has saved as well. See `saves` for the way of a save.
 from __future__ import annotations
 
 import inspect
+import json
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 from verl.utils import hdfs_io
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
+from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import Meeting, Meetings
+from trinity_sync.backends.megatron import writer
+from trinity_sync.backends.megatron.families import saved_layout
+from trinity_sync.backends.megatron.writer import finalise
+from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl import interfaces
 from trinity_sync.integrations.verl.interfaces import OpensMonitor
-from trinity_sync.integrations.verl.megatron_copies import Copies
-from trinity_sync.integrations.verl.megatron_loading import check_loadable, load
+from trinity_sync.integrations.verl.model_files import model_files
+from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import held_throughout
 from trinity_sync.integrations.verl.saves import CommittedSaves
-from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.integrations.verl.weights import Pairs
+from trinity_sync.models.files import ModelFiles
+from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
+from trinity_sync.weights.staging import Copying
 
 if TYPE_CHECKING:
+    from mbridge.core.llm_bridge import LLMBridge
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
+
     from trinity_sync.backends.engines import MegatronEngine
 
 
@@ -108,9 +125,9 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         wanted = [
             name
             for name, is_asked in (
-                (contents.STATE, bool(self._copies.trees_left(global_step))),
-                (contents.METADATA, True),
-                (contents.EXPORT, self.should_save_hf_model or save_as_hf),
+                (interfaces.STATE, bool(self._copies.trees_left(global_step))),
+                (interfaces.METADATA, True),
+                (interfaces.EXPORT, self.should_save_hf_model or save_as_hf),
             )
             if is_asked
         ]
@@ -169,14 +186,14 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         return "megatron"
 
     def _weights(self) -> list[str]:
-        model = [contents.MODEL] if self.should_save_dist_ckpt_model else []
-        return [*model, contents.DESCRIPTION, *([contents.EXPORT] if self.should_save_hf_model else [])]
+        model = [interfaces.MODEL] if self.should_save_dist_ckpt_model else []
+        return [*model, interfaces.DESCRIPTION, *([interfaces.EXPORT] if self.should_save_hf_model else [])]
 
     def _check(self, todo: list[str]) -> None:
         if self.should_save_optimizer and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         strategy = self._monitor.describe().result(self._timeout_s)["save_strategy"]
-        if {contents.STATE, contents.MODEL} & set(todo) and strategy != "unrestricted":
+        if {interfaces.STATE, interfaces.MODEL} & set(todo) and strategy != "unrestricted":
             raise ConfigError(
                 f"save_strategy is {strategy}; the ranks of a Megatron engine finish a checkpoint together, so it has "
                 "to be unrestricted"
@@ -238,3 +255,304 @@ def use_in_megatron(engine: MegatronEngine, ray_namespace: str = "", **kwargs: A
     )
     engine.checkpoint_mananager = manager
     return manager
+
+
+# What a rank of a Megatron engine is to write of a save, copied, and the functions that write it.
+
+
+HUGGING_FACE = "model/huggingface"
+
+_TREES = {interfaces.STATE, interfaces.MODEL}
+_CONFIG, _MANIFEST = "transformer_config.json", "ckpt_contents.json"
+
+
+class Copies:
+    """Copies of one save after another, in memory that is kept.
+
+    Args:
+        manager: verl's checkpoint manager, with the model and what trains it.
+        timeout_s: limit of the ranks' wait for each other where they write together, and for a copy, seconds.
+        saved_of: tells the contents that are saved of a step already.
+        lazily: see `interfaces.Copies`. Not of a model with buffers.
+
+    Attributes:
+        meeting: in which the ranks write what was copied last; None before.
+    """
+
+    def __init__(
+        self,
+        manager: VerlCheckpointManager,
+        timeout_s: float,
+        *,
+        saved_of: Callable[[int], set[str]],
+        lazily: bool,
+    ) -> None:
+        self._manager = manager
+        self._lazily = lazily
+        self._copying: Copying | None = None
+        self._trees = writer.Trees(manager)
+        self._meetings = Meetings.of_default_group(timeout_s)
+        self.meeting: Meeting | None = None
+        self._files = model_files(manager.hf_config, manager.processing_class) if manager.rank == 0 else ModelFiles({})
+        self._small: dict[str, bytes] | None = None
+        self._saved_of = saved_of
+
+    def trees_left(self, step: int) -> list[str]:
+        """The trees that a full save of the step consists of, without the model's where that is saved already."""
+        manager = self._manager
+        asked = (
+            (writer.MODEL, manager.should_save_dist_ckpt_model and interfaces.MODEL not in self._saved_of(step)),
+            (writer.OPTIMIZER, manager.should_save_optimizer),
+            (writer.EXTRA, manager.should_save_extra),
+        )
+        return [name for name, wanted in asked if wanted]
+
+    def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
+        """See `interfaces.Copies`. A rank that fails to describe its state leaves the others waiting in megatron-core's
+        own collective calls, up to the limit of the process group.
+        """
+        found: dict[str, SaveFn] = {}
+        if writer.gathers_late(self._manager.model):
+            writer.gather_parameters(self._manager.model)
+        for name, names in ((interfaces.STATE, self.trees_left(step)), (interfaces.MODEL, [writer.MODEL])):
+            if name in todo:
+                found[name] = self._take_trees(step, names, folder, staging, durable)
+        exports = interfaces.EXPORT in todo
+        described = next((name for name in (interfaces.METADATA, interfaces.DESCRIPTION) if name in todo), None)
+        if described or exports:
+            together(f"describe the contents of step {step}", self._read_small)
+        if exports:
+            export = self._take_export(step, folder)
+            if self._manager.rank == 0:
+                found[interfaces.EXPORT] = export
+        if described and self._manager.rank == 0:
+            there = self._saved_of(step) | set(todo)
+            found[described] = self._take_small(step, folder, described, there)
+        return found
+
+    def give_up(self, name: str, error: BaseException) -> None:
+        """See `interfaces.Copies`."""
+        if name in _TREES and self.meeting is not None:
+            self.meeting.give_up(error)
+
+    def wait_until_copied(self) -> None:
+        """See `interfaces.Copies`."""
+        if self._copying is not None:
+            self._copying.wait_until_copied(self._meetings.timeout_s)
+
+    # ---- the trees of megatron-core
+
+    def _take_trees(self, step: int, names: list[str], folder: Path, staging: Path, durable: bool) -> SaveFn:
+        pending = self._trees.plan(folder, names)
+
+        limit = self._meetings.timeout_s
+        lazily = self._lazily and not writer.has_buffers(self._manager.model)
+
+        def copy() -> None:
+            self._copying = self._trees.copy(pending, in_background=lazily)
+            if not lazily:
+                self._copying.wait_whole(limit)
+
+        together(f"copy the state of step {step}", copy)
+        copying = self._copying
+        assert copying is not None
+        meeting = self.meeting = self._meetings.begin(f"step {step}")
+
+        def write() -> list[Path | FileTuple]:
+            large, small = finalise(pending, meeting, lambda: copying.wait_whole(limit), durable=durable)
+            return [*((path.relative_to(staging).as_posix(), size, digest) for path, size, digest in large), *small]
+
+        return write
+
+    # ---- the model in Hugging Face format
+
+    def _take_export(self, step: int, folder: Path) -> SaveFn:
+        """What mbridge writes is gathered to rank 0 here, and written in the background. With options of its own in
+        ``mbridge_config``, or by Megatron-Bridge, it is written here, by the bridge itself.
+        """
+        manager, place = self._manager, folder / HUGGING_FACE
+        what = f"export the model of step {step}"
+        dtype = str(next(manager.model[0].parameters()).dtype).removeprefix("torch.")
+        # Those that are saved already stay as they are.
+        described = {interfaces.METADATA, interfaces.DESCRIPTION} & self._saved_of(step)
+        files = self._files if described or manager.rank else self._files.with_dtype(dtype)
+        if manager.vanilla_bridge and not any(manager._get_bridge_extended_args().values()):
+            state = use_on_first_rank(what, manager.bridge.export_weights(manager.model), _copied)
+
+            def write() -> list[Path]:
+                files.write(place)
+                _write_weights(manager.bridge, state or {}, place)
+                return _files(place)
+
+            return write
+        together(f"begin to {what}", lambda: place.mkdir(parents=True, exist_ok=True))
+        together(what, lambda: manager._save_model_as_hf_via_bridge(str(place)))
+
+        def write_beside() -> list[Path]:
+            files.write(place)  # over what the bridge has written of these
+            return _files(place)
+
+        return write_beside
+
+    # ---- the small files of rank 0
+
+    def _read_small(self) -> None:
+        """Have the model's files and Megatron's config, relative path -> bytes. Made once: none changes in a run."""
+        manager = self._manager
+        if manager.rank != 0 or self._small is not None:
+            return
+        with tempfile.TemporaryDirectory() as name:
+            manager._save_transformer_config(name)
+            own = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
+        self._small = own | {f"{HUGGING_FACE}/{path}": data for path, data in self._files.contents.items()}
+
+    def _take_small(self, step: int, folder: Path, described: str, there: set[str]) -> SaveFn:
+        left_out: tuple[str, ...] = () if self._manager.should_save_extra else (_CONFIG,)
+        if interfaces.EXPORT in there:
+            left_out += (HUGGING_FACE,)
+        own = {name: data for name, data in (self._small or {}).items() if not name.startswith(left_out)}
+        manifest = {_MANIFEST: self._manifest(step, bool(_TREES & there))}
+        if described == interfaces.METADATA:
+            return lambda: ModelFiles(own | manifest).write(folder)
+
+        def write() -> list[Path]:
+            ModelFiles(manifest).write(folder)  # not reported: a full save of the step writes it anew
+            return ModelFiles(own).write(folder)
+
+        return write
+
+    def _manifest(self, step: int, has_trees: bool) -> bytes:
+        with tempfile.TemporaryDirectory() as name:  # verl makes folders when it names them
+            found = self._manager._build_checkpoint_manifest(name, step, has_trees)
+        found["layout"] = writer.layout(self._manager)
+        return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _copied(tensors: Pairs) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+
+
+def _write_weights(bridge: LLMBridge, state: dict[str, torch.Tensor], place: Path) -> None:
+    """Write what `bridge.save_weights` would, of weights that are gathered already."""
+    bridge.safetensor_io.save_hf_weight(iter(state.items()), str(place), bridge._get_hf_shared_weight_keys())
+    if bridge.safetensor_io.origin_index:
+        bridge.safetensor_io.save_index(str(place))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# Loads of verl's Megatron checkpoints, ours and its own, that go on bit for bit. All of them are collective.
+
+
+_RNG = "rng_state"
+
+
+def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
+    """Check, without a collective call, that what the manager is to load is there and can be loaded in this layout.
+
+    Raises:
+        RunError: something is missing, or the layout is another one; says what to do.
+    """
+    folder = Path(local_path)
+    if not folder.is_dir():
+        raise RunError(f"{local_path} is not there")
+    manager._raise_for_old_layout(local_path)
+    wanted = [*_trees_to_load(manager), *([HUGGING_FACE] if _loads_export(manager) else [])]
+    missing = [name for name in wanted if not _has(folder, name)]
+    if missing:
+        there = [name for name in (*writer.ALL, HUGGING_FACE) if _has(folder, name)]
+        raise RunError(f"{local_path} has no {', '.join(missing)}; what is there is {', '.join(there) or 'nothing'}")
+    _check_layout(manager, folder)
+
+
+def load(manager: VerlCheckpointManager, local_path: str) -> None:
+    """Load what the manager's `load_contents` name, as verl would; the schedule with
+    ``use_checkpoint_opt_param_scheduler`` only. Each rank's random generators are restored where as many ranks saved
+    theirs, else those of its place in the model.
+
+    Raises:
+        RunError: a file holds what it may not; nothing that is pickled in one runs.
+    """
+    folder = Path(local_path)
+    with nothing_runs(folder):
+        wanted = _trees_to_load(manager)
+        content = manager._load_content_metadata(str(folder / (wanted or [writer.MODEL])[0]))
+        if writer.MODEL in wanted:
+            writer.load_model(manager, folder, content)
+        elif _loads_export(manager):
+            manager._load_model_as_hf_via_bridge(str(folder / HUGGING_FACE))
+        if writer.OPTIMIZER in wanted:
+            schedule = writer.load_optimizer(manager, folder, content)
+            if manager.use_checkpoint_opt_param_scheduler and manager.lr_scheduler is not None:
+                if schedule is None:
+                    raise RunError(f"{folder / writer.OPTIMIZER} has no state of the learning-rate schedule")
+                writer.load_schedule(manager, schedule)
+        elif manager.optimizer is not None and (writer.MODEL in wanted or _loads_export(manager)):
+            manager.optimizer.reload_model_params()
+        if writer.EXTRA in wanted:
+            _load_rng(manager, folder)
+
+
+def _load_rng(manager: VerlCheckpointManager, folder: Path) -> None:
+    if _shapes(folder).get(writer.RNG_OF_RANK) == (manager.world_size,):
+        writer.load_rng_of_rank(manager, folder)
+        return
+    loaded = load_dist_checkpointing(manager._build_extra_state_dict(), str(folder / writer.EXTRA))
+    manager.load_rng_states(loaded[_RNG])
+
+
+def _trees_to_load(manager: VerlCheckpointManager) -> list[str]:
+    asked = (
+        (writer.MODEL, manager.should_load_dist_ckpt_model),
+        (writer.OPTIMIZER, manager.should_load_optimizer),
+        (writer.EXTRA, manager.should_load_extra),
+    )
+    return [name for name, wanted in asked if wanted]
+
+
+def _loads_export(manager: VerlCheckpointManager) -> bool:
+    """Whether the model comes from the export. With both, verl takes the tree."""
+    return bool(manager.should_load_hf_model and not manager.should_load_dist_ckpt_model)
+
+
+def _has(folder: Path, name: str) -> bool:
+    if name == HUGGING_FACE:
+        return any((folder / name).glob("*.safetensors"))
+    return (folder / name / ".metadata").is_file()
+
+
+def _check_layout(manager: VerlCheckpointManager, folder: Path) -> None:
+    here = writer.layout(manager)
+    saved = saved_layout(folder) or {}
+    if writer.EXTRA in _trees_to_load(manager):
+        saved = {**saved, **dict(zip(("pp", "tp"), _shapes(folder).get(_RNG, ()), strict=False))}
+        if any(saved.get(name, here[name]) != here[name] for name in ("tp", "pp")):
+            raise RunError(
+                f"{folder} was saved with {_said(saved)}, this engine has {_said(here)}: weights and optimizer may be "
+                "loaded, the random generators belong to the old ranks; leave 'extra' out of load_contents to go on "
+                "with new ones"
+            )
+    other = any(saved.get(name, here[name]) != here[name] for name in ("tp", "pp", "ep"))
+    if other and saved.get("optimizer_format") == "dp_reshardable" and writer.OPTIMIZER in _trees_to_load(manager):
+        raise RunError(
+            f"{folder} was saved with {_said(saved)} and dist_ckpt_optim_fully_reshardable=False, which other values "
+            f"of tp, pp and ep cannot load; this engine has {_said(here)}. Leave 'optimizer' out of load_contents to "
+            "go on with the weights alone"
+        )
+
+
+def _said(layout: dict[str, int | str]) -> str:
+    return " ".join(f"{name}={layout[name]}" for name in ("tp", "pp", "dp", "ep") if name in layout)
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """How many of each object of random generators there are, by name: for verl's, by pipeline and tensor rank."""
+    with nothing_runs(folder):
+        keys = FileSystemReader(folder / writer.EXTRA).read_metadata().state_dict_metadata
+    found = {}
+    for key in keys:
+        name, _, shard = key.partition("/shard_")
+        found[name] = tuple(int(size) for size in shard.rpartition("_")[2].split("."))
+    return found

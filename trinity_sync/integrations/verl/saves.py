@@ -13,26 +13,26 @@ One save, on every rank:
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import contents
+from trinity_sync.checkpoint.catalog import has_written
+from trinity_sync.checkpoint.layout import read_tracker, step_dir
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.integrations.verl import interfaces
 from trinity_sync.integrations.verl.at_exit import Saves
-from trinity_sync.integrations.verl.beside import Beside
-from trinity_sync.integrations.verl.beside import trainer_file_names
-from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.interfaces import Copies, OpensMonitor
+from trinity_sync.integrations.verl.local_run import RunMonitor
 from trinity_sync.integrations.verl.ranks import together
-from trinity_sync.integrations.verl.reading import hold, step_at
-from trinity_sync.integrations.verl.run_monitor import RunMonitor
-from trinity_sync.protocol.decisions import CommitMeta
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.integrations.verl.reading import held_throughout, hold, step_at
+from trinity_sync.protocol.parts import FULL, STATE_DICT, CommitMeta, Kind, beside_file, beside_part, is_beside
 from trinity_sync.sync import Synchronizer
 
 
@@ -60,7 +60,7 @@ class CommittedSaves(Saves):
 
     def _weights(self) -> list[str]:
         """The contents that a save of the weights alone consists of."""
-        return [contents.MODEL, contents.METADATA]
+        return [interfaces.MODEL, interfaces.METADATA]
 
     @abstractmethod
     def _check(self, todo: list[str]) -> None:
@@ -218,9 +218,9 @@ class CommittedSaves(Saves):
                 self._monitor.fail_step(step, str(error), attempt=self._attempt).result(self._timeout_s)
             raise
         for name, write in writers.items():
-            part = self._coordinator.part(local_path, step, contents.part(name, self.rank))
+            part = self._coordinator.part(local_path, step, interfaces.part(name, self.rank))
             give_up = partial(self._copies.give_up, name)
-            self._coordinator.save_async(name, write, step, name in contents.WEIGHTS, part=part, on_failure=give_up)
+            self._coordinator.save_async(name, write, step, name in interfaces.WEIGHTS, part=part, on_failure=give_up)
 
     def _check_earlier(self, step: int) -> None:
         """Nothing of before is left to be written, and nothing of it failed."""
@@ -240,9 +240,9 @@ class CommittedSaves(Saves):
         self._check(todo)
         folder = self._coordinator.staged(local_path, step)
         parts = {
-            self._coordinator.part(local_path, step, contents.part(name, rank)): name
+            self._coordinator.part(local_path, step, interfaces.part(name, rank)): name
             for name in todo
-            for rank in contents.writers(name, self.world_size)
+            for rank in interfaces.writers(name, self.world_size)
         }
         if self._beside is not None and kind == FULL:
             place = partial(self._coordinator.part, local_path, step)
@@ -342,13 +342,13 @@ class CommittedSaves(Saves):
             step,
             self._attempt,
             kind,
-            [*parts, *(contents.announcement(role) for role in roles)],
+            [*parts, *(interfaces.announcement(role) for role in roles)],
             meta,
-            weights_parts=[part for part, name in parts.items() if name in contents.WEIGHTS],
+            weights_parts=[part for part, name in parts.items() if name in interfaces.WEIGHTS],
         )
         begun.result(self._timeout_s)
         if roles:
-            known = contents.announcement(place)
+            known = interfaces.announcement(place)
             announced = self._monitor.notify_finished(step, part=known, attempt=self._attempt, files=[])
             announced.result(self._timeout_s)
 
@@ -444,3 +444,223 @@ def _synchronizer(ray_namespace: str) -> Synchronizer | None:
         return Synchronizer.get_actor(namespace=ray_namespace or None)
     except RunError:
         return None
+
+
+# What verl's trainer writes itself, beside the files of an engine: parts of a step that the monitor waits for, which
+# are in when the trainer goes on.
+
+
+#: At the end of the program other ranks have so long to write a file that is being written, seconds.
+_OTHERS_S = 30.0
+_POLL_S = 0.2
+
+
+def trainer_file_names(files: Iterable[str | None]) -> list[str | None]:
+    """Name the part of each rank; None: its trainer writes nothing. Rank 0 always has one, for all that is not told.
+
+    Args:
+        files: what the trainer writes on each rank, in the step's folder; see `CommittedSaves.trainer_file`.
+    """
+    return [
+        beside_part(None) if rank == 0 else None if file is None else beside_part(file)
+        for rank, file in enumerate(files)
+    ]
+
+
+class Beside:
+    """This rank's part, of the save that was begun last.
+
+    Args:
+        monitor: the checkpoint monitor.
+        attempt: the run's attempt.
+        root: the checkpoint folder.
+        timeout_s: limit of each wait, seconds.
+    """
+
+    def __init__(self, monitor: MonitorClient, attempt: int, root: Path, timeout_s: float) -> None:
+        self._monitor = monitor
+        self._attempt = attempt
+        self._root = root
+        self._timeout_s = timeout_s
+        self._awaited: tuple[int, str] | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether this rank's part is to be told of still."""
+        return self._awaited is not None
+
+    def begin(self, step: int, parts: Sequence[str | None], rank: int) -> None:
+        """A save has begun: its parts by rank, with the role's place in the step's folder."""
+        part = parts[rank]
+        self._awaited = (step, part) if part is not None else None
+
+    def forget(self) -> None:
+        """The save has failed."""
+        self._awaited = None
+
+    def went_on(self) -> None:
+        """The trainer does other things than to save: its files are whole.
+
+        Raises:
+            RunError: the monitor is gone.
+            WaitTimeout: it does not answer.
+        """
+        if self._awaited is not None:
+            (step, part), self._awaited = self._awaited, None
+            finished = self._monitor.notify_finished(step, part=part, attempt=self._attempt, files=[])
+            finished.result(self._timeout_s)
+
+    def settle(self) -> None:
+        """The program ends: tell the monitor whether the trainer's files are there. They are where it has come to write
+        the tracker, which its rank 0 does last, and on the others where their file is whole. Else the save fails. Where
+        the tracker cannot be read now, that is left to the monitor's end.
+
+        Rank 0 tells it of all, for it may have failed in a step that the others wait in for it.
+
+        Raises:
+            RunError: the monitor is gone.
+            WaitTimeout: it does not answer; or another rank does not come to write its file. The monitor's end decides.
+        """
+        if self._awaited is None:
+            return
+        step, part = self._awaited
+        file = beside_file(part)
+        if file is None:
+            tracker = read_tracker(self._root, FULL)
+            if tracker.unreadable:
+                return
+            there = tracker.step == step
+        else:
+            there = has_written(step_dir(self._root, step), file)
+        if there and file is None:
+            self._tell_of_all(step)
+            self._awaited = None
+        elif there:
+            self.went_on()
+        else:
+            self._awaited = None
+            why = f"the program ended before its trainer had written {file or 'what belongs beside the engine files'}"
+            self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
+
+    def _tell_of_all(self, step: int) -> None:
+        deadline = time.monotonic() + _OTHERS_S
+        while True:
+            self._monitor.notify_beside(step, attempt=self._attempt).result(self._timeout_s)
+            status = self._monitor.status(step).result(self._timeout_s)
+            awaited = [part for part in status["awaited"] if is_beside(part)]
+            if not awaited or status["state"] == "failed":  # of which nobody waits for a part
+                return
+            if time.monotonic() > deadline:
+                raise WaitTimeout("verl's trainer", f"write what step {step} lacks ({', '.join(awaited)})", _OTHERS_S)
+            time.sleep(_POLL_S)
+
+
+# Waiting for commits beside the trainer: rank 0 lets something follow each, and any rank may ask how they went.
+
+
+class Commits:
+    """Commits that one process waits for.
+
+    Args:
+        monitor: the checkpoint monitor.
+        attempt: the run's attempt.
+        timeout_s: limit of each wait, seconds.
+    """
+
+    def __init__(self, monitor: MonitorClient, attempt: int, timeout_s: float) -> None:
+        self._monitor = monitor
+        self._attempt = attempt
+        self._timeout_s = timeout_s
+        self._threads: list[threading.Thread] = []
+        self._errors: list[Exception] = []
+        self._open: dict[tuple[int, Kind], None] = {}
+
+    def expect(self, step: int, kind: Kind) -> None:
+        """This process has a share in the commit; `wait` waits for it."""
+        self._open[step, kind] = None
+
+    def follow(self, step: int, kind: Kind, then: Callable[[str | None], None]) -> None:
+        """Call `then` with the folder, in the background, when the step is committed. What it raises, or the commit, is
+        told later.
+        """
+
+        def run() -> None:
+            try:
+                then(self._wait_for_trainer(step, kind))
+            except Exception as error:
+                self._errors.append(error)
+
+        thread = threading.Thread(target=run, name=f"commit-{kind}-{step}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def following(self) -> list[threading.Thread]:
+        """Return the threads that wait for a commit, or do what follows one."""
+        return list(self._threads)
+
+    def raise_failures(self) -> None:
+        """Raise what followed a commit and failed since the last call. Does not wait."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
+
+    def wait(self) -> None:
+        """Wait until all commits are done, and what follows them. Raises what failed first.
+
+        Raises:
+            RunError: a step failed, on whichever rank; says why.
+            WaitTimeout: it names what is missing.
+        """
+        waiting, self._open = list(self._open), {}
+        for step, kind in waiting:
+            try:
+                self._wait_for(step, kind)
+            except Exception as error:
+                self._errors.append(error)
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout("the work after a commit", "end", self._timeout_s)
+        self.raise_failures()
+
+    def drop(self) -> None:
+        """The saves failed, which was told already: wait for no commit of theirs, and do not tell it again."""
+        self._open.clear()
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+        self._threads.clear()
+        self._errors.clear()
+
+    def _wait_for_trainer(self, step: int, kind: Kind) -> str | None:
+        """As `_wait_for`, but what verl's trainer writes itself has all the time that it takes."""
+        while True:
+            try:
+                return self._wait_for(step, kind)
+            except WaitTimeout:
+                awaited = self._monitor.status(step).result(self._timeout_s + ANSWER_S)["awaited"]
+                if not awaited or not all(map(is_beside, awaited)):
+                    raise
+
+    def _wait_for(self, step: int, kind: Kind) -> str | None:
+        call = self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind)
+        # The monitor ends the wait itself, and names what is missing.
+        return call.result(self._timeout_s + ANSWER_S)["path"]
+
+
+def follow_with_copy(commits: Commits, root: Path, step: int, copy: Callable[[], None]) -> None:
+    """Copy a step's folder to another place, in the background, when its full checkpoint is committed. It is held
+    meanwhile, so that no limit of checkpoints deletes it.
+
+    Args:
+        commits: waits, and tells what is raised.
+        root: the checkpoint folder.
+        step: the step.
+        copy: copies the folder.
+    """
+
+    def held(_: str | None) -> None:
+        with held_throughout(root, str(step_dir(root, step)), "the copy to a remote place"):
+            copy()
+
+    commits.follow(step, FULL, held)

@@ -15,17 +15,16 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import EngineDied
-from trinity_sync.checkpoint.hf_files import by_width, header, nbytes
+from trinity_sync.actors.rank import Broadcast
+from trinity_sync.checkpoint.export import by_width, header, nbytes
 from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.arrivals import Shapes
-from trinity_sync.integrations.vllm.http_control import HttpControl
+from trinity_sync.integrations.vllm.server import HttpControl
 from trinity_sync.protocol.versions import Lease
 from trinity_sync.sync.base import ExplorerSide, SyncMode
-from trinity_sync.sync.in_place import InPlace
-from trinity_sync.sync.loading import Taken, lost_lease
+from trinity_sync.sync.in_place import InPlace, Taken, lost_lease
 from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
 from trinity_sync.weights.tensors import byte_tensor, to_torch
 

@@ -11,9 +11,8 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
-from trinity_sync.integrations.vllm.segment import SharedSegment
-from trinity_sync.integrations.vllm.target import WorkerTarget
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.integrations.vllm.target import SharedSegment, WorkerTarget
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
 from trinity_sync.sync.layouts import LayoutCache

@@ -5,6 +5,7 @@ pauses, vLLM's update session puts it into the model layer by layer, and generat
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import tempfile
 import time
@@ -16,24 +17,25 @@ from typing import cast
 
 import torch
 
-from trinity_sync.actors.broadcast import Broadcast, receivers
 from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.rank import Broadcast, receivers
 from trinity_sync.errors import RunError
+from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.link import WorkerLink
-from trinity_sync.integrations.vllm.segment import SharedSegment
-from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.loading import Taken, check_digest, damage, lost_lease
+from trinity_sync.sync.in_place import Taken, check_digest, damage, lost_lease
 from trinity_sync.sync.memory import fetch
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.packing import TOGETHER, WholeTensors
 from trinity_sync.weights.shards import listed
+from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
 from trinity_sync.weights.tensors import to_torch
-from trinity_sync.weights.whole_tensors import TOGETHER, WholeTensors
 
 
 class WorkerTarget:
@@ -243,3 +245,41 @@ class _PartCopies:
         coming.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
         coming.replace(path)
         return replace(info, node=self._side.node, path=str(path))
+
+
+# A segment of this node's shared memory that an explorer has vLLM's workers map.
+
+
+class SharedSegment:
+    """A segment that is made anew when what is to lie in it is laid out otherwise. It goes with `close`; if this
+    process is killed, with the next one that is made.
+    """
+
+    def __init__(self) -> None:
+        self._arena: SlotArena | None = None
+        self._layout: PartLayout | None = None
+
+    def laid_out(self, layout: PartLayout) -> SlotArena:
+        """An arena of one slot, in which the layout's part is.
+
+        Raises:
+            SegmentError: there is no room for it.
+            WaitTimeout: another process of this user keeps the user's folder locked.
+        """
+        if self._arena is None or self._layout != layout:
+            self.close()
+            elsewhere = Path(tempfile.gettempdir())
+            for root in (DEFAULT_ROOT, elsewhere):
+                remove_stale(root)  # of programs that were killed
+            key = f"vllm-{secrets.token_hex(8)}"
+            self._arena = SlotArena.create(key, 1, {layout.part: layout.nbytes}, fallback=elsewhere)
+            for note in self._arena.notes:
+                story.warning("%s", note)
+            self._layout = layout
+        return self._arena
+
+    def close(self) -> None:
+        """Give the memory back once nobody maps it any more."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = None

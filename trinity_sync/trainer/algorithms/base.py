@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from trinity_sync.config import Check, Get, Problem, build
-from trinity_sync.config.training_schema import AlgorithmConfig, InRewardConfig
+from trinity_sync.config.schema import AlgorithmConfig, InRewardConfig
 
 MISMATCH = "rollout_corr/"
 """Metrics of a loss that say how far the samplers' log-probs are from the trainer's own, under verl's prefix. They mean
@@ -23,7 +23,7 @@ REJECTED = MISMATCH + "rollout_rs_masked_fraction"
 
 class Algorithm(ABC):
     """An algorithm as the keys of `algorithm` configure it, which are its attributes. One of your own is a dataclass
-    that inherits `trinity_sync.config.training_schema.AlgorithmConfig`, or one of ours.
+    that inherits `trinity_sync.config.schema.AlgorithmConfig`, or one of ours.
 
     Attributes:
         explores: explorers make its samples, in groups of `samples_per_prompt` for `prompts_per_step` prompts, whose

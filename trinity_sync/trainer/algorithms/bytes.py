@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trinity_sync.config import Check, Get, Problem
-from trinity_sync.config.training_schema import AlgorithmConfig
+from trinity_sync.config.schema import AlgorithmConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm
 

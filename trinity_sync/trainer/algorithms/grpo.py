@@ -2,14 +2,223 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from math import isfinite
+from pathlib import Path
+from typing import Any, ClassVar
 
-from trinity_sync.config import Check, Get
-from trinity_sync.config.training_schema import GrpoConfig, InRewardConfig
-from trinity_sync.trainer.algorithms import grpo_checks
+from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.model_checks import hub_or_folder_problem, model_fields, read_fields
+from trinity_sync.config.schema import GrpoConfig, InRewardConfig
+from trinity_sync.models.attention import attention_problem
+from trinity_sync.models.families import class_problem
 from trinity_sync.trainer.algorithms.base import Algorithm
+
+# The checks on the keys of `algorithm=grpo`, and what is told of them when a run begins.
+
+
+_RULES = frozenset(
+    [f"{what}_k{kind}" for what in ("token", "seq_sum", "seq_mean") for kind in (1, 2, 3)]
+    + ["seq_max_k2", "seq_max_k3"]
+)
+"""verl's `SUPPORTED_ROLLOUT_RS_OPTIONS`."""
+_BY_SEQUENCE = "seq-mean-token-mean"
+_OWN_MEANS = ("sapo", "geo_mean")
+"""Losses of verl's that bring tokens together as `_BY_SEQUENCE`, whatever they are told."""
+_LARGEST_CHANGE = 0.2
+"""By how much verl's adaptive controller changes its coefficient within its horizon, at most, as a share of it."""
+_NORMED = "seq-mean-token-sum-norm"
+
+
+def check_replicas(get: Get) -> Iterator[Problem]:
+    """That each explorer has a prompt."""
+    replicas, prompts = get("explorer.replicas"), get("algorithm.prompts_per_step")
+    if replicas > prompts:
+        yield Problem(
+            "explorer.replicas",
+            f"is {replicas}, more than algorithm.prompts_per_step ({prompts}), so some would have nothing to do; "
+            f"set it to {prompts} or less",
+        )
+
+
+def check_temperature(get: Get) -> Iterator[Problem]:
+    """That the samples of a prompt differ."""
+    if get("explorer.temperature") == 0:
+        yield Problem(
+            "explorer.temperature",
+            "is 0: all samples of a prompt would be the same, and algorithm=grpo would have nothing to compare; "
+            "set it above 0, such as 1.0",
+        )
+
+
+def check_aggregation(get: Get) -> Iterator[Problem]:
+    """That token losses are brought together as they are said to be."""
+    loss, mode, factor = get("algorithm.loss_mode"), get("algorithm.loss_agg_mode"), get("algorithm.loss_scale_factor")
+    if loss in _OWN_MEANS and mode != _BY_SEQUENCE:
+        yield Problem(
+            "algorithm.loss_agg_mode",
+            f"is {mode}, but verl's loss {loss} is a mean over the sequences' own means; set it to {_BY_SEQUENCE}",
+        )
+    if mode == _NORMED and factor is None:
+        yield Problem(
+            "algorithm.loss_scale_factor",
+            f"is null; with algorithm.loss_agg_mode={_NORMED} it needs a value, such as the longest response in tokens",
+        )
+    if mode != _NORMED and factor is not None:
+        yield Problem(
+            "algorithm.loss_scale_factor",
+            f"is {factor}, but algorithm.loss_agg_mode={mode} does not divide by it; set it to null, or the mode to "
+            f"{_NORMED}",
+        )
+
+
+def check_covariances(get: Get) -> Iterator[Problem]:
+    """That there can be a covariance between the bounds of `clip_cov`."""
+    lower, upper = get("algorithm.policy_loss.clip_cov_lb"), get("algorithm.policy_loss.clip_cov_ub")
+    if lower >= upper:
+        yield Problem("algorithm.policy_loss.clip_cov_lb", f"is {lower}; must be less than clip_cov_ub ({upper})")
+
+
+def check_correction(get: Get) -> Iterator[Problem]:
+    """That samples are corrected by rules that verl has, and once."""
+    node = "algorithm.rollout_correction"
+    rules, bounds = get(f"{node}.rollout_rs"), get(f"{node}.rollout_rs_threshold")
+    if get("algorithm.old_log_probs") == "sampler" and get(f"{node}.rollout_is") is not None:
+        yield Problem(
+            f"{node}.rollout_is",
+            "is set, but with algorithm.old_log_probs=sampler the ratios are those to the explorer already, and would "
+            "count twice; set one of them to null or auto",
+        )
+    if rules is None:
+        if bounds is not None:
+            yield Problem(
+                f"{node}.rollout_rs_threshold", f"is {bounds}, but rollout_rs names no rule; give one such as token_k1"
+            )
+        return
+    named = [rule.strip() for rule in str(rules).split(",")]
+    if odd := [rule for rule in named if rule not in _RULES]:
+        yield Problem(f"{node}.rollout_rs", f"is {rules}; {odd[0]!r} is none of {', '.join(sorted(_RULES))}")
+    elif len({*named}) < len(named):
+        yield Problem(f"{node}.rollout_rs", f"is {rules}, which names a rule twice; name it once")
+    elif bounds is None:
+        yield Problem(f"{node}.rollout_rs_threshold", f"is null; rollout_rs={rules} needs one, such as 2.0")
+    elif text := _bounds_problem(named, str(bounds)):
+        yield Problem(f"{node}.rollout_rs_threshold", f"is {bounds}; {text}")
+
+
+def _bounds_problem(rules: list[str], bounds: str) -> str | None:
+    each = [part.strip() for part in bounds.split(",")]
+    if len(each) not in (1, len(rules)):
+        return f"must be one bound, or one for each of the {len(rules)} rules"
+    for rule, bound in zip(rules, each if len(each) > 1 else each * len(rules), strict=True):
+        limits = bound.split("_") if rule.endswith("k1") else [bound]
+        try:
+            numbers = [float(limit) for limit in limits]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 2 or not all(isfinite(number) and number > 0 for number in numbers):
+            form = 'a number, or lower_upper such as "0.5_2.0"' if rule.endswith("k1") else "a number"
+            return f"the bound of {rule} must be {form}, above 0"
+        if sorted(numbers) != numbers or (len(numbers) == 1 and rule.endswith("k1") and numbers[0] < 1):
+            return f"the lower bound of {rule} is above its upper one (a single one is 1/upper to upper)"
+    return None
+
+
+def check_overlong(get: Get) -> Iterator[Problem]:
+    """That the penalty begins within the longest response."""
+    buffer = get("algorithm.overlong.buffer")
+    if not buffer:
+        return
+    longest = get("task.response_length")
+    if longest is None:
+        yield Problem(
+            "algorithm.overlong.buffer", f"is {buffer}, but the task says no response_length that it could end at"
+        )
+    elif buffer > longest:
+        yield Problem("algorithm.overlong.buffer", f"is {buffer}, more than task.response_length ({longest})")
+
+
+def check_reference(get: Get) -> Iterator[Problem]:
+    """That the reference is there, has the model's vocabulary, and is made use of."""
+    path, key = get("algorithm.kl.reference"), "algorithm.kl.reference"
+    if path is None:
+        return
+    if not (get("algorithm.kl.coeff") or get("algorithm.kl.in_reward.coeff") or get("algorithm.kl.measure")):
+        keys = "algorithm.kl.coeff, kl.in_reward.coeff, or kl.measure=true"
+        yield Problem(key, f"is {path}, but nothing is compared with it; set {keys}")
+        return
+    if text := hub_or_folder_problem(path):
+        yield Problem(key, text)
+        return
+    reference, model = (read_fields(Path(path)) if Path(path).is_dir() else {}), model_fields(get)
+    if reference and (text := class_problem(reference)):
+        yield Problem(key, f"is {path}, whose {text}")
+    elif text := attention_problem(reference, get("model.attn_implementation"), f"{path}/config.json"):
+        yield Problem("model.attn_implementation", text)
+    tokens, wanted = reference.get("vocab_size"), model.get("vocab_size")
+    if tokens is not None and wanted is not None and tokens != wanted:
+        yield Problem(
+            key,
+            f"is {path}, with a vocabulary of {tokens} tokens, the trained model has one of {wanted}; a reference has "
+            "to give the same tokens a probability",
+        )
+
+
+def check_in_reward(get: Get) -> Iterator[Problem]:
+    """That a coefficient that adapts can."""
+    node = "algorithm.kl.in_reward"
+    if get(f"{node}.type") != "adaptive":
+        return
+    if get(f"{node}.coeff") == 0:
+        yield Problem(
+            f"{node}.type", f"is adaptive, but nothing grows from {node}.coeff=0; set that above 0, or type=fixed"
+        )
+    horizon = get(f"{node}.horizon")
+    sequences = get("algorithm.prompts_per_step") * get("algorithm.samples_per_prompt")
+    if horizon <= sequences * _LARGEST_CHANGE:
+        yield Problem(
+            f"{node}.horizon",
+            f"is {horizon}: with {sequences} samples a step the coefficient could reach 0 or change its sign in one "
+            f"step; set it above {sequences * _LARGEST_CHANGE:g}",
+        )
+
+
+def advise_truncation(get: Get) -> Iterator[Problem]:
+    """That samples are drawn as they are trained on."""
+    for key, all_tokens in (("explorer.top_k", 0), ("explorer.top_p", 1)):
+        if get(key) != all_tokens:
+            yield Problem(
+                key,
+                f"is {get(key)}: samples are drawn from some of the tokens, and trained on with log-probs over all of "
+                f"them, so the update is not on-policy; {key}={all_tokens} draws them from all",
+            )
+
+
+def advise_correction(get: Get) -> Iterator[Problem]:
+    """That old samples are corrected for."""
+    stale = get("sync.max_staleness")
+    correction: Any = get("algorithm.rollout_correction")
+    if get("trainer.schedule") != "free" or stale <= 1:
+        return
+    if correction.rollout_is is None and correction.rollout_rs is None:
+        bound = "nothing bounds" if get("algorithm.old_log_probs") == "recomputed" else "clipping alone bounds"
+        yield Problem(
+            "sync.max_staleness",
+            f"is {stale} with trainer.schedule=free: samples of policies so old are off-policy, which {bound}; "
+            "algorithm.rollout_correction.rollout_is=token weighs them, rollout_rs leaves the worst out",
+        )
+
+
+def advise_estimator(get: Get) -> Iterator[Problem]:
+    """That the divergence in the loss holds the policy back."""
+    kind = get("algorithm.kl.estimator")
+    if get("algorithm.kl.coeff") > 0 and kind in ("kl", "k1"):
+        yield Problem(
+            "algorithm.kl.estimator",
+            f"is {kind}, whose gradient in the loss is 0 on average, so that it holds nothing back; k1+ has the same "
+            "value and the gradient of the divergence",
+        )
 
 
 @dataclass(kw_only=True)
@@ -17,19 +226,19 @@ class Grpo(GrpoConfig, Algorithm):
     """Each sample is judged against the others of its prompt."""
 
     checks: ClassVar[tuple[Check, ...]] = (
-        grpo_checks.check_replicas,
-        grpo_checks.check_temperature,
-        grpo_checks.check_aggregation,
-        grpo_checks.check_covariances,
-        grpo_checks.check_correction,
-        grpo_checks.check_overlong,
-        grpo_checks.check_reference,
-        grpo_checks.check_in_reward,
+        check_replicas,
+        check_temperature,
+        check_aggregation,
+        check_covariances,
+        check_correction,
+        check_overlong,
+        check_reference,
+        check_in_reward,
     )
     advice: ClassVar[tuple[Check, ...]] = (
-        grpo_checks.advise_truncation,
-        grpo_checks.advise_correction,
-        grpo_checks.advise_estimator,
+        advise_truncation,
+        advise_correction,
+        advise_estimator,
     )
 
     @classmethod

@@ -8,7 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from trinity_sync.config import Get
-from trinity_sync.config.training_schema import SftConfig
+from trinity_sync.config.schema import SftConfig
 from trinity_sync.trainer.algorithms.base import Algorithm
 
 

@@ -13,9 +13,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
-from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End
+from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Spoke
 from trinity_sync.weights.layout import PartLayout
 
 

@@ -15,9 +15,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.integrations.verl.weight_sync import versions_folder
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
-from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End, Working
+from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Spoke, Working
 from trinity_sync.integrations.verl.weight_sync.versions_folder import Held
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile, write_shard_file

@@ -22,20 +22,14 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from trinity_sync.errors import RunError, take_back
-from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, members
+from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
 from trinity_sync.integrations.verl.weight_sync.base import Mode
 from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointMode
-from trinity_sync.integrations.verl.weight_sync.gathering import Gathering
-from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.members import Place, Ready
+from trinity_sync.integrations.verl.weight_sync.link import Done, Hub, Place, Ready, Settings, Spoke, read
 from trinity_sync.integrations.verl.weight_sync.memory import MemoryMode
-from trinity_sync.integrations.verl.weight_sync.messages import Done
 from trinity_sync.integrations.verl.weight_sync.nccl import NcclMode
-from trinity_sync.integrations.verl.weight_sync.own_shards import Exported, own_shards
-from trinity_sync.integrations.verl.weight_sync.receiving import Named, Stream, tensors
-from trinity_sync.integrations.verl.weight_sync.sending import Sent, send, travelling
-from trinity_sync.integrations.verl.weight_sync.session import Session, told
-from trinity_sync.integrations.verl.weight_sync.settings import Settings, read
+from trinity_sync.integrations.verl.weight_sync.sending import Exported, Gathering, Sent, own_shards, send, travelling
+from trinity_sync.integrations.verl.weight_sync.session import Named, Session, Stream, tensors, told
 from trinity_sync.integrations.verl.weights import each_once
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
@@ -86,12 +80,12 @@ class WeightSync(CheckpointEngine):
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._session = session = Session(self._settings.timeout_s, device)
         if not self._sends:
-            return members.this_process(self._settings, None, None)
+            return link.this_process(self._settings, None, None)
         with session.at_work():
             host = str(ray.util.get_node_ip_address()).strip("[]")
             session.hub = Hub(host, self._settings.timeout_s)
             session.offer = self._mode.prepare(host)
-            return members.this_process(self._settings, session.hub.address, session.offer.meeting)
+            return link.this_process(self._settings, session.hub.address, session.offer.meeting)
 
     @classmethod
     def build_topology(
@@ -109,7 +103,7 @@ class WeightSync(CheckpointEngine):
         ranks, rollout = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if len(rollout) != rollout_world_size:
             raise RunError(f"{len(metadata)} members are prepared of {actor_wg_world_size} + {rollout_world_size}")
-        of_ranks, of_rollout = members.place(ranks, rollout, all_send=cls._all_send)
+        of_ranks, of_rollout = link.place(ranks, rollout, all_send=cls._all_send)
         return {"place": of_ranks}, {"place": of_rollout}
 
     def init_process_group(self, place: Place) -> None:

@@ -15,9 +15,7 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
-from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End, Source
+from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Source, Spoke
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.tensors import byte_tensor
 

@@ -19,10 +19,8 @@ from torch.distributed.distributed_c10d import Work
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
-from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End
-from trinity_sync.sync.process_group import Group, begin_broadcast, close, make_group, wait
+from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Spoke
+from trinity_sync.sync.nccl import Group, begin_broadcast, close, make_group, wait
 from trinity_sync.weights.layout import PartLayout
 
 _ROOMS = 2
