@@ -211,7 +211,7 @@ class BenchExplorer(Member):
             }
             transport = transports[mode]()
             target = InPlace(self._model, transport, layouts, verify)
-            self._loaders[self._how] = WeightLoader(rounds.Member.new(self._name), target, self._synchronizer)
+            self._loaders[self._how] = WeightLoader(rounds.RoundMember.new(self._name), target, self._synchronizer)
         return self._loaders[self._how]
 
     def stop_reading(self, version: tuple[int, int]) -> Lease:

@@ -32,7 +32,7 @@ from trinity_sync.launch.start import _check_engine
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.sync.nccl import NcclMode
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -669,7 +669,9 @@ def parrot(own: Path) -> Path:
 
 
 def explorer_of(cfg: DictConfig) -> Explorer:
-    spec = replace(explorer_spec(config.typed(cfg), "model", "logs"), member=Member.new("explorer-0"), log_dir=None)
+    spec = replace(
+        explorer_spec(config.typed(cfg), "model", "logs"), member=RoundMember.new("explorer-0"), log_dir=None
+    )
     return Explorer(spec, None)  # type: ignore[arg-type]
 
 
@@ -712,7 +714,7 @@ def test_an_explorer_builds_the_engine_of_ours(tmp_path: Path) -> None:
     cfg = config.compose(["model.architecture.hidden_size=32", "model.architecture.intermediate_size=32"])
     model = make_model(config.plain(cfg.model.architecture), 0, tmp_path / "model")
     spec = explorer_spec(config.typed(cfg), str(model), "logs")
-    explorer = Explorer(replace(spec, member=Member.new("explorer-0"), log_dir=None), None)  # type: ignore[arg-type]
+    explorer = Explorer(replace(spec, member=RoundMember.new("explorer-0"), log_dir=None), None)  # type: ignore[arg-type]
     explorer.warm_up()
     explorer.start()
     assert type(explorer._engine).__name__ == "HFEngine"

@@ -29,7 +29,7 @@ from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version, VersionError
 from trinity_sync.sync.synchronizer import SynchronizerActor, SynchronizerConfig
 
@@ -82,8 +82,8 @@ class Together(RuleBasedStateMachine):
         self.published: list[Version] = []
         self.committed_steps: set[int] = set()
         self.reading: dict[str, Reading] = {}
-        self.members = {reader: Member.new(reader) for reader in READERS}
-        self.dead: list[Member] = []
+        self.members = {reader: RoundMember.new(reader) for reader in READERS}
+        self.dead: list[RoundMember] = []
         self.seen: dict[str, Version] = {}
         self.trackers = (-1, -1)
 
@@ -255,7 +255,7 @@ class Together(RuleBasedStateMachine):
         reader = data.draw(st.sampled_from(sorted(self.reading)))
         reading = self.reading.pop(reader)
         if dies:
-            dead, self.members[reader] = self.members[reader], Member.new(reader)
+            dead, self.members[reader] = self.members[reader], RoundMember.new(reader)
             self.dead.append(dead)
             self.wait(self.synchronizer.drop_reader(dead))
             assert not self.wait(self.synchronizer.release(reading.lease.id)), "a lease outlived its holder"

@@ -305,10 +305,9 @@ def _experts(backend: Any, engine: Any, model: Path, saves: Path, rank: int) -> 
 
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.weights.tensors import state_digest
-    from trinity_sync.weights.wire import Wire
 
     ranks = dist.get_world_size()
-    wire = Wire.seen("BF16", {name: saved.dtype for name, saved in backend.saved().items()})
+    wire = WireFormat.seen("BF16", {name: saved.dtype for name, saved in backend.saved().items()})
     facts: dict[str, Any] = {"kept": sorted(wire.keep_fp32), "rounded": _refused_in_bf16(model, wire)}
     file = load_file(model / "model.safetensors")
     facts |= {"file": state_digest(file, wire), "file_in_bf16": state_digest(file, "BF16")}

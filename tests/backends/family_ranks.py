@@ -41,7 +41,6 @@ def _examine(case: Mapping[str, Any], folder: Path, rank: int, ranks: int) -> di
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.models.architecture import make_model
-    from trinity_sync.weights.wire import Wire
 
     family, model = case["family"], folder / "model"
     if rank == 0:
@@ -49,7 +48,7 @@ def _examine(case: Mapping[str, Any], folder: Path, rank: int, ranks: int) -> di
     dist.barrier()
     engine = _engine(str(model), case["strategy"], -1, attention="eager" if family in EAGER else "sdpa")
     backend = FsdpBackend(engine, "BF16")
-    wire = Wire.seen("BF16", {name: tensor.dtype for name, tensor in backend.saved().items()})
+    wire = WireFormat.seen("BF16", {name: tensor.dtype for name, tensor in backend.saved().items()})
     facts: dict[str, Any] = {"fp32": sorted(wire.keep_fp32), "refused": refused(backend, case["strategy"], ranks)}
     facts["file"] = open_weights(model).digest(wire)
     facts["initial"] = _digest(backend, ranks)

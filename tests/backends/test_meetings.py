@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from trinity_sync.backends import meetings as module
-from trinity_sync.backends.meetings import Meeting, Meetings
+from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.errors import RunError
 
 RANKS = 3
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_tells_all_the_others_and_the_next_save_is_sound(
 
 def test_a_rank_that_waits_for_one_that_does_not_come_can_be_made_to_give_up(group: Group) -> None:
     told = threading.Event()
-    begun: queue.Queue[Meeting] = queue.Queue()
+    begun: queue.Queue[RankMeeting] = queue.Queue()
 
     def work(meetings: Meetings) -> None:
         meeting = meetings.begin("step 1")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trinity_sync.backends.megatron.bridges import Geometry, among_all_experts, dtypes_of, pieces
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import check_cover
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 
@@ -138,7 +138,7 @@ GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
 
 
 def test_a_part_of_a_parameter_travels_in_its_own_dtype() -> None:
-    dtypes = dtypes_of([GATE, UP], "F32", Wire("BF16", frozenset([UP])))
+    dtypes = dtypes_of([GATE, UP], "F32", WireFormat("BF16", frozenset([UP])))
     assert dtypes == {GATE: "BF16", UP: "F32"}
     held = pieces("decoder.layers.0.mlp.linear_fc1.weight", [GATE, UP], (6, 4), dtypes, _at(0, 1))
     assert {piece.shard.name: piece.shard.dtype for piece in held} == dtypes
@@ -147,6 +147,6 @@ def test_a_part_of_a_parameter_travels_in_its_own_dtype() -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_what_the_engine_has_rounded_is_not_said_to_be_kept(dtype: str) -> None:
     with pytest.raises(ConfigError, match=rf"^sync\.keep_fp32 keeps {UP} in fp32, which backend=megatron trains"):
-        dtypes_of([GATE, UP], "BF16", Wire(dtype, frozenset([UP])))
-    assert dtypes_of([GATE, UP], "BF16", Wire("F32", frozenset([UP]))) == {GATE: "F32", UP: "F32"}
-    assert dtypes_of([GATE, UP], "BF16", Wire(dtype)) == {GATE: dtype, UP: dtype}
+        dtypes_of([GATE, UP], "BF16", WireFormat(dtype, frozenset([UP])))
+    assert dtypes_of([GATE, UP], "BF16", WireFormat("F32", frozenset([UP]))) == {GATE: "F32", UP: "F32"}
+    assert dtypes_of([GATE, UP], "BF16", WireFormat(dtype)) == {GATE: dtype, UP: dtype}

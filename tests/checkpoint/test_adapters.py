@@ -32,7 +32,7 @@ from trinity_sync.cli.main import main
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights.lora import is_adapter
 from trinity_sync.weights.tensors import saved_tensors, state_digest
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 FORMATS = ("verl", "dcp", "parts")
 
@@ -158,7 +158,7 @@ def test_a_base_with_tensors_in_fp32_and_draft_heads_is_known_again(tmp_path: Pa
     tensors[KEPT] = torch.nextafter(tensors[KEPT].float(), torch.tensor(2.0))  # no number of bf16
     drafts = {"model.layers.9.eh_proj.weight": torch.arange(6.0).reshape(2, 3)}
     save_file({**tensors, **drafts}, base / "model.safetensors", metadata={"format": "pt"})
-    wire = Wire("BF16", frozenset([KEPT]))
+    wire = WireFormat("BF16", frozenset([KEPT]))
     known = Base(state_digest(tensors, wire), str(base), wire=wire)
     left_out = {"path": str(base), "names": list(drafts), "digest": state_digest(drafts, None)}
     step = committed(tmp_path, base, base_known=known, left_out=left_out)
@@ -198,7 +198,7 @@ def test_a_base_whose_folder_has_a_tied_tensor_twice_is_known_again(tmp_path: Pa
 
 
 def test_an_adapter_in_another_wire_dtype_is_merged(tmp_path: Path, base: Path) -> None:
-    wire = Wire("F16")
+    wire = WireFormat("F16")
     step = committed(tmp_path, base, digest=state_digest(adapter_of(adapted()), wire), wire=wire)
     export_checkpoint(step, tmp_path / "out", form="merged")
 
@@ -312,7 +312,7 @@ def test_a_manifest_keeps_its_base_and_others_have_none() -> None:
     assert parse_manifest(with_base.to_text(), "it", 1) == with_base
     with_adapter = replace(with_base, base=Base("ab", "m", adapter={"r": 2, "target_modules": ["q_proj"]}))
     assert parse_manifest(with_adapter.to_text(), "it", 1) == with_adapter
-    in_dtypes = replace(with_base, base=Base("ab", "m", wire=Wire("BF16", frozenset(["n"]))))
+    in_dtypes = replace(with_base, base=Base("ab", "m", wire=WireFormat("BF16", frozenset(["n"]))))
     assert parse_manifest(in_dtypes.to_text(), "it", 1) == in_dtypes
     assert "base" not in replace(with_base, base=None).to_json()
     odd_wire = {"digest": "ab", "path": "m", "what": "lora", "wire": {"dtype": "BF16", "keep_fp32": "norm"}}

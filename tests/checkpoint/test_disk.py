@@ -37,7 +37,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, CommitMeta, Decision, Fail, Kind, MoveTracker
 from trinity_sync.protocol.retention import KeepLast
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 FILES = {"actor/model.pt": "w", "actor/optim.pt": "o"}
 WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
@@ -305,7 +305,7 @@ def test_a_report_that_another_life_has_committed_is_a_double_and_others_are_lat
     assert life.book.status(10).state == "committed"
 
 
-@pytest.mark.parametrize("base", [None, Base("ab" * 16, "model", wire=Wire("BF16"))], ids=["whole", "adapter"])
+@pytest.mark.parametrize("base", [None, Base("ab" * 16, "model", wire=WireFormat("BF16"))], ids=["whole", "adapter"])
 def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path, base: Base | None) -> None:
     life = Life(tmp_path)
     meta: CommitMeta = {} if base is None else {"base": base.to_json()}

@@ -30,7 +30,7 @@ from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.architecture import make_model
 from trinity_sync.weights.tensors import saved_tensors, state_digest, version_tensors
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 
 def committed(root: Path, kind: str = "tied", step: int = 3, **manifest: Any) -> Path:
@@ -227,7 +227,7 @@ def test_nothing_is_taken_from_the_models_folder_that_is_not_as_the_manifest_say
 def test_what_the_manifest_says_was_kept_in_fp32_is_exported_so(tmp_path: Path, dtype: str) -> None:
     tensors = saved_tensors(written.small_model("tied"))
     kept = next(name for name in tensors if name.endswith("norm.weight"))
-    wire = Wire("BF16", frozenset({kept}))
+    wire = WireFormat("BF16", frozenset({kept}))
     step = committed(tmp_path, digest=state_digest(saved_tensors(written.small_model("tied")), wire), wire=wire)
     done = export_checkpoint(step, tmp_path / "out", dtype=dtype)
     assert done.checked == state_digest(saved_tensors(written.small_model("tied")), wire)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from trinity_sync.checkpoint.layout import Base, Manifest
 from trinity_sync.checkpoint.lora_resume import check_adapter, check_base, check_kind, noted_base
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 WHOLE = Manifest(step=2, attempt=0, kind="full")
 ADAPTER = Manifest(step=2, attempt=0, kind="full", base=Base("ab" * 16, "models/base"))
@@ -30,19 +30,21 @@ def test_an_adapter_goes_on_as_an_adapter_and_a_model_as_a_model() -> None:
 
 
 def test_another_base_is_refused_with_both_digests_and_the_folder() -> None:
-    check_base(FOLDER, ADAPTER.base, Base("ab" * 16, "elsewhere", wire=Wire("BF16")))
+    check_base(FOLDER, ADAPTER.base, Base("ab" * 16, "elsewhere", wire=WireFormat("BF16")))
     with pytest.raises(ConfigError, match=f"{FOLDER}.*{'ab' * 16}.*{'cd' * 16}"):
-        check_base(FOLDER, ADAPTER.base, Base("cd" * 16, "models/base", wire=Wire("BF16")))
+        check_base(FOLDER, ADAPTER.base, Base("cd" * 16, "models/base", wire=WireFormat("BF16")))
 
 
 def test_a_digest_of_other_dtypes_is_not_held_against_the_base() -> None:
-    known = Manifest(step=2, attempt=0, kind="full", base=Base("ab" * 16, "m", wire=Wire("BF16", frozenset(["norm"]))))
+    known = Manifest(
+        step=2, attempt=0, kind="full", base=Base("ab" * 16, "m", wire=WireFormat("BF16", frozenset(["norm"])))
+    )
     with pytest.raises(
         ConfigError, match=r"go on with the sync\.wire_dtype and sync\.keep_fp32 .* \(BF16, in fp32 norm\)"
     ):
-        check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=Wire("F32")))
+        check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=WireFormat("F32")))
     with pytest.raises(ConfigError, match="an adapter goes on upon its own base only"):
-        check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=Wire("BF16", frozenset(["norm"]))))
+        check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=WireFormat("BF16", frozenset(["norm"]))))
 
 
 def test_another_rank_alpha_and_other_targets_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.checkpoint.reading.pieces import Assembled, Piece, TensorInfo, WeightsError, assembled
+from trinity_sync.checkpoint.reading.pieces import Assembled, FileBox, TensorInfo, WeightsError, assembled
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -19,8 +19,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def put_together(shape: tuple[int, ...], boxes: list[Box]) -> Assembled:
     """A tensor whose pieces are of files that are named by their number, each filled with that."""
 
-    def piece(number: int, start: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
-        return Piece(Path(f"file-{number}"), start, sizes, lambda: torch.full(sizes, number, dtype=torch.int32))
+    def piece(number: int, start: tuple[int, ...], sizes: tuple[int, ...]) -> FileBox:
+        return FileBox(Path(f"file-{number}"), start, sizes, lambda: torch.full(sizes, number, dtype=torch.int32))
 
     pieces = [piece(number, *box) for number, box in enumerate(boxes)]
     return assembled("w", TensorInfo("I32", shape), pieces)

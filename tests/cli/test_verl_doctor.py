@@ -11,7 +11,7 @@ import pytest
 
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.doctor import CALLBACK, ENGINES, MODULES, PLUGIN, PLUGINS, Finding, findings
+from trinity_sync.integrations.verl.doctor import CALLBACK, ENGINES, MODULES, PLUGIN, PLUGINS, PackageFinding, findings
 
 ON = {MODULES: f"mine,{PLUGIN}", ENGINES: "trinity"}
 CALLBACK_KEY = "trainer.checkpoint_callback_class"
@@ -44,7 +44,9 @@ PPO = {
 }
 
 
-def found(config: dict[str, object], environment: dict[str, str] = ON, version: str | None = "0.9.1") -> list[Finding]:
+def found(
+    config: dict[str, object], environment: dict[str, str] = ON, version: str | None = "0.9.1"
+) -> list[PackageFinding]:
     return list(findings(config.get, environment, version))
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import LoadReport, Produced, Whereabouts
+from trinity_sync.actors.explorer import ExplorerProcess, LoadReport, Produced
 from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt, Sample
@@ -46,11 +46,11 @@ class StandIn:
     def start(self) -> None:
         self._die_if_told_to("start")
 
-    def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
+    def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         self._agents = agents
         return {"pid": os.getpid(), "node": "node", "base": self._spec.engine.get("base"), "closes": False}
 
-    def lease(self, version: Version) -> Member:
+    def lease(self, version: Version) -> RoundMember:
         """Begin a load that does not end; who it is."""
         self._synchronizer.lease(self._spec.member, version).result(self._synchronizer.timeout_s)
         return self._spec.member

@@ -15,7 +15,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer, Follower
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt, Sample
@@ -116,7 +116,7 @@ def engine(versions: Versions) -> Beside:
 @pytest.fixture
 def explorer(versions: Versions, engine: Beside) -> Explorer:
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=Member.new("explorer-0"), timeout_s=1.0, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), timeout_s=1.0, log_dir=None, **fixed)
     made = Explorer(spec, versions)  # type: ignore[arg-type]
     made._base, made._engine, made._task = None, engine, TASK
     made._loader = versions  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.models.architecture import make_model
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.tasks.copy_digits import CopyDigits
 
@@ -64,7 +64,7 @@ def versions(models: dict[Version, Path]) -> Versions:
 @pytest.fixture
 def explorer(versions: Versions) -> Explorer:
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=Member.new("explorer-0"), timeout_s=1.0, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), timeout_s=1.0, log_dir=None, **fixed)
     made = Explorer(spec, versions)  # type: ignore[arg-type]
     made._base = None
     made._engine = versions.engine = engine_of(versions.models[Version(0, 0)])

@@ -27,7 +27,7 @@ from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.explorer.validation import Validation, ValidationSettings
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.position import ValidationTimes
 from trinity_sync.samples.record import Prompt
@@ -91,7 +91,7 @@ class Pools:
             "sync": {},
             "verify": "full",
         }
-        spec = ExplorerSpec(member=Member.new(""), timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
+        spec = ExplorerSpec(member=RoundMember.new(""), timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
             spec,
             replicas=replicas,
@@ -339,6 +339,6 @@ def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools
 def test_an_explorer_that_holds_no_version_refuses_to_generate() -> None:
     """The real one, before its first load."""
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=Member.new("explorer-0"), timeout_s=LIMIT, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), timeout_s=LIMIT, log_dir=None, **fixed)
     with pytest.raises(RunError, match=r"^explorer-0 holds no version, so it cannot generate for step 3$"):
         Explorer(spec, None).generate(3, PROMPTS, 1)  # type: ignore[arg-type]

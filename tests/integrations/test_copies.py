@@ -20,7 +20,7 @@ from tests.checkpoint.written import small_model
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.integrations.verl import manager as module
-from trinity_sync.integrations.verl.manager import Copies
+from trinity_sync.integrations.verl.manager import FsdpCopies
 
 
 def test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trained(
@@ -54,20 +54,20 @@ class Adapted:
 
 def test_of_a_model_whose_adapters_alone_are_saved_these_are_all_that_is() -> None:
     state = {"base.weight": 1, "base.lora_A.weight": 2, "base.adapter_bias": 3}
-    chosen = Copies(Adapted(), 1.0, lazily=False)._chosen(state)
+    chosen = FsdpCopies(Adapted(), 1.0, lazily=False)._chosen(state)
     assert chosen == {"base.lora_A.weight": 2, "base.adapter_bias": 3}
 
 
 def test_adapters_alone_of_a_model_that_has_none_are_refused() -> None:
     with pytest.raises(ConfigError, match="none of its tensors is one"):
-        Copies(Adapted(), 1.0, lazily=False)._chosen({"base.weight": 1})
+        FsdpCopies(Adapted(), 1.0, lazily=False)._chosen({"base.weight": 1})
 
 
 @pytest.mark.parametrize(("alone", "has_some"), [(True, False), (False, True)])
 def test_of_all_other_models_everything_is_saved(alone: bool, has_some: bool) -> None:
     manager: Any = SimpleNamespace(rank=1, should_save_lora_only=alone, _has_lora=lambda: has_some)
     state = {"base.weight": 1, "base.lora_A.weight": 2}
-    assert Copies(manager, 1.0, lazily=False)._chosen(state) == state
+    assert FsdpCopies(manager, 1.0, lazily=False)._chosen(state) == state
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         SimpleNamespace(rank=rank, world_size=2, model=Mock(), lr_scheduler=None, get_rng_state=lambda: random)
         for rank in range(2)
     ]
-    copies = [Copies(manager, 1.0, lazily=False) for manager in managers]
+    copies = [FsdpCopies(manager, 1.0, lazily=False) for manager in managers]
 
     def take(rank: int, *todo: str) -> dict[str, Any]:
         return copies[rank].take(3, list(todo), tmp_path / "actor", tmp_path, durable=False)
@@ -121,7 +121,7 @@ def test_an_export_changes_no_more_when_training_goes_on(monkeypatch: pytest.Mon
     monkeypatch.setattr(module.files, "empty_model", lambda model, dtype: dtype)
     manager: Any = SimpleNamespace(rank=1, model=None)
     live = {"position_ids": torch.arange(3), "weight": torch.ones(3, dtype=torch.bfloat16)}
-    dtype, state = Copies(manager, 1.0, lazily=False)._export(iter(live.items()))
+    dtype, state = FsdpCopies(manager, 1.0, lazily=False)._export(iter(live.items()))
     live["weight"] += 1
     assert dtype == torch.bfloat16
     assert state["weight"].equal(torch.ones(3, dtype=torch.bfloat16))

@@ -31,7 +31,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
 from trinity_sync.integrations.verl.weight_sync import memory, session
 from trinity_sync.integrations.verl.weight_sync.engine import ShardedWeightSync, WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import Bucket, Node, Ready, Settings, place
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, MemberReady, Node, WeightSyncSettings, place
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
 
@@ -208,7 +208,7 @@ def test_a_receiver_tells_what_the_sender_failed_of(
     sending = members.pool.submit(send, members.ranks[0], failing(), 1)
     real = memory._MemoryIncoming.take
 
-    def late(self: memory._MemoryIncoming, bucket: Bucket) -> torch.Tensor:
+    def late(self: memory._MemoryIncoming, bucket: BucketNotice) -> torch.Tensor:
         sending.exception(LIMIT)
         return real(self, bucket)
 
@@ -336,8 +336,10 @@ def test_a_wrong_key_is_named(given: dict[str, Any], said: str) -> None:
         WeightSync(BUCKET, **given)
 
 
-def ready(**other: Any) -> Ready:
-    return Ready(**{"node": Node("one", "boot", 1), "pid": 1, "settings": Settings(), "address": ("h", 1, b"")} | other)
+def ready(**other: Any) -> MemberReady:
+    return MemberReady(
+        **{"node": Node("one", "boot", 1), "pid": 1, "settings": WeightSyncSettings(), "address": ("h", 1, b"")} | other
+    )
 
 
 def test_members_that_do_not_go_together_are_told_apart() -> None:
@@ -347,7 +349,7 @@ def test_members_that_do_not_go_together_are_told_apart() -> None:
         place([ready()], [ready(), ready(node=Node("two", "other", 1))], all_send=False)
     with pytest.raises(RunError, match="different containers"):
         place([ready()], [ready(node=Node("one", "boot", 2))], all_send=False)
-    apart = Settings(mode="nccl")
+    apart = WeightSyncSettings(mode="nccl")
     of_ranks, _ = place(
         [ready(settings=apart), ready(settings=apart)],
         [ready(settings=apart, node=Node("two", "x", 1))],

@@ -19,7 +19,7 @@ from tests.integrations.sync_members import LIMIT, MODES, Members, Named, receiv
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.weight_sync import link, nccl
 from trinity_sync.integrations.verl.weight_sync.engine import WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import Address, Done, Hub, Spoke, Taken, Working
+from trinity_sync.integrations.verl.weight_sync.link import BucketReceipt, Done, Hub, SenderAddress, Spoke, Working
 from trinity_sync.weights.tensors import state_digest
 
 
@@ -189,7 +189,7 @@ def test_receivers_are_read_as_long_as_they_are_told() -> None:
                 spoke.receive("go on")
                 event.set()
                 for one in range(6000):
-                    spoke.tell(Taken(6000 * number + one))
+                    spoke.tell(BucketReceipt(6000 * number + one))
         except BaseException as error:
             failed.append(error)
 
@@ -235,7 +235,7 @@ def test_receivers_that_go_on_are_waited_for() -> None:
         spoke = Spoke("the sender", hub.address, 0, LIMIT)
         for number in range(4):
             given_up.wait(0.3)
-            spoke.tell(Taken(number))
+            spoke.tell(BucketReceipt(number))
         spoke.tell(Done("digest", 8))
         given_up.wait(LIMIT)
         spoke.close()
@@ -281,7 +281,7 @@ def test_who_comes_too_late_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_who_answers_in_another_language_is_no_sender() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = Address("127.0.0.1", other.getsockname()[1], b"key")
+        address = SenderAddress("127.0.0.1", other.getsockname()[1], b"key")
 
         def answer() -> None:
             connected, _ = other.accept()

@@ -19,7 +19,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import actors as module
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.start import Start
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 
 class Answer(Call[Any]):
@@ -109,7 +109,7 @@ def test_manifests_name_the_models_folder_wherever_they_are_read(
     (tmp_path / "models" / "seven").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     actors = Actors(setup(tmp_path, model))
-    base, left_out = Digested("ab", Wire("BF16")), Untrained("/m", ("mtp",), "cd")
+    base, left_out = Digested("ab", WireFormat("BF16")), Untrained("/m", ("mtp",), "cd")
     actors.infos = [RankInfo(rank=0, part="", layout=None, node="", pid=1, base=base, left_out=left_out)]
     expected = str(tmp_path / model) if model == "models/seven" else model
     assert actors.base is not None

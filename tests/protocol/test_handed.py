@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, Whereabouts
+from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, VersionPlace
 
 
 def at(step: int, attempt: int = 0) -> Version:
@@ -18,7 +18,7 @@ def test_a_version_and_its_tensors_come_together() -> None:
     assert (book.find(), book.newest) == (None, None)
     book.publish(at(3), "tensors 3")
     book.publish(at(4), "tensors 4")
-    assert book.find() == Whereabouts(at(4), "tensors 4", None)
+    assert book.find() == VersionPlace(at(4), "tensors 4", None)
 
 
 @pytest.mark.parametrize("late", [at(3), at(4), at(9, attempt=0)])
@@ -27,23 +27,23 @@ def test_labels_never_go_back(late: Version) -> None:
     book.publish(at(4, attempt=1), "tensors")
     with pytest.raises(VersionError, match=f"version {late.step} cannot be published after version 4"):
         book.publish(late, "others")
-    assert book.find() == Whereabouts(at(4, attempt=1), "tensors", None)
+    assert book.find() == VersionPlace(at(4, attempt=1), "tensors", None)
 
 
 def test_a_new_attempt_may_publish_an_earlier_step() -> None:
     book = VersionBook(2, lambda: 0.0)
     book.publish(at(9), "abandoned")
     book.publish(at(4, attempt=1), "resumed")
-    assert book.find() == Whereabouts(at(4, attempt=1), "resumed", None)
+    assert book.find() == VersionPlace(at(4, attempt=1), "resumed", None)
 
 
 def test_the_last_checkpoint_serves_when_the_tensors_are_lost() -> None:
     book = VersionBook(2, lambda: 0.0)
     book.publish(at(6), "tensors 6")
     book.announce(at(5), "/run/global_step_5")  # its save took longer
-    assert book.find() == Whereabouts(at(6), "tensors 6", None)
-    assert book.lost(at(4)) == Whereabouts(at(6), "tensors 6", None)
-    assert book.lost(at(6)) == Whereabouts(at(5), None, "/run/global_step_5")
+    assert book.find() == VersionPlace(at(6), "tensors 6", None)
+    assert book.lost(at(4)) == VersionPlace(at(6), "tensors 6", None)
+    assert book.lost(at(6)) == VersionPlace(at(5), None, "/run/global_step_5")
     assert book.newest == at(5)
 
 
@@ -57,9 +57,9 @@ def test_a_version_in_memory_and_on_disk_says_both() -> None:
     book = VersionBook(2, lambda: 0.0)
     book.publish(at(6), "tensors 6")
     book.announce(at(6), "/run/global_step_6")
-    assert book.find() == Whereabouts(at(6), "tensors 6", "/run/global_step_6")
+    assert book.find() == VersionPlace(at(6), "tensors 6", "/run/global_step_6")
     book.announce(at(7), "/run/global_step_7")
-    assert book.find() == Whereabouts(at(7), None, "/run/global_step_7")
+    assert book.find() == VersionPlace(at(7), None, "/run/global_step_7")
 
 
 calls = st.lists(
@@ -102,19 +102,19 @@ def staged(book: VersionBook, version: Version, location: str | None = None) -> 
 def test_versions_in_slots_and_whole_ones_have_one_newest() -> None:
     book = VersionBook(2, lambda: 0.0)
     staged(book, at(3), "/run/global_step_3")
-    assert book.find() == Whereabouts(at(3), location="/run/global_step_3")
+    assert book.find() == VersionPlace(at(3), location="/run/global_step_3")
     book.publish(at(4), "tensors 4")
     assert (book.newest, book.location) == (at(4), "/run/global_step_3")
     staged(book, at(5))
-    assert (book.find(), book.location) == (Whereabouts(at(5)), None)
+    assert (book.find(), book.location) == (VersionPlace(at(5)), None)
     book.announce(at(6), place=Place.SENT)
-    assert book.find() == Whereabouts(at(6))
+    assert book.find() == VersionPlace(at(6))
     book.announce(at(6), "/run/global_step_6")
-    assert (book.find(), book.location) == (Whereabouts(at(6), None, "/run/global_step_6"), "/run/global_step_6")
+    assert (book.find(), book.location) == (VersionPlace(at(6), None, "/run/global_step_6"), "/run/global_step_6")
     assert book.lost(at(4)) == book.find()
     staged(book, at(7))
     book.announce(at(7), "/run/global_step_7")
-    assert (book.find(), book.location) == (Whereabouts(at(7), None, "/run/global_step_7"), "/run/global_step_7")
+    assert (book.find(), book.location) == (VersionPlace(at(7), None, "/run/global_step_7"), "/run/global_step_7")
 
 
 def test_what_is_handed_over_whole_takes_no_slot_from_its_readers() -> None:

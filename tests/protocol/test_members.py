@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_sync.protocol.rounds import Member, Roll
+from trinity_sync.protocol.rounds import Roll, RoundMember
 
 
-def lives(name: str, count: int = 2) -> list[Member]:
-    return [Member.new(name) for _ in range(count)]
+def lives(name: str, count: int = 2) -> list[RoundMember]:
+    return [RoundMember.new(name) for _ in range(count)]
 
 
 def test_a_process_that_is_started_again_is_another_member_of_the_same_name() -> None:

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_sync.protocol.rounds import TRAINER, Meeting, Member, RoundBook, RoundError
+from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, RoundMember, RoundStart
 
-member = Member.new
+member = RoundMember.new
 A, B, C, T = (member(name) for name in ("explorer-0", "explorer-1", "explorer-2", TRAINER))
 
 
@@ -187,17 +187,17 @@ class Book(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rounds = RoundBook()
-        self.lives: dict[str, list[Member]] = {name: [] for name in (*NAMES, TRAINER)}
+        self.lives: dict[str, list[RoundMember]] = {name: [] for name in (*NAMES, TRAINER)}
         for name in self.lives:
             self.start_again(name)
-        self.joined: dict[Member, int] = {}
-        self.open_now: Meeting | None = None
-        self.waiting: list[tuple[Member, Meeting]] = []
-        self.dead: set[Member] = set()
+        self.joined: dict[RoundMember, int] = {}
+        self.open_now: RoundStart | None = None
+        self.waiting: list[tuple[RoundMember, RoundStart]] = []
+        self.dead: set[RoundMember] = set()
         self.step = 0
-        self.openers: set[Member] = set()
+        self.openers: set[RoundMember] = set()
 
-    def any_life(self, data: st.DataObject, name: str) -> Member:
+    def any_life(self, data: st.DataObject, name: str) -> RoundMember:
         return data.draw(st.sampled_from(self.lives[name]))
 
     @rule(name=st.sampled_from((*NAMES, TRAINER)))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import State, Version, VersionBook, VersionError
 
 PARTS = ("rank-00000", "rank-00001")
@@ -79,7 +79,7 @@ def test_a_reader_that_is_gone_holds_nothing(book: VersionBook) -> None:
 
 
 def test_a_lease_that_a_dead_reader_asked_for_comes_too_late_and_its_successor_keeps_its_own(book: VersionBook) -> None:
-    dead, successor = Member.new("explorer-0"), Member.new("explorer-0")
+    dead, successor = RoundMember.new("explorer-0"), RoundMember.new("explorer-0")
     committed(book, 1)
     book.lease(dead, 1e9)
     held = book.lease(successor, 1e9)
@@ -152,8 +152,8 @@ class Book(RuleBasedStateMachine):
         self.newest: Version | None = None
         self.slots: dict[Version, int] = {}
         self.held: dict[int, tuple[Version, float]] = {}
-        self.holders: dict[int, Member] = {}
-        self.readers = [Member.new("reader")]
+        self.holders: dict[int, RoundMember] = {}
+        self.readers = [RoundMember.new("reader")]
 
     @rule(target=versions)
     def open(self) -> object:
@@ -212,7 +212,7 @@ class Book(RuleBasedStateMachine):
         for lease in ended:
             assert not self.book.release(lease), "a lease outlived its holder"
             del self.held[lease]
-        self.readers.append(Member.new("reader"))
+        self.readers.append(RoundMember.new("reader"))
 
     @rule(data=st.data())
     def what_a_dead_one_asked_for_comes_late(self, data: st.DataObject) -> None:

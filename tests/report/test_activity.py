@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.report import timeline
-from trinity_sync.report.timeline import Span
+from trinity_sync.report.timeline import TimelineSpan
 
 AT = 1_700_000_000.0
 
@@ -112,7 +112,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=30)
 
 @given(times=TIMES)
 def test_in_a_row_nothing_overlaps_and_nothing_is_lost(times: list[tuple[float, float]]) -> None:
-    spans = [Span("a", "b", "", begin, begin + took) for begin, took in sorted(times)]
+    spans = [TimelineSpan("a", "b", "", begin, begin + took) for begin, took in sorted(times)]
     rows = timeline.span_rows(spans)
     assert sum(map(len, rows)) == len(spans)
     for row in rows:
@@ -121,7 +121,7 @@ def test_in_a_row_nothing_overlaps_and_nothing_is_lost(times: list[tuple[float, 
 
 
 def test_an_overlap_by_the_jitter_of_clocks_needs_no_second_row() -> None:
-    first, second = Span("a", "b", "", 0, 1.0004), Span("a", "b", "", 1.0, 2)
+    first, second = TimelineSpan("a", "b", "", 0, 1.0004), TimelineSpan("a", "b", "", 1.0, 2)
     assert timeline.span_rows([first, second]) == [[first, second._replace(begin=1.0004)]]
     assert len(timeline.span_rows([first, second._replace(begin=0.9)])) == 2
 

@@ -17,7 +17,7 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import part_name
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.in_place import InPlace, WeightLoader
@@ -163,10 +163,10 @@ def make_loader(
     transport: Any = None,
     verify: str = "full",
     name: str = "explorer-0",
-    member: Member | None = None,
+    member: RoundMember | None = None,
 ) -> WeightLoader:
     """An explorer's half in this process; over shared memory unless told otherwise."""
     layouts = LayoutCache(side.agents, LIMIT)
     transport = transport or MemoryTransport(side.agents, layouts, LIMIT, node_id())
     target = InPlace(destinations, transport, layouts, verify)
-    return WeightLoader(member or Member.new(name), target, side.synchronizer)
+    return WeightLoader(member or RoundMember.new(name), target, side.synchronizer)

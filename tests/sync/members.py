@@ -11,7 +11,7 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl
 from trinity_sync.sync.in_place import InPlace, WeightLoader
@@ -59,7 +59,7 @@ class Receiver:
 
     def __init__(
         self,
-        member: Member,
+        member: RoundMember,
         synchronizer: SynchronizerClient,
         agents: dict[str, AgentClient],
         tensors: dict[str, torch.Tensor],

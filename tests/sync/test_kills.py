@@ -26,7 +26,7 @@ from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide
@@ -45,7 +45,7 @@ class Explorer:
     def __init__(self) -> None:
         self._tensors = empty(random_weights(0, SHAPES))
 
-    def attach(self, agents: dict[str, AgentClient], synchronizer: SynchronizerClient, member: Member) -> int:
+    def attach(self, agents: dict[str, AgentClient], synchronizer: SynchronizerClient, member: RoundMember) -> int:
         side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks=[], timeout_s=LIMIT)
         self._loader = make_loader(side, self._tensors, member=member)
         return os.getpid()
@@ -91,7 +91,7 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
     trainer = PretendTrainer(
         synchronizer.client, {node_id(): agent}, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20
     )
-    members = {name: Member.new(name) for name in explorers}
+    members = {name: RoundMember.new(name) for name in explorers}
     attached = {
         name: explorer.attach.remote(trainer.agents, synchronizer.client, members[name])
         for name, explorer in explorers.items()
@@ -175,7 +175,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
     impatient = SynchronizerClient(synchronizer.actor, limit)
     clients = {name: ExplorerClient(explorer, name) for name, explorer in explorers.items()}
     for name, explorer in explorers.items():
-        ray.get(explorer.attach.remote(trainer.agents, impatient, Member.new(name)), timeout=LIMIT)
+        ray.get(explorer.attach.remote(trainer.agents, impatient, RoundMember.new(name)), timeout=LIMIT)
     mode = MemoryPublisher(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
     told, error = {
         "dies": (r"died while it was to answer {} \(it was killed by `ray\.kill`\)", MemberDied),
@@ -217,7 +217,7 @@ def publish(
     weights: Any,
     published: dict[Version, str],
     explorers: dict[str, Any],
-    members: dict[str, Member],
+    members: dict[str, RoundMember],
 ) -> list[str]:
     """Publish a version and have the explorers load it; the names of those that are dead, whose leases end."""
     sealed = trainer.seal(weights)

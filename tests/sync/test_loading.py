@@ -20,12 +20,12 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import Bucket, FindDestination, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
-from trinity_sync.sync.in_place import InPlace, Taken, WeightLoader
+from trinity_sync.sync.in_place import InPlace, LoadResult, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
 from trinity_sync.weights.layout import Cut
@@ -190,7 +190,7 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     weights = random_weights(25)
     sealed = trainer.publish(weights)
 
-    member = Member.new("explorer-0")
+    member = RoundMember.new("explorer-0")
 
     class Slow(MemoryTransport):
         def buckets(self, lease: Any, broadcast: Any, find_destination: FindDestination) -> Iterator[Bucket]:
@@ -212,10 +212,10 @@ def test_a_digest_of_what_was_read_again_after_it_proves_nothing_once_the_lease_
 ) -> None:
     weights = random_weights(28)
     sealed = trainer.publish(weights)
-    member = Member.new("explorer-0")
+    member = RoundMember.new("explorer-0")
 
     class Late(InPlace):
-        def take(self, *args: Any) -> Taken:
+        def take(self, *args: Any) -> LoadResult:
             taken = super().take(*args)
             trainer.synchronizer.drop_reader(member).result(LIMIT)
             return taken._replace(reread=reread)

@@ -19,14 +19,14 @@ from tests.sync.members import Receiver, Sender
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.nccl import NcclPublisher
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 
-MEMBERS = {name: Member.new(name) for name in ("explorer-0", "explorer-1")}
+MEMBERS = {name: RoundMember.new(name) for name in ("explorer-0", "explorer-1")}
 
 
 def ask(explorer: ExplorerClient, method: str, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.synchronizer import STATUSES, Synchronizer, SynchronizerActor, SynchronizerConfig
 
@@ -306,7 +306,7 @@ def test_the_place_of_the_newest_version_is_none_where_it_has_no_folder() -> Non
 
 def test_explorers_are_counted_by_status() -> None:
     async def story() -> None:
-        actor, process = body(), Member.new("process 1")
+        actor, process = body(), RoundMember.new("process 1")
         await actor.set_explorer_status(process, "running")
         await actor.set_explorer_status(process, "running")
         await actor.set_explorer_status(process, "requires_sync", old_status="running")
@@ -322,10 +322,10 @@ def test_explorers_are_counted_by_status() -> None:
 
 def test_a_dead_explorer_is_not_counted_whatever_it_said_last() -> None:
     async def story() -> None:
-        actor, dead, successor = body(), Member.new("process 1"), Member.new("process 1")
+        actor, dead, successor = body(), RoundMember.new("process 1"), RoundMember.new("process 1")
         await actor.set_explorer_status(dead, "requires_sync")
         await actor.set_explorer_status(successor, "running")
-        actor._served.add(Member.new("the driver"))
+        actor._served.add(RoundMember.new("the driver"))
         await actor.attach(dead, [gone()])
         assert await actor.get_explorer_status_counts() == {"running": 1, "requires_sync": 0, "stopped": 0}
         with pytest.raises(RunError, match="process 1 is dead"):
@@ -339,7 +339,7 @@ def test_what_a_process_says_after_its_successor_spoke_does_not_count_though_it_
     """It hangs, so nobody says that it is dead; both had themselves heard of when they began."""
 
     async def story() -> None:
-        actor, hangs, successor = body(), Member.new("process 1"), Member.new("process 1")
+        actor, hangs, successor = body(), RoundMember.new("process 1"), RoundMember.new("process 1")
         lives = asyncio.get_running_loop().create_future()
         attached = [asyncio.ensure_future(actor.attach(one, [lives])) for one in (hangs, successor)]
         await turns()
@@ -366,7 +366,7 @@ def gone() -> asyncio.Future[None]:
 @pytest.mark.parametrize("told", ["before", "after"])
 def test_an_agent_that_is_started_again_is_not_taken_for_the_dead_one(told: str) -> None:
     async def story() -> None:
-        actor, dead, successor = body(), Member.new("the agent of node 1"), Member.new("the agent of node 1")
+        actor, dead, successor = body(), RoundMember.new("the agent of node 1"), RoundMember.new("the agent of node 1")
         lives = asyncio.get_running_loop().create_future()
         first = asyncio.get_running_loop().create_future()
         watches = [asyncio.ensure_future(actor.watch(dead, [first]))]

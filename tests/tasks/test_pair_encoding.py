@@ -13,7 +13,7 @@ from tests.tasks.chat import TEMPLATE, chat_tokenizer, ending_tokenizer, said
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tasks.conversations import Conversation, ConversationsTask
 from trinity_sync.tasks.encoding import Encoded, PairEncoder
-from trinity_sync.tasks.pairs import Pair
+from trinity_sync.tasks.pairs import TextPair
 
 HERE = "train.jsonl:3"
 
@@ -50,7 +50,7 @@ def learnt(found: Encoded) -> str:
     ("prompt", "before"), [("61=", "␂61="), ([{"role": "user", "content": "61="}], "%*;<0:61=><1:")]
 )
 def test_of_a_pair_the_response_and_its_end_are_learnt(prompt: Any, before: str) -> None:
-    (found,) = encoder().encode([Pair(prompt, "61", HERE)])
+    (found,) = encoder().encode([TextPair(prompt, "61", HERE)])
     assert (spoken(found.prompt), spoken(found.response), found.learnt) == (before, "61␃", [True] * 3)
 
 
@@ -58,7 +58,7 @@ def test_of_a_pair_the_response_and_its_end_are_learnt(prompt: Any, before: str)
     ("settings", "told"), [({}, "task.max_length allows 6"), ({"positions": 6}, "the model has 6")]
 )
 def test_a_pair_that_is_too_long_is_refused_or_loses_its_right_end(settings: dict[str, int], told: str) -> None:
-    long = Pair("61=", "12345", HERE)
+    long = TextPair("61=", "12345", HERE)
     limits = {"max_length": 100 if settings else 6} | settings
     assert encoder(**limits).lengths([long]) == [10]
     with pytest.raises(RunError, match=rf"^{HERE}: 10 tokens; {told}"):
@@ -69,16 +69,16 @@ def test_a_pair_that_is_too_long_is_refused_or_loses_its_right_end(settings: dic
 
 def test_a_prompt_that_leaves_no_room_is_refused_though_it_may_be_cut() -> None:
     with pytest.raises(RunError, match=rf"^{HERE}: nothing to learn is left of 6 tokens"):
-        encoder(max_length=4, truncate=True).lengths([Pair("61=", "1", HERE)])
+        encoder(max_length=4, truncate=True).lengths([TextPair("61=", "1", HERE)])
 
 
 def test_of_many_the_one_is_named_that_cannot_be_tokenised() -> None:
     with pytest.raises(RunError, match=r"^b cannot be tokenised"):
-        encoder().lengths([Pair("1", "1", "a"), Pair("1", "x", "b"), Pair("x", "1", "c")])
+        encoder().lengths([TextPair("1", "1", "a"), TextPair("1", "x", "b"), TextPair("x", "1", "c")])
 
 
 def test_a_chat_needs_a_template() -> None:
-    pairs = [Pair("1", "1", "a"), Pair(said("1"), "1", "b")]  # type: ignore[arg-type]
+    pairs = [TextPair("1", "1", "a"), TextPair(said("1"), "1", "b")]  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"^b is a chat, but the tokenizer has no chat template"):
         encoder(chat_tokenizer(None)).lengths(pairs)
 
@@ -325,32 +325,36 @@ def test_an_answer_that_the_template_ends_with_no_end_token_is_told_of() -> None
     )
 
 
-@pytest.mark.parametrize("example", [conversation(said("61=", "61␃")), Pair("61=", "61", HERE)], ids=["turns", "pair"])
+@pytest.mark.parametrize(
+    "example", [conversation(said("61=", "61␃")), TextPair("61=", "61", HERE)], ids=["turns", "pair"]
+)
 def test_an_answer_that_ends_with_an_end_token_is_not_told_of(example: Any) -> None:
     assert encoder().unended(example) is None
 
 
 def test_a_pair_has_one_end_token_though_the_tokenizer_adds_its_own() -> None:
-    (found,) = encoder(ending_tokenizer()).encode([Pair("61=", "61", HERE)])
+    (found,) = encoder(ending_tokenizer()).encode([TextPair("61=", "61", HERE)])
     assert (spoken(found.prompt), spoken(found.response)) == ("␂61=", "61␃")
 
 
 def test_a_response_that_ends_itself_gets_no_second_end() -> None:
-    (found,) = encoder(ends=[2]).encode([Pair("61=", "61␃", HERE)])
+    (found,) = encoder(ends=[2]).encode([TextPair("61=", "61␃", HERE)])
     assert spoken(found.response) == "61␃"
 
 
 def test_the_first_of_the_ends_is_taught() -> None:
-    (found,) = encoder(ends=[5, 2]).encode([Pair("61=", "61", HERE)])
+    (found,) = encoder(ends=[5, 2]).encode([TextPair("61=", "61", HERE)])
     assert found.response[-1] == 5
 
 
 def test_a_pair_is_refused_by_its_place_where_the_model_names_no_end() -> None:
     with pytest.raises(RunError, match=r"^train\.jsonl:3: the model names no end-of-sequence token"):
-        encoder(ends=[]).encode([Pair("61=", "61", HERE)])
+        encoder(ends=[]).encode([TextPair("61=", "61", HERE)])
 
 
-@pytest.mark.parametrize("example", [Pair("61=", "61", HERE), conversation(said("61=", "61"))], ids=["pair", "turns"])
+@pytest.mark.parametrize(
+    "example", [TextPair("61=", "61", HERE), conversation(said("61=", "61"))], ids=["pair", "turns"]
+)
 def test_a_token_beyond_the_embedding_is_refused_by_place_and_token(example: Any) -> None:
     with pytest.raises(RunError, match=r"^train\.jsonl:3 has token \d+ \('.'\), but the embedding of the model has 8"):
         encoder(embedded=8).encode([example])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.pairs import Pair, shared_rows
+from trinity_sync.tasks.pairs import TextPair, shared_rows
 
 
 def chat(*contents: str) -> Prompt:
@@ -20,8 +20,8 @@ def test_prompts_are_the_same_by_all_that_they_say_whatever_their_answer() -> No
 
 
 def test_pairs_and_conversations_are_the_same_as_a_whole_wherever_they_stand() -> None:
-    trained = [Pair("a", "b", "train:1"), Pair("a", "c", "train:2")]
-    asked = [("val:1", Pair("a", "d", "val:1")), ("val:2", Pair("a", "c", "val:2"))]
+    trained = [TextPair("a", "b", "train:1"), TextPair("a", "c", "train:2")]
+    asked = [("val:1", TextPair("a", "d", "val:1")), ("val:2", TextPair("a", "c", "val:2"))]
     assert shared_rows(trained, asked) == ["val:2"]
     said = [{"role": "user", "content": "a"}, {"content": "b", "role": "assistant"}]
     turned = [{"content": "a", "role": "user"}, {"role": "assistant", "content": "b"}]

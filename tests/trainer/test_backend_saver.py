@@ -16,7 +16,7 @@ import torch
 
 from tests import local_ray
 from tests.trainer.test_agent_saver import LIMIT, Saves, meetings
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import RunError
@@ -43,7 +43,7 @@ class PretendBackend:
         pass
 
     def begin_save(
-        self, folder: Path, meeting: Meeting, *, lazily: bool = False, durable: bool = False
+        self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
     ) -> tuple[Copying, Callable[[], list[Path]]]:
         self._fail("begin")
         copying = Copying(self._pairs(), [torch.device("cpu")], "the state")

@@ -17,7 +17,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.base_model import BaseModel, check_held
 from trinity_sync.weights.shards import flat_range
 from trinity_sync.weights.tensors import saved_tensors, state_digest
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 KEPT = "model.norm.weight"
 
@@ -46,7 +46,7 @@ def held(model: torch.nn.Module, share: tuple[float, float], keep: list[str] | N
 
 
 def test_the_digest_is_that_of_a_version_of_it(model: torch.nn.Module, folder: Path) -> None:
-    wire = Wire("BF16", frozenset([KEPT]))
+    wire = WireFormat("BF16", frozenset([KEPT]))
     found = check_held(folder, held(model, (0.0, 1.0), [KEPT]), "BF16", told=True)
     assert found == (state_digest(saved_tensors(model), wire), wire)
     assert found.digest != state_digest(saved_tensors(model), "BF16")

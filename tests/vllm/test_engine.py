@@ -35,7 +35,7 @@ from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.protocol.parts import shard_file
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Drawing, Purpose
@@ -95,7 +95,7 @@ def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., We
             lease_folder=lease_folder,
             still_leased=still_leased or (lambda lease_id: of.synchronizer.holds(lease_id).result(LIMIT)),
         )
-        return WeightLoader(Member.new("explorer-0"), engine.target(mode, side, verify), of.synchronizer)
+        return WeightLoader(RoundMember.new("explorer-0"), engine.target(mode, side, verify), of.synchronizer)
 
     return make
 

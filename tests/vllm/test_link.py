@@ -15,7 +15,7 @@ import pytest
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.vllm import link as link_module
-from trinity_sync.integrations.vllm.link import Address, Hello, WorkerLink, serve
+from trinity_sync.integrations.vllm.link import WorkerAddress, WorkerHello, WorkerLink, serve
 from trinity_sync.weights.apply import ChecksumError
 
 LIMIT = 20.0
@@ -35,7 +35,7 @@ def worker(link: WorkerLink, rank: int, **methods: Callable[..., object]) -> Non
 def nobody(link: WorkerLink, rank: int) -> Connection:
     """A worker that connects and answers nothing."""
     connection = Client(link.address.path, "AF_UNIX", authkey=bytes.fromhex(link.address.key))
-    connection.send(Hello(rank, 4711))
+    connection.send(WorkerHello(rank, 4711))
     return connection
 
 
@@ -144,4 +144,4 @@ def test_a_worker_waits_for_a_process_that_listens_and_does_not_answer_no_longer
         silent.bind(str(tmp_path / "silent"))
         silent.listen()
         with pytest.raises(WaitTimeout, match=f"listens at {tmp_path}/silent did not take the connection within 0.1 s"):
-            serve(Address(str(tmp_path / "silent"), "00"), 0, {}, lambda: None, lambda: None)
+            serve(WorkerAddress(str(tmp_path / "silent"), "00"), 0, {}, lambda: None, lambda: None)

@@ -29,7 +29,7 @@ from trinity_sync.explorer.vllm_server import VLLMServerEngine
 from trinity_sync.host.locks import own_name
 from trinity_sync.integrations.vllm.server import HttpControl, Server
 from trinity_sync.models.architecture import make_model
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
@@ -78,7 +78,7 @@ def loader_of(
         timeout_s=LIMIT,
         settings=settings,
     )
-    return WeightLoader(Member.new("explorer-0"), engine.target(mode, side, verify), trainer.synchronizer)
+    return WeightLoader(RoundMember.new("explorer-0"), engine.target(mode, side, verify), trainer.synchronizer)
 
 
 def generated(engine: VLLMServerEngine, step: int = 1) -> SampleBatch:

@@ -18,7 +18,7 @@ from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import is_floating, whole
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.tensors import cast_model, from_torch, hold_fp32, saved_tensors, state_digest
-from trinity_sync.weights.wire import Wire, found_in, kept_names
+from trinity_sync.weights.wire import WireFormat, found_in, kept_names
 
 NAMES = st.sampled_from(["lm_head.weight", "model.norm.weight", "layers.0.gate.bias", "layers.11.gate.bias"])
 DTYPES = st.sampled_from(["BF16", "F16", "F32", "I64", "BOOL"])
@@ -28,13 +28,13 @@ DTYPES = st.sampled_from(["BF16", "F16", "F32", "I64", "BOOL"])
 def test_floating_tensors_travel_in_wire_dtype_and_kept_ones_in_fp32(
     dtype: str | None, kept: frozenset[str], name: str, held: str
 ) -> None:
-    wire = Wire(dtype, kept)
+    wire = WireFormat(dtype, kept)
     expected = held if not is_floating(held) else "F32" if name in kept else dtype or held
     assert wire.of(name, held) == expected
-    assert Wire.from_json(json.loads(json.dumps(wire.to_json()))) == wire
+    assert WireFormat.from_json(json.loads(json.dumps(wire.to_json()))) == wire
     if dtype is not None:
         published = {each: wire.of(each, "BF16") for each in kept | {name}}
-        seen = Wire.seen(dtype, published)
+        seen = WireFormat.seen(dtype, published)
         assert {each: seen.of(each, "BF16") for each in published} == published, "it cannot be told from the tensors"
 
 
@@ -53,7 +53,7 @@ def test_a_list_keeps_what_it_means_and_an_entry_that_means_nothing_is_refused()
 
 
 def test_an_explorer_digests_each_tensor_in_the_dtype_in_which_it_was_published() -> None:
-    wire = Wire("BF16", frozenset({"bias"}))
+    wire = WireFormat("BF16", frozenset({"bias"}))
     tensors = {"bias": torch.randn(5), "weight": torch.randn(4, 3)}
     layout = PartLayout.build("0", [whole(n, wire.of(n, "F32"), t.shape) for n, t in tensors.items()], 1 << 16)
     segment = bytearray(layout.nbytes)

@@ -23,7 +23,7 @@ from ray._private import utils
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trinity_sync.actors.pending import ANSWER_S, MemberDied, Pending, Transport, ended
+from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, ended
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
 from trinity_sync.host.logs import log_failure
@@ -31,7 +31,7 @@ from trinity_sync.host.memory import look_there
 from trinity_sync.host.origin import told
 from trinity_sync.host.process import DRIVER, end_with_driver
 from trinity_sync.host.threads import in_background
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 
 __all__ = ["ANSWER_S", "Call", "MemberDied", "RayTransport", "ended", "results", "this_process"]
 
@@ -39,9 +39,9 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-def this_process(name: str) -> Member:
+def this_process(name: str) -> RoundMember:
     """Name the calling process; the same member whenever it is asked for, as long as it stays in Ray."""
-    return Member(name, _life(os.getpid(), ray.get_runtime_context().get_worker_id()))
+    return RoundMember(name, _life(os.getpid(), ray.get_runtime_context().get_worker_id()))
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def _life(pid: int, worker: str) -> str:
     """Draw the word of one process: a fork, which inherits the drawn ones, has another number, and one that has left
     Ray, which is dead to actors, another worker.
     """
-    return Member.new(str(pid)).life
+    return RoundMember.new(str(pid)).life
 
 
 class Call(Pending[T_co]):
@@ -110,7 +110,7 @@ class Call(Pending[T_co]):
         return bool(done)
 
 
-class RayTransport(Transport):
+class RayTransport(CallTransport):
     """To an actor of Ray's.
 
     Args:

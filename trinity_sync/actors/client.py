@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trinity_sync.actors.pending import Pending, Transport
+from trinity_sync.actors.pending import CallTransport, Pending
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -22,9 +22,9 @@ class Client:
         who: what errors call it, such as ``"the checkpoint monitor"``.
     """
 
-    def __init__(self, handle: ActorHandle | Transport, who: str) -> None:
+    def __init__(self, handle: ActorHandle | CallTransport, who: str) -> None:
         self.handle, self.who = handle, who
-        self._transport = handle if isinstance(handle, Transport) else _ray(handle)
+        self._transport = handle if isinstance(handle, CallTransport) else _ray(handle)
 
     def caller(self) -> tuple[str, str]:
         """Name the calling process, unlike all others that call the actor: (its node, itself)."""
@@ -64,7 +64,7 @@ class RayClient(Client):
         getattr(self.handle, method).remote(*args, **kwargs)
 
 
-def _ray(handle: ActorHandle) -> Transport:
+def _ray(handle: ActorHandle) -> CallTransport:
     from trinity_sync.actors.calls import RayTransport  # Ray takes a while to import, and a local actor needs none
 
     return RayTransport(handle)

@@ -119,7 +119,7 @@ class Produced:
     failed: str | None = None
 
 
-class Whereabouts(TypedDict):
+class ExplorerProcess(TypedDict):
     """Which process an explorer is: its pid, Ray's id of its node, its engine's `base_digest`, and whether that has
     something to `close`.
     """
@@ -154,7 +154,7 @@ class ExplorerClient(RayClient):
         """Have it build engine and task."""
         return self._call("start", "start")
 
-    def attach(self, agents: Mapping[str, AgentClient]) -> Call[Whereabouts]:
+    def attach(self, agents: Mapping[str, AgentClient]) -> Call[ExplorerProcess]:
         """Have it connect to the node agents (by Ray node id); the answer is where it runs."""
         return self._call("attach to the node agents", "attach", dict(agents))
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.client import Client
-from trinity_sync.actors.pending import Pending, Transport
+from trinity_sync.actors.pending import CallTransport, Pending
 from trinity_sync.protocol.parts import FileEntry, Kind
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Facts(TypedDict):
     pid: int
 
 
-class StepStatus(TypedDict):
+class StepReport(TypedDict):
     """Where a step stands; `missing` is for people, `awaited` the names of announced parts that are not in."""
 
     state: str
@@ -77,7 +77,7 @@ class MonitorClient(Client):
         handle: of the monitor: Ray's, or that of one in a local process.
     """
 
-    def __init__(self, handle: ActorHandle | Transport) -> None:
+    def __init__(self, handle: ActorHandle | CallTransport) -> None:
         super().__init__(handle, "the checkpoint monitor")
 
     # -- a checkpoint
@@ -141,7 +141,7 @@ class MonitorClient(Client):
         """Give a step up, whatever its parts say."""
         return self._call(f"give step {step} up", "fail_step", step, error, attempt)
 
-    def status(self, step: int) -> Pending[StepStatus]:
+    def status(self, step: int) -> Pending[StepReport]:
         """Ask where a step stands."""
         return self._call(f"say how step {step} went", "status", step)
 

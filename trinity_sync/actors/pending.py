@@ -84,7 +84,7 @@ class Pending(ABC, Generic[T_co]):
         """
 
 
-class Transport(ABC):
+class CallTransport(ABC):
     """How calls get to an actor."""
 
     @abstractmethod

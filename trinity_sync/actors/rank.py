@@ -11,7 +11,7 @@ from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import RayClient
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,7 @@ class Digested(NamedTuple):
     """Weights as they were read: their version digest, hex, and the dtypes of which it is."""
 
     digest: str
-    wire: Wire
+    wire: WireFormat
 
 
 class Untrained(NamedTuple):

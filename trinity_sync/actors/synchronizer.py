@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypedDict
 from trinity_sync.actors.calls import Call, T
 from trinity_sync.actors.client import RayClient
 from trinity_sync.protocol.parts import PartInfo
-from trinity_sync.protocol.rounds import Member
-from trinity_sync.protocol.versions import Lease, Version, Whereabouts
+from trinity_sync.protocol.rounds import RoundMember
+from trinity_sync.protocol.versions import Lease, Version, VersionPlace
 from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class SynchronizerClient(RayClient):
         """Make a call that is never answered; see `watch`."""
         return self._ask("lifeline")
 
-    def watch(self, member: Member, owned: Sequence[ObjectRef[None]]) -> None:
+    def watch(self, member: RoundMember, owned: Sequence[ObjectRef[None]]) -> None:
         """Have the death of a node agent or a rank noticed: `owned` holds the reference to its call of `hold`."""
         self._tell("watch", member, list(owned))
 
@@ -175,17 +175,17 @@ class SynchronizerClient(RayClient):
         """Tell of a commit of the checkpoint monitor."""
         return self._ask("follow", version, location)
 
-    def find(self) -> Call[Whereabouts | None]:
+    def find(self) -> Call[VersionPlace | None]:
         """Ask for the newest version and where it is, with the `StoredState` of a state dict; None before the first."""
         return self._ask("find")
 
-    def state_lost(self, version: Version) -> Call[Whereabouts | None]:
+    def state_lost(self, version: Version) -> Call[VersionPlace | None]:
         """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
         return self._ask("state_lost", version)
 
     # -- whom it serves
 
-    def attach(self, member: Member, owned: Sequence[ObjectRef[None]]) -> Call[None]:
+    def attach(self, member: RoundMember, owned: Sequence[ObjectRef[None]]) -> Call[None]:
         """Have the end of a process noticed, as `watch`; when the last one that attached is gone, so is the actor."""
         return self._ask("attach", member, list(owned))
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
@@ -76,7 +76,7 @@ class Backend(Protocol):
         ...
 
     def write_distributed(
-        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
     ) -> list[Path]:
         """Write what `state` gave under `DISTRIBUTED` into `folder`; the files that this rank wrote. Collective; called
         in a thread beside training.
@@ -113,7 +113,7 @@ class SelfWritingBackend(Protocol):
     deadline: Deadline
 
     def begin_save(
-        self, folder: Path, meeting: Meeting, *, lazily: bool = False, durable: bool = False
+        self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
     ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
         """Copy the training state for `folder`. Collective; writes nothing yet.
 

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.lora import HeldPart, HeldSources, SavedParts
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.safe_loading import load_file
 from trinity_sync.backends.saved import on_the_wire, travelling
 from trinity_sync.errors import ConfigError, RunError
@@ -181,7 +181,7 @@ class BytesBackend:
         return made
 
     def write_distributed(
-        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
     ) -> list[Path]:
         raise RunError("backend=bytes writes the format verl only")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
 
 
-class ModelConfig(Protocol):
+class EngineModel(Protocol):
     """What verl notes of the model that an engine trains."""
 
     hf_config: PretrainedConfig
@@ -38,7 +38,7 @@ class ModelConfig(Protocol):
 class Engine(Protocol):
     """Any of verl's, initialised."""
 
-    model_config: ModelConfig
+    model_config: EngineModel
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -89,8 +89,8 @@ class FsdpEngine(Engine, Protocol):
     checkpoint_manager: FSDPCheckpointManager
 
 
-class MegatronEngine(Engine, Protocol):
-    """verl's `MegatronEngine`."""
+class MegatronEngineProtocol(Engine, Protocol):
+    """verl's `MegatronEngineProtocol`."""
 
     module: list[DistributedDataParallel]
     optimizer: MegatronOptimizer

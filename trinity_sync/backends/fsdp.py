@@ -32,7 +32,7 @@ from trinity_sync.backends.base import Deadline, Format, HeldBase
 from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.fsdp_state import FsdpState, adapter_fields, peft_config, write_adapter_config
 from trinity_sync.backends.lora import HeldPart, HeldSources, MergedSources, SavedParts, adapter_by
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.saved import meta_model, on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import ModelFiles
@@ -132,7 +132,7 @@ class FsdpBackend:
         return self._state.files(form)
 
     def write_distributed(
-        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
     ) -> list[Path]:
         assert isinstance(value, dict), "what `state` gave"
         return fsdp_state.write(value, copied, folder, meeting)

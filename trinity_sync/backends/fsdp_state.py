@@ -46,7 +46,7 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engines import FsdpEngine
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.errors import RunError
 from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
@@ -276,7 +276,7 @@ def _shape(value: object) -> list[int]:
 
 
 def write(
-    value: dict[str, object], copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+    value: dict[str, object], copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
 ) -> list[Path]:
     """Write a state dict of sharded tensors; the files that this rank wrote. Collective, on any thread.
 

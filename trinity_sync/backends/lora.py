@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.backends.engines import ModelConfig
+from trinity_sync.backends.engines import EngineModel
 from trinity_sync.backends.saved import meta_model, travelling
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.adapter_layers import AdapterLayers, adapter_layers
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def adapter_by(
-    model_config: ModelConfig, config: LoraConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None
+    model_config: EngineModel, config: LoraConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None
 ) -> dict[str, Saved]:
     """Return the tensors that peft's `save_pretrained` would write, by name, in the dtypes in which they travel.
 

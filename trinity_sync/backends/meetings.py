@@ -73,7 +73,7 @@ class Meetings:
         # A client is held for as long as it waits. One waits beside training, and must not hold up the other.
         self._here, self._beside = _Client(store), _Client(store)
         self._number = 0
-        self._over: list[Meeting] = []
+        self._over: list[RankMeeting] = []
 
     @classmethod
     def of_default_group(cls, timeout_s: float) -> Meetings:
@@ -90,7 +90,7 @@ class Meetings:
         own: Any = dist.PrefixStore(f"saves/{number}", store)
         return cls(own, rank, dist.get_world_size(), timeout_s)
 
-    def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> Meeting:
+    def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> RankMeeting:
         """Begin the next one, on the training thread. Whoever returns may make calls that need all ranks.
 
         Args:
@@ -101,7 +101,7 @@ class Meetings:
             RunError: on all ranks, where one could not prepare or did not come; says which, and why.
         """
         self._number += 1
-        meeting = Meeting(self, f"{self._number}/", what, self._here, self._beside)
+        meeting = RankMeeting(self, f"{self._number}/", what, self._here, self._beside)
         over, self._over = self._over, [*self._over, meeting]
         meeting.begin(prepare)
         for earlier in over:  # all ranks are here, so nobody is there any more
@@ -110,7 +110,7 @@ class Meetings:
         return meeting
 
 
-class Meeting:
+class RankMeeting:
     """See `Meetings.begin`. All ranks go through the same stages; what a stage raises ends the meeting.
 
     Attributes:
@@ -250,7 +250,7 @@ class _Client:
 class _Stage:
     """One stage of a meeting, as one rank goes through it."""
 
-    def __init__(self, meeting: Meeting, store: _Client, prefix: str, what: str, awaited: Iterable[int]) -> None:
+    def __init__(self, meeting: RankMeeting, store: _Client, prefix: str, what: str, awaited: Iterable[int]) -> None:
         self._rank, self._ranks, self._timeout_s = meeting.rank, meeting.ranks, meeting.timeout_s
         self._keys = meeting._keys
         self._store = store

@@ -112,7 +112,7 @@ def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
             with path.open("rb") as file:
-                _MetadataUnpickler(file).load()
+                _StateUnpickler(file).load()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
         return read_metadata(self, *args, **kwargs)
@@ -120,7 +120,7 @@ def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
     return checked
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
 
     def find_class(self, module: str, name: str) -> Callable[..., object]:

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trinity_sync.backends.engines import ModelConfig
+from trinity_sync.backends.engines import EngineModel
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.families import auto_class, class_problem
 from trinity_sync.models.model_folder import LeftOutNames, left_out
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.tensors import kept_by_class, saved_list, version_list
-from trinity_sync.weights.wire import Wire, kept_names
+from trinity_sync.weights.wire import WireFormat, kept_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def saved_by(model_config: ModelConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
+def saved_by(model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
     """Return the tensors of a version (`version_list`) by name, in the dtypes in which they travel.
 
     Args:
@@ -42,7 +42,7 @@ def saved_by(model_config: ModelConfig, wire_dtype: str, keep_fp32: Sequence[str
     return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
 
 
-def left_out_by(model_config: ModelConfig, folder: Path) -> LeftOutNames:
+def left_out_by(model_config: EngineModel, folder: Path) -> LeftOutNames:
     """Return names of the tensors of the model's folder that are in no version; see `left_out`.
 
     Args:
@@ -56,7 +56,7 @@ def left_out_by(model_config: ModelConfig, folder: Path) -> LeftOutNames:
     return left_out(folder, model, saved_list(model))
 
 
-def meta_model(model_config: ModelConfig) -> PreTrainedModel:
+def meta_model(model_config: EngineModel) -> PreTrainedModel:
     """Make the engine's model without storage.
 
     Args:
@@ -90,11 +90,11 @@ def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str],
     Raises:
         ConfigError: `strict`, and an entry of `kept` means no tensor.
     """
-    wire = Wire(wire_dtype, kept_names(kept, saved, strict=strict))
+    wire = WireFormat(wire_dtype, kept_names(kept, saved, strict=strict))
     return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
 
 
-def check_class(model_config: ModelConfig) -> None:
+def check_class(model_config: EngineModel) -> None:
     """Check that verl makes the model with the class that explorers and checks choose, its output layer included.
 
     Args:

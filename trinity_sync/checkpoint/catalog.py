@@ -22,7 +22,7 @@ from trinity_sync.checkpoint.layout import (
     ManifestError,
     NewerFormatError,
     State,
-    Tracker,
+    TrackerFile,
     UnreadableError,
     abandoned_attempt,
     newest_finished,
@@ -93,7 +93,7 @@ def locate(path: Path) -> tuple[Path, int | None]:
     raise ConfigError(f"{path} holds no checkpoints; give a run, a checkpoints or a step folder")
 
 
-def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
+def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]:
     """List all step folders, oldest first. Reads manifests only.
 
     Args:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from trinity_sync.actors.monitor import Committed, Facts, MonitorClient
-from trinity_sync.actors.pending import ANSWER_S, Pending, Transport
+from trinity_sync.actors.pending import ANSWER_S, CallTransport, Pending
 from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
@@ -78,7 +78,7 @@ class CheckpointCoordinator:
 
     def __init__(
         self,
-        checkpoint_monitor: ActorHandle | Transport,
+        checkpoint_monitor: ActorHandle | CallTransport,
         *,
         node_id: str | None = None,
         job_id: str | None = None,

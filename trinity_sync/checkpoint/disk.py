@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.layout import (
     Base,
     Manifest,
     NoManifestError,
-    Tracker,
+    TrackerFile,
     journal_path,
     read_committed,
     read_manifest,
@@ -42,7 +42,7 @@ from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Commit, Decision, FileEntry, Kind
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.step import JournalEntry
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class CheckpointDisk:
             created=self.clock(),
             digest=commit.digest,
             config_digest=meta.get("config_digest"),
-            wire=Wire.from_json(wire) if wire else None,
+            wire=WireFormat.from_json(wire) if wire else None,
             metrics=dict(meta.get("metrics") or {}),
             files=tuple(FileEntry(*file) for file in commit.files),
             left_out=meta.get("left_out"),
@@ -381,7 +381,7 @@ class CheckpointDisk:
         return journals, problems
 
     def _repair_trackers(
-        self, book: CommitBook, trackers: Mapping[Kind, Tracker], others: Collection[int]
+        self, book: CommitBook, trackers: Mapping[Kind, TrackerFile], others: Collection[int]
     ) -> list[str]:
         """Let the trackers name what is committed: a crash may have come between a commit and its tracker.
 

@@ -34,7 +34,7 @@ from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE
 from trinity_sync.weights.shards import is_floating, listed
 from trinity_sync.weights.tensors import digest_entry, kept_by_class, saved_list, to_torch, tower
-from trinity_sync.weights.wire import Wire, kept_names
+from trinity_sync.weights.wire import WireFormat, kept_names
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "as-saved": None}
 """What `dtype` may be, and its safetensors name."""
@@ -133,7 +133,7 @@ def export_checkpoint(
     if weights.adapter and weights.adapter_config is None:
         raise ConfigError(f"no {CONFIG_FILE} was found in or beside {folder}, without which peft cannot load it")
     wire = _wire(opened, weights)
-    target = Wire(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
+    target = WireFormat(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
     manifest = opened.manifest
     told = manifest.left_out if manifest is not None and not weights.adapter else None
@@ -192,7 +192,7 @@ def _check_room(output: Path, wanted: int) -> None:
         raise RunError(f"{output} cannot be written: it would have {wanted} bytes, and {free} are free there")
 
 
-def _wire(opened: Weights, weights: Weights) -> Wire:
+def _wire(opened: Weights, weights: Weights) -> WireFormat:
     """The dtypes of the digests: of an adapter that is merged those of its base."""
     known = opened.manifest.base if opened.manifest is not None and weights is not opened else None
     return (known.wire if known is not None else None) or wires_of(weights)[0]
@@ -210,7 +210,7 @@ def _write_adapter_config(weights: Weights, folder: Path) -> None:
 
 def _write_weights(
     weights: Weights,
-    wire: Wire,
+    wire: WireFormat,
     beside: Mapping[str, Stored],
     still: Container[str],
     infos: Mapping[str, TensorInfo],
@@ -293,7 +293,7 @@ _WIRE_DTYPES = ("BF16", "F32", "F16")
 """Dtypes that the digest in a manifest may be of, the usual one first."""
 
 
-def wires_of(weights: Weights) -> list[Wire]:
+def wires_of(weights: Weights) -> list[WireFormat]:
     """The dtypes that the weights' version digest may be of: those that the manifest says, else the usual ones first,
     with what the model's class keeps in fp32.
 
@@ -304,11 +304,11 @@ def wires_of(weights: Weights) -> list[Wire]:
     return [told] if told is not None else _usual(weights)
 
 
-def _usual(weights: Weights) -> list[Wire]:
-    plain = [Wire(dtype) for dtype in _WIRE_DTYPES]
+def _usual(weights: Weights) -> list[WireFormat]:
+    plain = [WireFormat(dtype) for dtype in _WIRE_DTYPES]
     model = made_of(weights.config) if weights.config is not None and not weights.adapter else None
     kept = kept_names(kept_by_class(model, _WIRE_DTYPES[0]), list(weights)) if model is not None else frozenset[str]()
-    return [Wire(_WIRE_DTYPES[0], kept), *plain] if kept else plain
+    return [WireFormat(_WIRE_DTYPES[0], kept), *plain] if kept else plain
 
 
 def check_digest(weights: Weights, wire_digest: str) -> str | None:

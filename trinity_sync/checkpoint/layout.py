@@ -37,7 +37,7 @@ import xxhash
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import digest_file, replace_file, sync_folder
 from trinity_sync.protocol.parts import FULL, KINDS, MANIFEST, STATE_DICT, Compared, FileEntry, Kind, LeftOut, covers
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 FORMAT = 1
 TRAINER_STATE = "trainer_state.json"
@@ -133,7 +133,7 @@ class Manifest:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
     base: Base | None = None
-    wire: Wire | None = None
+    wire: WireFormat | None = None
     left_out: LeftOut | None = None
     reference: Compared | None = None
     run: str | None = None
@@ -225,7 +225,7 @@ class Manifest:
             metrics=dict(body["metrics"]),
             files=tuple(FileEntry(entry["path"], int(entry["bytes"]), entry["xxh3_128"]) for entry in body["files"]),
             base=Base.from_json(body["base"]) if "base" in body else None,
-            wire=Wire.from_json(body["wire"]) if "wire" in body else None,
+            wire=WireFormat.from_json(body["wire"]) if "wire" in body else None,
             left_out=left_out_of(body["left_out"]) if "left_out" in body else None,
             reference=reference_of(body["reference"]) if "reference" in body else None,
             run=None if body.get("run") is None else str(body["run"]),
@@ -440,7 +440,7 @@ class Base:
     digest: str
     path: str
     what: str = "lora"
-    wire: Wire | None = None
+    wire: WireFormat | None = None
     adapter: Mapping[str, object] | None = None
 
     @classmethod
@@ -453,7 +453,7 @@ class Base:
         _check_texts(body, "its base", ("digest", "path", "what"))
         if body["what"] != "lora":
             raise ValueError(f"what is on its base is {body['what']!r}")
-        wire = Wire.from_json(body["wire"]) if "wire" in body else None
+        wire = WireFormat.from_json(body["wire"]) if "wire" in body else None
         adapter = body.get("adapter")
         if not (adapter is None or isinstance(adapter, dict)):
             raise ValueError(f"the adapter on its base is {adapter!r}")
@@ -537,7 +537,7 @@ COMMITTED = ".committed"
 
 
 @dataclass(frozen=True, slots=True)
-class Tracker:
+class TrackerFile:
     """What a tracker file says.
 
     Args:
@@ -556,8 +556,8 @@ def tracker_path(root: Path, kind: Kind) -> Path:
     return root / TRACKERS[kind]
 
 
-def read_tracker(root: Path, kind: Kind) -> Tracker:
-    """Read a tracker. Raises nothing for its contents: a bad one is a `Tracker` with a problem."""
+def read_tracker(root: Path, kind: Kind) -> TrackerFile:
+    """Read a tracker. Raises nothing for its contents: a bad one is a `TrackerFile` with a problem."""
     return _read(tracker_path(root, kind))
 
 
@@ -574,7 +574,7 @@ def write_committed(root: Path, step: int) -> None:
     replace_file(root / COMMITTED, str(step))
 
 
-def newest_finished(root: Path, tracker: Tracker | None = None) -> int | None:
+def newest_finished(root: Path, tracker: TrackerFile | None = None) -> int | None:
     """Return the newest step that is known to be finished, by verl or by this program; None: nobody says.
 
     Args:
@@ -585,18 +585,18 @@ def newest_finished(root: Path, tracker: Tracker | None = None) -> int | None:
     return max(known, default=None) if tracker.problem is None else None
 
 
-def _read(path: Path) -> Tracker:
+def _read(path: Path) -> TrackerFile:
     try:
         text = path.read_bytes().decode("ascii").strip()
     except FileNotFoundError:
-        return Tracker(None)
+        return TrackerFile(None)
     except OSError as error:
-        return Tracker(None, f"{path} cannot be read: {error}", unreadable=True)
+        return TrackerFile(None, f"{path} cannot be read: {error}", unreadable=True)
     except UnicodeDecodeError as error:
-        return Tracker(None, f"{path} cannot be read: {error}")
+        return TrackerFile(None, f"{path} cannot be read: {error}")
     if not text.isdecimal():
-        return Tracker(None, f"{path} holds {text[:40]!r} instead of a step")
-    return Tracker(int(text))
+        return TrackerFile(None, f"{path} holds {text[:40]!r} instead of a step")
+    return TrackerFile(int(text))
 
 
 def write_tracker(root: Path, kind: Kind, step: int | None) -> None:

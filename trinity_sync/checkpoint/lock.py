@@ -34,7 +34,7 @@ _MONITOR = ".monitor.lock"
 _LOCK_S = 60.0
 
 
-class Held:
+class FolderLock:
     """The lock of a checkpoint folder, while it is held.
 
     Args:
@@ -64,7 +64,7 @@ def locked(
     *,
     timeout_s: float = 60.0,
     word: Callable[[str], str] = lambda before: secrets.token_hex(8),
-) -> Iterator[Held]:
+) -> Iterator[FolderLock]:
     """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
 
     Args:
@@ -87,7 +87,7 @@ def locked(
         raise ConfigError(f"checkpoint.dir={root} cannot be written: {error.strerror}") from error
     try:
         _take(descriptor, root)
-        held = Held(descriptor, run)
+        held = FolderLock(descriptor, run)
         # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
         held.sign(word(_word(_content(descriptor))))
         try:

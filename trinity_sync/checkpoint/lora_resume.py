@@ -15,7 +15,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import Compared
 from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE, target_names, target_text
 from trinity_sync.weights.shards import listed
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 
 def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
@@ -132,7 +132,7 @@ def check_base(folder: Path, known: Base | None, base: Base) -> None:
     )
 
 
-def _dtypes(wire: Wire) -> str:
+def _dtypes(wire: WireFormat) -> str:
     return f"{wire.dtype}, in fp32 {listed(sorted(wire.keep_fp32)) or 'none'}"
 
 

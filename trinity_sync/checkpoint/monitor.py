@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.actors.calls import failures_logged
-from trinity_sync.actors.monitor import MONITOR, Committed, Event, Facts, PrunedStep, StepStatus
+from trinity_sync.actors.monitor import MONITOR, Committed, Event, Facts, PrunedStep, StepReport
 from trinity_sync.actors.pending import ANSWER_S, Changes, Host
 from trinity_sync.checkpoint.catalog import has_written
 from trinity_sync.checkpoint.disk import CheckpointDisk
@@ -677,7 +677,7 @@ class CheckpointMonitor(Writers):
             "pid": os.getpid(),
         }
 
-    async def status(self, step: int) -> StepStatus:
+    async def status(self, step: int) -> StepReport:
         """Return where a step stands."""
         status = self._book.status(step)
         return {

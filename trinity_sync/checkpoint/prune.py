@@ -10,7 +10,7 @@ from pathlib import Path
 from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
 from trinity_sync.checkpoint.deletion import empty_trash, of_verl, trash_checkpoint
-from trinity_sync.checkpoint.layout import STAGING, Manifest, Tracker, UnreadableError, read_tracker
+from trinity_sync.checkpoint.layout import STAGING, Manifest, TrackerFile, UnreadableError, read_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
@@ -114,7 +114,7 @@ def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bo
     )
 
 
-def _trackers(root: Path) -> dict[Kind, Tracker]:
+def _trackers(root: Path) -> dict[Kind, TrackerFile]:
     trackers = {kind: read_tracker(root, kind) for kind in KINDS}
     for tracker in trackers.values():
         if tracker.unreadable:

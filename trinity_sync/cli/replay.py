@@ -57,7 +57,7 @@ class Replay:
         return self.recomposed.cfg
 
 
-def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay:
+def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> Replay:
     """Work out the settings of the repetition.
 
     Args:
@@ -147,7 +147,7 @@ def _says_where(override: str) -> bool:
     return holds_some or (is_place(key) and key != "hydra.searchpath")
 
 
-def check_digest(source: Source, cfg: DictConfig) -> None:
+def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
     """Refuse settings that are not those of the record: of others nobody knows what they come to.
 
     Args:
@@ -188,7 +188,7 @@ RESULT = "reproduction.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ReplaySource:
     """A run that is to be repeated.
 
     Attributes:
@@ -249,7 +249,7 @@ def _experiment_of(run: Path) -> object:
         return None  # whatever it is, it is not a run that can be told to be of an experiment
 
 
-def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -> Source:
+def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -> ReplaySource:
     """Read a run from its folder, or from a bundle.
 
     Args:
@@ -267,7 +267,7 @@ def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -
         settings = _resolved(saved_settings(place), invocation, new)
         if config_dir is not None:
             invocation = replace(invocation, config_dir=config_dir)
-        return Source(invocation=invocation, record=record, config=settings, outcome=read_outcome(place, record))
+        return ReplaySource(invocation=invocation, record=record, config=settings, outcome=read_outcome(place, record))
     bundle = read_bundle(place)
     invocation = Invocation(
         overrides=tuple(as_numbers(bundle.overrides)),
@@ -277,7 +277,7 @@ def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -
         place=place,
     )
     settings = _resolved(OmegaConf.create(dict(bundle.config)), invocation, new)
-    return Source(invocation=invocation, record=bundle.record, config=settings, outcome=bundle.outcome)
+    return ReplaySource(invocation=invocation, record=bundle.record, config=settings, outcome=bundle.outcome)
 
 
 def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) -> DictConfig:

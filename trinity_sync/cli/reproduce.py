@@ -17,8 +17,8 @@ from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_sync.cli.invocation import Recomposed
-    from trinity_sync.cli.replay import Replay, Source
-    from trinity_sync.reproduction.outcome import Comparison, Differs, Outcome, Unequal
+    from trinity_sync.cli.replay import Replay, ReplaySource
+    from trinity_sync.reproduction.outcome import Comparison, EnvironmentDifference, Outcome, Unequal
 
 _RUN_DIR = "hydra.run.dir"
 _MOST_SHOWN = 5
@@ -65,7 +65,7 @@ def reproduce_command(options: argparse.Namespace) -> int:
         return _reproduce(source, given, folder, options)
 
 
-def _reproduce(source: Source, given: Sequence[str], folder: Path | None, options: argparse.Namespace) -> int:
+def _reproduce(source: ReplaySource, given: Sequence[str], folder: Path | None, options: argparse.Namespace) -> int:
     from trinity_sync import config
     from trinity_sync.cli.replay import replay
 
@@ -80,7 +80,7 @@ def _reproduce(source: Source, given: Sequence[str], folder: Path | None, option
     return _repeat(source, settings, folder.absolute(), steps, differs)
 
 
-def _write_bundle(source: Source, output: Path | None) -> int:
+def _write_bundle(source: ReplaySource, output: Path | None) -> int:
     from omegaconf import OmegaConf
 
     from trinity_sync.cli.invocation import saved_settings
@@ -122,7 +122,7 @@ def _write_bundle(source: Source, output: Path | None) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> None:
+def _check_comparable(source: ReplaySource, *, metrics_only: bool, repeats: int) -> None:
     from trinity_sync.reproduction.outcome import MOST, judged
 
     if metrics_only and not 2 <= repeats <= MOST:
@@ -138,7 +138,7 @@ def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> No
     _check_known(source)
 
 
-def _check_known(source: Source) -> None:
+def _check_known(source: ReplaySource) -> None:
     if not source.outcome:
         raise ConfigError(
             f"{source.place} has nothing to compare: it ended before its first version (status "
@@ -179,7 +179,7 @@ def _folder_name(override: str) -> str:
     return str(value)
 
 
-def _steps(asked: int | None, source: Source, settings: Replay) -> int:
+def _steps(asked: int | None, source: ReplaySource, settings: Replay) -> int:
     """The last step of the repetition: as asked for, else the last that the run has something of."""
     last, planned = source.outcome.steps, int(settings.cfg.trainer.steps)
     if asked is not None and not 1 <= asked <= last:
@@ -189,7 +189,7 @@ def _steps(asked: int | None, source: Source, settings: Replay) -> int:
     return min(asked or max(last, 1), planned)
 
 
-def _take_as_many_threads(source: Source) -> None:
+def _take_as_many_threads(source: ReplaySource) -> None:
     """Have the repetition compute with the threads that the run had, where the user says nothing: sums depend on it.
     Somebody else may have written that number, so more than this machine can use are not started.
     """
@@ -198,10 +198,10 @@ def _take_as_many_threads(source: Source) -> None:
         os.environ["OMP_NUM_THREADS"] = str(min(threads, max(os.cpu_count() or 1, _MOST_THREADS)))
 
 
-def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
+def _say_what_differs(source: ReplaySource, settings: Replay) -> list[EnvironmentDifference]:
     """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
     from trinity_sync.host import memory
-    from trinity_sync.reproduction.outcome import Differs, differences
+    from trinity_sync.reproduction.outcome import differences
     from trinity_sync.tracking.record import git_state, package_versions
 
     found = os.environ.get("OMP_NUM_THREADS", "")
@@ -217,7 +217,9 @@ def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
     digests = {attempt.get("config_digest") for attempt in source.record.get("attempts") or []}
     if len(digests - {None}) > 1:
         differs.append(
-            Differs("settings", "several, as the run was resumed with other settings", "of the last attempt")
+            EnvironmentDifference(
+                "settings", "several, as the run was resumed with other settings", "of the last attempt"
+            )
         )
     for text in settings.left_out:
         if not text.startswith("live="):
@@ -241,7 +243,9 @@ def _run(settings: Recomposed, folder: Path, steps: int) -> int:
         return start(settings.command_line(folder), until=steps)
 
 
-def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs: Sequence[Differs]) -> int:
+def _repeat(
+    source: ReplaySource, settings: Replay, folder: Path, steps: int, differs: Sequence[EnvironmentDifference]
+) -> int:
     from trinity_sync.cli.replay import RESULT
     from trinity_sync.reproduction.outcome import compare
     from trinity_sync.tracking.jsonl import write_json
@@ -270,7 +274,7 @@ def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs:
     return 0 if comparison.equal else 1
 
 
-def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[Differs]) -> Iterator[str]:
+def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[EnvironmentDifference]) -> Iterator[str]:
     compared = f"{comparison.versions} versions and {comparison.values} values of metrics"
     if comparison.equal:
         yield f"equal: {compared}, bit for bit"
@@ -304,7 +308,7 @@ def _outcome(folder: Path) -> Outcome:
     return read_outcome(folder, read_record(folder / "run.json"))
 
 
-def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
+def _repeat_with_seeds(source: ReplaySource, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
     from trinity_sync.cli.replay import RESULT
     from trinity_sync.reproduction.outcome import Interval, end_of, judged
     from trinity_sync.tracking.jsonl import write_json

@@ -109,10 +109,10 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
             f"{folder} is a sweep, which goes on as it was; to change a setting or begin again, name one of its jobs, "
             f"such as {folder / '0'}"
         )
-    from trinity_sync.cli.sweeps import Job, resume_sweep
+    from trinity_sync.cli.sweeps import resume_sweep
     from trinity_sync.launch.own_ray import ray_kept
 
-    def begin(job: Job) -> int:
+    def begin(job: SweepJob) -> int:
         with job.invocation.modules_found((), options.allow_target):
             settings = job.settings(options.allow_target)
             with settings.only_trusted():

@@ -25,7 +25,7 @@ _SUBDIR = "${hydra.job.num}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SweepJob:
     """One of a sweep: its folder, and how it is started."""
 
     folder: Path
@@ -60,7 +60,7 @@ class Job:
         return "completed" if status == "completed" else "begun"
 
 
-def resume_sweep(sweep: Path, *, begin: Callable[[Job], int], go_on: Callable[[Path], int]) -> int:
+def resume_sweep(sweep: Path, *, begin: Callable[[SweepJob], int], go_on: Callable[[Path], int]) -> int:
     """Go on with a sweep, one job after another, and write its report.
 
     Args:
@@ -94,7 +94,7 @@ def resume_sweep(sweep: Path, *, begin: Callable[[Job], int], go_on: Callable[[P
     return finish_sweep(sweep, codes)
 
 
-def read_jobs(sweep: Path) -> list[Job]:
+def read_jobs(sweep: Path) -> list[SweepJob]:
     """Work out the jobs of a sweep from the settings in its folder.
 
     Raises:
@@ -115,4 +115,4 @@ def read_jobs(sweep: Path) -> list[Job]:
         raise ConfigError(f"{sweep} has a sweeper that chooses values as it goes; name one of its jobs to go on with")
     if own_folders:
         raise ConfigError(f"{sweep} has folders of its own for jobs (hydra.sweep.subdir); name one to go on with")
-    return [Job(folder=sweep / str(number), invocation=one) for number, one in enumerate(found)]
+    return [SweepJob(folder=sweep / str(number), invocation=one) for number, one in enumerate(found)]

@@ -22,7 +22,7 @@ import numpy as np
 import ray
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import EngineDied, LoadFailed, LoadReport, Produced, Whereabouts
+from trinity_sync.actors.explorer import EngineDied, ExplorerProcess, LoadFailed, LoadReport, Produced
 from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
@@ -81,7 +81,7 @@ class Explorer:
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
 
-    def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
+    def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         """Connect to the node agents (by Ray node id), once they have their slots; return where this explorer runs."""
         spec = self._spec
         from trinity_sync.sync.in_place import WeightLoader

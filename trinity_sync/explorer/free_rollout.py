@@ -26,7 +26,7 @@ from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
 from trinity_sync.samples.position import GroupId
-from trinity_sync.samples.queue import GroupQueue, QueueRules, Ready, Taken
+from trinity_sync.samples.queue import GroupQueue, QueueRules, ReadyGroup, UpdateGroups
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import prompts_of
 
@@ -402,13 +402,13 @@ class FreeRollout:
                 self._busy.discard(name)
 
 
-def _drawn(taken: Taken[_Piece]) -> Drawn:
+def _drawn(taken: UpdateGroups[_Piece]) -> Drawn:
     filled, left_out = len(taken.filled), len(taken.left_out)
     groups = [*taken.groups, *taken.filled, *taken.left_out]
     return Drawn(_assemble(groups), len(groups), flat=filled + left_out, filled=filled, surplus=0)
 
 
-def _assemble(groups: Sequence[Ready[_Piece]]) -> SampleBatch:
+def _assemble(groups: Sequence[ReadyGroup[_Piece]]) -> SampleBatch:
     """Join the samples of all groups, sorted. Pieces of one batch are cut out of it together."""
     pieces = [group.samples for group in groups]
     rows: dict[int, list[NDArray[np.int64]]] = {}

@@ -52,7 +52,7 @@ from trinity_sync.weights.tensors import (
     to_torch,
     version_tensors,
 )
-from trinity_sync.weights.wire import Wire, kept_names
+from trinity_sync.weights.wire import WireFormat, kept_names
 
 if TYPE_CHECKING:
     pass
@@ -176,7 +176,7 @@ class HFEngine(RolloutEngine):
         if self._adapter is None:
             return None
         patterns = kept_by_class(self.model, wire_dtype) if self._keep_fp32 is None else self._keep_fp32
-        return state_digest(self._base, Wire(wire_dtype, kept_names(patterns, self._base)))
+        return state_digest(self._base, WireFormat(wire_dtype, kept_names(patterns, self._base)))
 
     def after_load(self) -> None:
         """Take note that new weights are in. Nothing has to be dropped: no keys and values outlive a call."""

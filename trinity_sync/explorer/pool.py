@@ -23,7 +23,7 @@ from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch, assign
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
@@ -75,7 +75,7 @@ class ExplorerPool:
         self._base: str | None = None
         self._held: Version | None = None
         self._closes = False
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, RoundMember] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
         self.clients = {name: self._create(name) for name in names}
         self._starting: dict[str, Call[None]] = {}
@@ -84,7 +84,7 @@ class ExplorerPool:
         actor = ray.remote(failures_logged(Explorer)).options(
             num_cpus=1, num_gpus=self._num_gpus * self._spec.processes
         )
-        self._members[name] = Member.new(name)
+        self._members[name] = RoundMember.new(name)
         handle = actor.remote(replace(self._spec, member=self._members[name]), self._synchronizer)
         client = ExplorerClient(handle, name, self._spec.processes)
         client.warm_up()

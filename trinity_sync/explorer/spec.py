@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_sync.config.lora import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
 """Keys of `explorer` that are no engine's."""
@@ -30,7 +30,7 @@ class ExplorerSpec:
         processes: how many of its processes hold its weights; one GPU each where there are GPUs.
     """
 
-    member: Member
+    member: RoundMember
     engine: dict[str, Any]
     task: dict[str, Any]
     seed: int
@@ -77,7 +77,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         assert adapter is not None, "an adapter travels where one is trained"
         engine["adapter"] = adapter
     return ExplorerSpec(
-        member=Member.new(""),
+        member=RoundMember.new(""),
         engine=engine,
         task=cfg.task,
         seed=cfg.seed,

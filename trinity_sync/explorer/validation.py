@@ -19,7 +19,7 @@ from trinity_sync.actors.explorer import LOAD_TRIES, LoadReport
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.explorer.pool import ExplorerPool
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
@@ -211,7 +211,7 @@ class VersionValidations:
         self._timeout_s = timeout_s
         self._on_load = on_load
         self._on_fault = on_fault
-        self._reader = Member.new("validation")
+        self._reader = RoundMember.new("validation")
         self._leases: dict[int, int] = {}
         self._changed = threading.Condition()
         self._waiting: list[int] = []

@@ -10,7 +10,7 @@ for the first time, in the environment that they say: native libraries keep what
 Who asks with another one is refused. The server ends when its standard input does, that is with whoever started it;
 what it began goes on.
 
-Who asks is `trinity_sync/launch/forked_worker.py`; `_Request` says for what.
+Who asks is `trinity_sync/launch/forked_worker.py`; `_ForkRequest` says for what.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REQUEST_S = 10.0
 
 
 @dataclass(frozen=True)
-class _Request:
+class _ForkRequest:
     """What somebody asks for.
 
     Attributes:
@@ -95,7 +95,7 @@ class ForkServer:
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self._woken = woken
 
-    def serve(self) -> _Request | None:
+    def serve(self) -> _ForkRequest | None:
         """Begin what is asked for. Returns in each process that was begun, with what it is to become; in the server at
         its end, with None.
         """
@@ -112,7 +112,7 @@ class ForkServer:
                     if request is not None and self._begins(connection, request):
                         return request
 
-    def _begins(self, connection: socket.socket, request: _Request) -> bool:
+    def _begins(self, connection: socket.socket, request: _ForkRequest) -> bool:
         """Answer one request, by the pid of a fork or, refused, by 0; whether this is the fork."""
         answer = b"0"
         if self._base is None:
@@ -142,7 +142,7 @@ class ForkServer:
         gc.collect()
         gc.freeze()  # so that a collection in a fork does not copy what it shares
 
-    def _refusal(self, request: _Request) -> str:
+    def _refusal(self, request: _ForkRequest) -> str:
         base, asked = dict(self._base or {}), dict(request.base)
         differ = sorted(name for name in {*base, *asked} if base.get(name) != asked.get(name))
         if differ:
@@ -172,7 +172,7 @@ _added_path: list[str] = []
 """What imports have put before it."""
 
 
-def _receive(connection: socket.socket) -> _Request | None:
+def _receive(connection: socket.socket) -> _ForkRequest | None:
     """What somebody asks for; None: it is not whole."""
     until = time.monotonic() + _REQUEST_S
     connection.settimeout(_REQUEST_S)
@@ -183,7 +183,7 @@ def _receive(connection: socket.socket) -> _Request | None:
             text += part
             connection.settimeout(max(until - time.monotonic(), 0.001))
         said = json.loads(text)
-        return _Request(**said, files=files)
+        return _ForkRequest(**said, files=files)
     except (OSError, ValueError, TypeError, KeyError):
         _close(files)
         return None

@@ -42,7 +42,14 @@ from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
 from trinity_sync.launch.messages import CommandLine, explain, print_error
 from trinity_sync.launch.start import Resume, used_places
-from trinity_sync.launch.sweeps import Job, composed_before, for_each_job, note_settings, sweep_jobs, sweep_problem
+from trinity_sync.launch.sweeps import (
+    ComposedJob,
+    composed_before,
+    for_each_job,
+    note_settings,
+    sweep_jobs,
+    sweep_problem,
+)
 from trinity_sync.tracking.record import hold, holds_run, let_go, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -264,7 +271,7 @@ class RunHooks(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse a sweep that would write over a run, or has a job that cannot run, before anything is written."""
-        jobs: Sequence[Job] = ()
+        jobs: Sequence[ComposedJob] = ()
         try:
             jobs = sweep_jobs(config)
             problem = sweep_problem(config, jobs)
@@ -288,7 +295,7 @@ class RunHooks(Callback):
         _session.sweep = Path(config.hydra.sweep.dir)
 
 
-def _try_jobs(jobs: Sequence[Job]) -> NoReturn:
+def _try_jobs(jobs: Sequence[ComposedJob]) -> NoReturn:
     """The dry run of a sweep."""
     try:
         for_each_job(jobs, _launch)

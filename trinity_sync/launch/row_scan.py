@@ -97,7 +97,7 @@ class _Encoder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _ScanRequest:
     """What the child is to look at.
 
     Attributes:
@@ -196,7 +196,7 @@ def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | N
     on_cpu = kind == "vllm" and cfg.cluster.address is None and accelerator_count() == 0
     if all_rows is None and settings.model.path is None and not vllm:
         return None  # the model is made, with a tokenizer of ours
-    request = _Request(
+    request = _ScanRequest(
         task=settings.task,
         prompts=explores,
         model_path=settings.model.path,
@@ -255,7 +255,7 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _ask(request: _Request, path: str) -> _Found | _UnreadableModel:
+def _ask(request: _ScanRequest, path: str) -> _Found | _UnreadableModel:
     child, channel = start_child(__name__, None, _MESSAGE_S)
     try:
         with contextlib.closing(channel):
@@ -295,7 +295,7 @@ def serve(descriptor: int) -> None:
     """
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with Connection(descriptor) as connection:
-        request: _Request = connection.recv()
+        request: _ScanRequest = connection.recv()
         if not request.trust_remote_code:
             # a tokenizer needs none, and it takes seconds to load
             sys.modules["torch"] = None  # type: ignore[assignment]
@@ -307,7 +307,7 @@ def serve(descriptor: int) -> None:
         connection.send(answer)
 
 
-def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
+def _look(request: _ScanRequest, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
     from trinity_sync.tasks.encoding import PairEncoder, PromptEncoder
 
     try:
@@ -341,7 +341,7 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
     return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))], notes)
 
 
-def _check_model(request: _Request, tokens: ModelTokens) -> None:
+def _check_model(request: _ScanRequest, tokens: ModelTokens) -> None:
     """Check that trainer and explorers choose the same class and attention. The config may come from the hub.
 
     Raises:
@@ -360,7 +360,7 @@ def _check_model(request: _Request, tokens: ModelTokens) -> None:
         tokens.needed_ends(request.model_path)
 
 
-def _at_least(request: _Request, encoder: _Encoder) -> dict[int, int]:
+def _at_least(request: _ScanRequest, encoder: _Encoder) -> dict[int, int]:
     """Numbers of the rows that are too long however they are divided into tokens, and how many these have at least:
     to tokenise megabytes would take minutes.
 
@@ -396,7 +396,7 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _tokens(request: _Request) -> ModelTokens:
+def _tokens(request: _ScanRequest) -> ModelTokens:
     from trinity_sync.models.tokens import ModelTokens, read_tokens
 
     if request.model_path is None:
@@ -407,7 +407,7 @@ def _tokens(request: _Request) -> ModelTokens:
     return read_tokens(request.model_path, trust_remote_code=request.trust_remote_code)
 
 
-def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
+def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
     """What the policy makes of rows of so many tokens."""
     policy = request.task.get("too_long", "refuse")
     limit = encoder.limit

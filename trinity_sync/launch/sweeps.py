@@ -44,7 +44,7 @@ from trinity_sync.tracking.record import holds_run, lock_owner
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ComposedJob:
     """A job of a sweep: its overrides, and what they come to, with Hydra's own settings."""
 
     number: int
@@ -77,7 +77,7 @@ class Job:
         return settings
 
 
-def sweep_problem(config: DictConfig, jobs: Sequence[Job]) -> str | None:
+def sweep_problem(config: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
     """Say why a sweep cannot begin; None: it can.
 
     Of a sweeper that chooses values as it goes only the first job is looked at, with none of those values, and only for
@@ -99,7 +99,7 @@ def sweep_problem(config: DictConfig, jobs: Sequence[Job]) -> str | None:
     return problem or (_settings_problem(jobs) if on_this_machine(config.hydra) else None)
 
 
-def _folder_problem(sweep: Path, jobs: Sequence[Job]) -> str | None:
+def _folder_problem(sweep: Path, jobs: Sequence[ComposedJob]) -> str | None:
     folders: list[Path] = []
     for job in jobs:
         with job.begun() as folder:
@@ -121,7 +121,7 @@ def _folder_problem(sweep: Path, jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def _place_problem(jobs: Sequence[Job], *, fixed: bool) -> str | None:
+def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
     """Name a place that two jobs would both write, outside of their folders or in those of others."""
     seen: dict[str, int] = {}
     for job in jobs:
@@ -161,7 +161,7 @@ def _search_problem(sweep: Path) -> str | None:
     return None
 
 
-def _gpu_problem(hydra: DictConfig, jobs: Sequence[Job]) -> str | None:
+def _gpu_problem(hydra: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
     shared = is_beside_others(hydra) and accelerator_count() > 0
     if shared and any(job.cfg.cluster.address is None for job in jobs):
         return (
@@ -172,7 +172,7 @@ def _gpu_problem(hydra: DictConfig, jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def _settings_problem(jobs: Sequence[Job]) -> str | None:
+def _settings_problem(jobs: Sequence[ComposedJob]) -> str | None:
     tasks: dict[str, object] = {}  # so that a file of prompts is read once
     for job in jobs:
         settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
@@ -187,7 +187,7 @@ def _settings_problem(jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def for_each_job(jobs: Sequence[Job], do: Callable[[DictConfig, Path], object]) -> None:
+def for_each_job(jobs: Sequence[ComposedJob], do: Callable[[DictConfig, Path], object]) -> None:
     """Do something with the settings and the folder of each job of a sweep."""
     for job in jobs:
         with job.begun() as folder:
@@ -211,7 +211,7 @@ def composed_before(hydra: DictConfig) -> Iterator[None]:
         Sweeper.validate_batch_is_legal = validate  # type: ignore[method-assign]
 
 
-def note_settings(config: DictConfig, jobs: Sequence[Job]) -> None:
+def note_settings(config: DictConfig, jobs: Sequence[ComposedJob]) -> None:
     """Save the settings of a sweep in its folder, as Hydra's own sweeper does, for those that do not: by them a sweep
     is known for one. Its jobs are recorded as those of this user.
     """
@@ -240,7 +240,7 @@ def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
     return [list(job) for job in jobs]
 
 
-def sweep_jobs(config: DictConfig) -> list[Job]:
+def sweep_jobs(config: DictConfig) -> list[ComposedJob]:
     """Compose the jobs of a sweep; of a search one only, with none of the values that it chooses.
 
     Args:
@@ -256,7 +256,8 @@ def sweep_jobs(config: DictConfig) -> list[Job]:
         jobs = [fixed]
     loader = GlobalHydra.instance().config_loader()
     return [
-        Job(number=number, overrides=job, cfg=loader.load_sweep_config(config, job)) for number, job in enumerate(jobs)
+        ComposedJob(number=number, overrides=job, cfg=loader.load_sweep_config(config, job))
+        for number, job in enumerate(jobs)
     ]
 
 

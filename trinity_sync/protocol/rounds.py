@@ -20,7 +20,7 @@ from trinity_sync.weights.shards import Described
 # Who takes part: a process under a name, and which of all that bore the name it is.
 
 
-class Member(NamedTuple):
+class RoundMember(NamedTuple):
     """A process that others hear of.
 
     Attributes:
@@ -32,7 +32,7 @@ class Member(NamedTuple):
     life: str
 
     @classmethod
-    def new(cls, name: str) -> Member:
+    def new(cls, name: str) -> RoundMember:
         """Name a process that begins now."""
         return cls(name, secrets.token_hex(8))
 
@@ -47,15 +47,15 @@ class Roll:
     """
 
     def __init__(self) -> None:
-        self._order: dict[Member, int] = {}
-        self._alive: dict[str, set[Member]] = {}
-        self._dead: set[Member] = set()
+        self._order: dict[RoundMember, int] = {}
+        self._alive: dict[str, set[RoundMember]] = {}
+        self._dead: set[RoundMember] = set()
 
-    def hear(self, member: Member) -> None:
+    def hear(self, member: RoundMember) -> None:
         """Note that there is a member. The first time counts."""
         self._order.setdefault(member, len(self._order))
 
-    def present(self, member: Member) -> bool:
+    def present(self, member: RoundMember) -> bool:
         """Return whether a member that says something is to be heard.
 
         False: it is dead, or a later one of its name has spoken, so what it says is old.
@@ -66,18 +66,18 @@ class Roll:
         self._alive.setdefault(member.name, set()).add(member)
         return not self._later(member)
 
-    def gone(self, member: Member) -> bool:
+    def gone(self, member: RoundMember) -> bool:
         """Note that a member is dead. False: there is a later one of its name, whom that does not concern."""
         self.hear(member)
         self._dead.add(member)
         self._alive.get(member.name, set()).discard(member)
         return not self._later(member)
 
-    def is_dead(self, member: Member) -> bool:
+    def is_dead(self, member: RoundMember) -> bool:
         """Return whether a member is known to be dead."""
         return member in self._dead
 
-    def _later(self, member: Member) -> bool:
+    def _later(self, member: RoundMember) -> bool:
         return any(self._order[other] > self._order[member] for other in self._alive.get(member.name, ()))
 
 
@@ -114,12 +114,12 @@ class WeightSyncGroup:
 
 
 @dataclass(eq=False)
-class Meeting:
+class RoundStart:
     """Before a round: either it begins, and `step` is going to be sent, or it is over before (`failed` says why)."""
 
     step: int | None = None
     failed: str | None = None
-    arrived: dict[Member, int | None] = field(default_factory=dict)
+    arrived: dict[RoundMember, int | None] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
@@ -137,16 +137,16 @@ class RoundBook:
     roll: Roll = field(default_factory=Roll)
     group: WeightSyncGroup | None = None
     failed: str | None = None
-    _meeting: Meeting = field(default_factory=Meeting)
+    _meeting: RoundStart = field(default_factory=RoundStart)
     # The explorers by rank, and the trainer's processes: the one that opened the group, and those that came to a round.
-    _ranks: dict[Member, int] = field(default_factory=dict)
-    _trainers: set[Member] = field(default_factory=set)
-    _opener: Member | None = None
+    _ranks: dict[RoundMember, int] = field(default_factory=dict)
+    _trainers: set[RoundMember] = field(default_factory=set)
+    _opener: RoundMember | None = None
     # Who opened a group before, or had a rank in it, and has no place in this one.
-    _former: set[Member] = field(default_factory=set)
+    _former: set[RoundMember] = field(default_factory=set)
 
     def open(
-        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
+        self, trainer: RoundMember, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
         """A group in place of the one before, whose members need not wait any more.
 
@@ -163,7 +163,7 @@ class RoundBook:
         opener = {self._opener} if self._opener is not None else set()
         self._former = (self._former | self._ranks.keys() | opener) - {trainer}
         self.group = WeightSyncGroup(id=number, address=address, port=port, explorers=explorers, meta=meta)
-        self.failed, self._meeting = None, Meeting()
+        self.failed, self._meeting = None, RoundStart()
         self._ranks, self._trainers, self._opener = {}, {trainer}, trainer
         return self.group
 
@@ -171,7 +171,7 @@ class RoundBook:
         """Whether there is a group with an id above `after` that can still be used."""
         return self.group is not None and self.group.id > after and self.failed is None
 
-    def join(self, explorer: Member) -> WeightSyncGroup:
+    def join(self, explorer: RoundMember) -> WeightSyncGroup:
         """The group as this explorer has to enter it.
 
         Raises:
@@ -191,7 +191,7 @@ class RoundBook:
             self._former.discard(explorer)
         return replace(group, rank=self._ranks[explorer])
 
-    def arrive(self, member: Member, step: int | None) -> Meeting:
+    def arrive(self, member: RoundMember, step: int | None) -> RoundStart:
         """A member is ready; the round that it waits for. The round begins with the last member.
 
         An explorer that never was in a group takes a place in this one.
@@ -220,10 +220,10 @@ class RoundBook:
         meeting.arrived[member] = step
         if not self.missing():
             *_, meeting.step = (told for one, told in meeting.arrived.items() if one.name == TRAINER)
-            self._meeting = Meeting()
+            self._meeting = RoundStart()
         return meeting
 
-    def withdraw(self, meeting: Meeting, member: Member) -> None:
+    def withdraw(self, meeting: RoundStart, member: RoundMember) -> None:
         """A member waits no longer."""
         meeting.arrived.pop(member, None)
 
@@ -238,7 +238,7 @@ class RoundBook:
         who = [] if len(here) < len(arrived) else ["the trainer"]
         return " and ".join(who + ([f"{absent} of {expected} explorer(s){names}"] if absent > 0 else []))
 
-    def gone(self, member: Member) -> None:
+    def gone(self, member: RoundMember) -> None:
         """A process is dead. Where it belonged to the group, nobody may wait for the group any more."""
         self.roll.gone(member)
         self._former.discard(member)
@@ -246,11 +246,11 @@ class RoundBook:
         if self.group is not None and (member in self._ranks or member in self._trainers):
             self._fail(f"{member} died, so its weight sync group is over; set up another one")
 
-    def sends(self, member: Member) -> bool:
+    def sends(self, member: RoundMember) -> bool:
         """Whether what this trainer says it has sent is to be believed: it is neither dead nor of an earlier group."""
         return member not in self._former and not self.roll.is_dead(member)
 
-    def _present(self, explorer: Member) -> None:
+    def _present(self, explorer: RoundMember) -> None:
         if not self.roll.present(explorer):
             raise RoundError(f"this {explorer} is dead, or was started again since: it takes part in nothing any more")
         earlier = {one for one in (*self._ranks, *self._meeting.arrived) if one.name == explorer.name} - {explorer}
@@ -262,4 +262,4 @@ class RoundBook:
     def _fail(self, reason: str) -> None:
         self.failed = self.failed or reason
         self._meeting.failed = self.failed
-        self._meeting = Meeting()
+        self._meeting = RoundStart()

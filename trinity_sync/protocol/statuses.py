@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trinity_sync.protocol.choices import plain
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 
 RUNNING, REQUIRES_SYNC, STOPPED = STATUSES = ("running", "requires_sync", "stopped")
 
@@ -74,7 +74,7 @@ class StatusBook:
         counts = self.counts()
         return self._explorer_spoke and not counts[RUNNING] and not counts[REQUIRES_SYNC]
 
-    def set_explorer(self, member: Member, status: str, old_status: str | None) -> None:
+    def set_explorer(self, member: RoundMember, status: str, old_status: str | None) -> None:
         """Note that one explorer of a process goes from `old_status` (None: it is new) to `status`.
 
         Raises:
@@ -90,13 +90,13 @@ class StatusBook:
         counts[status] += 1
         self._explorer_spoke, self.explorer_died = True, False
 
-    def drop(self, member: Member) -> None:
+    def drop(self, member: RoundMember) -> None:
         """Forget the explorers of a process that is dead."""
         counts = self._explorers.pop(member.life, Counter())
         self.explorer_died |= counts[RUNNING] + counts[REQUIRES_SYNC] > 0
 
     @contextmanager
-    def requiring_sync(self, member: Member) -> Iterator[None]:
+    def requiring_sync(self, member: RoundMember) -> Iterator[None]:
         """For the length of the block, count an explorer of the process as requiring sync; one that runs, if it has
         said so.
         """

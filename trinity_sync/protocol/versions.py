@@ -53,7 +53,7 @@ class Place(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class VersionPlace:
     """A version, and where its weights are. One record, so that no version gets another one's tensors.
 
     Attributes:
@@ -86,7 +86,7 @@ class Lease:
 
 
 @dataclass(kw_only=True)
-class _Record:
+class _VersionRecord:
     version: Version
     slot: int
     expected: frozenset[str]
@@ -115,11 +115,11 @@ class VersionBook:
             )
         self._slots = slots
         self._clock = clock
-        self._records: dict[Version, _Record] = {}
+        self._records: dict[Version, _VersionRecord] = {}
         self._ids = itertools.count(1)
-        self._newest: dict[Place, Whereabouts] = {}
+        self._newest: dict[Place, VersionPlace] = {}
         # The last state dict, also when its tensors are lost: explorers may have them.
-        self._published: Whereabouts | None = None
+        self._published: VersionPlace | None = None
         self._dropped: set[Hashable] = set()
 
     @property
@@ -133,9 +133,9 @@ class VersionBook:
         known = [self.newest, self._published.version if self._published is not None else None]
         return max(filter(None, known), default=None)
 
-    def find(self) -> Whereabouts | None:
+    def find(self) -> VersionPlace | None:
         """Return the newest version with all that is known of where it is; None before the first."""
-        found: Whereabouts | None = None
+        found: VersionPlace | None = None
         for known in self._newest.values():
             if found is None or known.version > found.version:
                 found = known
@@ -143,7 +143,7 @@ class VersionBook:
                 found = replace(found, state=found.state or known.state, location=found.location or known.location)
         return found
 
-    def newest_in(self, place: Place) -> Whereabouts | None:
+    def newest_in(self, place: Place) -> VersionPlace | None:
         """Return the newest version in one kind of place."""
         return self._newest.get(place)
 
@@ -168,7 +168,7 @@ class VersionBook:
                 raise VersionError(f"version {version} cannot be published after version {before.version}")
         if stored is not None and version == stored.version and state != stored.state:
             raise VersionError(f"version {version} was published with other weights; a version never changes")
-        self._newest[Place.STORE] = self._published = Whereabouts(version, state)
+        self._newest[Place.STORE] = self._published = VersionPlace(version, state)
 
     def follow(self, version: Version, location: str, *, always: bool = False) -> None:
         """Take note of a commit that nobody announced. Where versions are checkpoints (`always`) it makes one; where
@@ -181,7 +181,7 @@ class VersionBook:
         if always or not handed or version <= max(handed):
             self.announce(version, location)
 
-    def lost(self, version: Version) -> Whereabouts | None:
+    def lost(self, version: Version) -> VersionPlace | None:
         """Take note that a version's tensors are lost; return what serves in its place, None where nothing does."""
         stored = self._newest.get(Place.STORE)
         if stored is not None and stored.version == version:
@@ -194,7 +194,7 @@ class VersionBook:
         """
         before = self._newest.get(place)
         if before is None or version >= before.version:
-            self._newest[place] = Whereabouts(version, location=location)
+            self._newest[place] = VersionPlace(version, location=location)
 
     # -- versions in slots
 
@@ -214,7 +214,7 @@ class VersionBook:
         slot = self._free_slot()
         if slot is None:
             return None
-        self._records[version] = _Record(version=version, slot=slot, expected=expected)
+        self._records[version] = _VersionRecord(version=version, slot=slot, expected=expected)
         return slot
 
     def stage(self, version: Version, parts: dict[str, PartInfo]) -> bool:
@@ -247,7 +247,7 @@ class VersionBook:
         if newest is not None and version < newest:
             raise VersionError(f"version {version} cannot be committed after version {newest}")
         record.state, record.location = State.COMMITTED, location
-        self._newest[Place.SLOT] = Whereabouts(version, location=location)
+        self._newest[Place.SLOT] = VersionPlace(version, location=location)
 
     def discard(self, version: Version) -> None:
         """Give back the slot of a version that was staged but is not to be published."""
@@ -338,7 +338,7 @@ class VersionBook:
         newest = self._newest.get(Place.SLOT)
         return newest.version if newest is not None else None
 
-    def _seal(self, record: _Record) -> bool:
+    def _seal(self, record: _VersionRecord) -> bool:
         if record.digested and record.parts.keys() == record.expected:
             record.state = State.SEALED
             return True
@@ -354,7 +354,7 @@ class VersionBook:
         taken = {record.slot for record in self._records.values()}
         return next((slot for slot in range(self._slots) if slot not in taken), None)
 
-    def _require(self, version: Version, state: State, call: str, also: State | None = None) -> _Record:
+    def _require(self, version: Version, state: State, call: str, also: State | None = None) -> _VersionRecord:
         record = self._records.get(version)
         if record is None or record.state not in (state, also):
             found = "unknown" if record is None else record.state.value

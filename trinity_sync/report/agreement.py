@@ -18,7 +18,7 @@ _MATTERS_OF = {
 }
 
 
-class Differs(NamedTuple):
+class DigestDifference(NamedTuple):
     """The first version, by step, that is not the same in two jobs, with what each of them has."""
 
     version: int
@@ -42,7 +42,7 @@ class Agreement:
     jobs: int
     sets: int
     versions: int
-    differs: Differs | None
+    differs: DigestDifference | None
 
     @property
     def agree(self) -> bool | None:
@@ -79,7 +79,7 @@ def agreement(runs: Sequence[Run]) -> Agreement:
         if run.config and run.record.get("reproducible", True) and run.summary["digests"]:
             sets.setdefault(_computes(run), []).append(run)
     compared, counted, versions = 0, 0, 0
-    first: Differs | None = None
+    first: DigestDifference | None = None
     for alike in sets.values():
         held: dict[int, list[tuple[Run, str]]] = {}
         for run in alike:
@@ -94,10 +94,14 @@ def agreement(runs: Sequence[Run]) -> Agreement:
     return Agreement(jobs=compared, sets=counted, versions=versions, differs=first)
 
 
-def _first(step: int, pairs: Sequence[tuple[Run, str]]) -> Differs | None:
+def _first(step: int, pairs: Sequence[tuple[Run, str]]) -> DigestDifference | None:
     (run, digest), *others = pairs
     return next(
-        (Differs(step, run.path.name, digest, other.path.name, found) for other, found in others if found != digest),
+        (
+            DigestDifference(step, run.path.name, digest, other.path.name, found)
+            for other, found in others
+            if found != digest
+        ),
         None,
     )
 

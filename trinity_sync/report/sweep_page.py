@@ -49,7 +49,7 @@ def render(sweep: Sweep, now: float) -> str:
     )
 
 
-def _band(row: Row, key: str) -> str:
+def _band(row: SweepRow, key: str) -> str:
     """Say on hover what decides over ties."""
     one, text = row.figures[key], BY_KEY[key].text
     if len(row.runs) > 1:
@@ -57,7 +57,7 @@ def _band(row: Row, key: str) -> str:
     return f"of {one.count}, half lie from {text(one.low)} to {text(one.high)}" if one.count > 1 else ""
 
 
-def _tiles(sweep: Sweep, comparison: Comparison, agreed: Agreement) -> list[tuple[str, str, str | None]]:
+def _tiles(sweep: Sweep, comparison: SweepComparison, agreed: Agreement) -> list[tuple[str, str, str | None]]:
     done = sum(run.status == "completed" for run in sweep.runs)
     walls = [run.summary["wall_s"] for run in sweep.runs if run.summary["wall_s"] is not None]
     digests = {True: "agree", False: "differ", None: "not compared"}[agreed.agree]
@@ -71,7 +71,7 @@ def _tiles(sweep: Sweep, comparison: Comparison, agreed: Agreement) -> list[tupl
     ]
 
 
-def _leading(comparison: Comparison, key: str, label: str, nothing: str) -> tuple[str, str, str | None]:
+def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) -> tuple[str, str, str | None]:
     """The best value of a column, and whose it is; where it is a tie, of how many."""
     column = BY_KEY[key]
     having = [row for row in comparison.rows if key in row.figures]
@@ -86,7 +86,7 @@ def _leading(comparison: Comparison, key: str, label: str, nothing: str) -> tupl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     """One row.
 
     Attributes:
@@ -147,11 +147,11 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class SweepComparison:
     """A sweep, compared: `rows` by what varies beside the seed, `jobs` one by one and without marks."""
 
-    rows: list[Row]
-    jobs: list[Row]
+    rows: list[SweepRow]
+    jobs: list[SweepRow]
 
     @property
     def folded(self) -> bool:
@@ -159,25 +159,25 @@ class Comparison:
         return len(self.rows) < len(self.jobs)
 
 
-def compare(sweep: Sweep) -> Comparison:
+def compare(sweep: Sweep) -> SweepComparison:
     """Work out the figures of all jobs of a sweep, and group them."""
     jobs = []
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[SweepRow]] = {}
     for run in sweep.runs:
         found = {key: one for key, one in figures(run).items() if one is not None}
-        jobs.append(Row(settings=tuple(sweep.distinct(run)), runs=(run,), figures=found, marks={}))
+        jobs.append(SweepRow(settings=tuple(sweep.distinct(run)), runs=(run,), figures=found, marks={}))
         # of a job whose settings are not known nobody can say what it has in common with others
         known = run.config_text is not None
         key = tuple(text for text in jobs[-1].settings if not _is_seed(text)) if known else (str(run.path),)
         groups.setdefault(key, []).append(jobs[-1])
-    return Comparison(rows=_marked([_folded(key, group) for key, group in groups.items()]), jobs=jobs)
+    return SweepComparison(rows=_marked([_folded(key, group) for key, group in groups.items()]), jobs=jobs)
 
 
-def _folded(settings: tuple[str, ...], jobs: Sequence[Row]) -> Row:
+def _folded(settings: tuple[str, ...], jobs: Sequence[SweepRow]) -> SweepRow:
     if len(jobs) == 1:
         return jobs[0]
     every = {column.key: fold([job.figures.get(column.key) for job in jobs]) for column in COLUMNS}
-    return Row(
+    return SweepRow(
         settings=settings,
         runs=tuple(run for job in jobs for run in job.runs),
         figures={key: one for key, one in every.items() if one is not None},
@@ -185,7 +185,7 @@ def _folded(settings: tuple[str, ...], jobs: Sequence[Row]) -> Row:
     )
 
 
-def _marked(rows: list[Row]) -> list[Row]:
+def _marked(rows: list[SweepRow]) -> list[SweepRow]:
     words: list[dict[str, Mark]] = [{} for _ in rows]
     for column in COLUMNS:
         competing = [row.figures.get(column.key) if _competes(row, column.key) else None for row in rows]
@@ -195,7 +195,7 @@ def _marked(rows: list[Row]) -> list[Row]:
     return [replace(row, marks=found) for row, found in zip(rows, words, strict=True)]
 
 
-def _competes(row: Row, key: str) -> bool:
+def _competes(row: SweepRow, key: str) -> bool:
     """Whether all jobs completed and have this figure: without the jobs that never got there a mean flatters."""
     one = row.figures.get(key)
     complete = len(row.runs) == 1 or (one is not None and one.count == len(row.runs))
@@ -219,12 +219,12 @@ def _seed(run: Run) -> int | None:
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (5 * 60.0, 60.0, "minutes"))
 
 
-def reward_by_step(rows: Sequence[Row]) -> Markup:
+def reward_by_step(rows: Sequence[SweepRow]) -> Markup:
     """Draw the reward of all rows by step."""
     return _chart(rows, run_charts.by_step, "Mean reward by step", "step")
 
 
-def reward_by_wall(rows: Sequence[Row]) -> Markup:
+def reward_by_wall(rows: Sequence[SweepRow]) -> Markup:
     """Draw the reward of all rows by wall time, in the unit that suits the longest of them."""
     longest = max((run.summary["wall_s"] or 0.0 for row in rows for run in row.runs), default=0.0)
     unit, word = next(((unit, word) for least, unit, word in _UNITS if longest >= least), (1.0, "seconds"))
@@ -235,7 +235,7 @@ def reward_by_wall(rows: Sequence[Row]) -> Markup:
     return _chart(rows, points, "Mean reward by wall time", word)
 
 
-def _chart(rows: Sequence[Row], curve: Callable[[Sequence[Run]], list[Point]], label: str, x_label: str) -> Markup:
+def _chart(rows: Sequence[SweepRow], curve: Callable[[Sequence[Run]], list[Point]], label: str, x_label: str) -> Markup:
     return charts.line_chart(
         [_series(row, index, curve(row.runs), many=len(rows) > COLOURS) for index, row in enumerate(rows)],
         label=label,
@@ -247,7 +247,7 @@ def _chart(rows: Sequence[Row], curve: Callable[[Sequence[Run]], list[Point]], l
     )
 
 
-def _series(row: Row, index: int, points: Sequence[Point], *, many: bool) -> Series:
+def _series(row: SweepRow, index: int, points: Sequence[Point], *, many: bool) -> Series:
     several = len(row.runs) > 1
     return Series(
         name=row.label,

@@ -15,7 +15,7 @@ from trinity_sync.report.data import TARGET_REWARD, Run, Sweep, steps_to
 from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail
 from trinity_sync.report.run_charts import Point
 from trinity_sync.report.run_page import facts
-from trinity_sync.report.sweep_page import Row, compare
+from trinity_sync.report.sweep_page import SweepRow, compare
 from trinity_sync.tracking import units
 from trinity_sync.tracking.closing import closing_lines, lay_out
 
@@ -73,7 +73,7 @@ def _sweep(sweep: Sweep, width: int) -> list[str]:
     return [*table, *(line for text in below for line in ("", *textwrap.wrap(text, width)))]
 
 
-def _tables(rows: Sequence[Row]) -> Iterator[list[str]]:
+def _tables(rows: Sequence[SweepRow]) -> Iterator[list[str]]:
     """Lay out the same table narrower and narrower: a few columns go, then the spreads, then the other columns."""
     keys = [*BY_KEY, _FAULTS]
     for spreads, most in ((True, _WITH_SPREADS), (False, len(_LEAST_FIRST))):
@@ -81,7 +81,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[list[str]]:
             yield _table(rows, [key for key in keys if key not in _LEAST_FIRST[:gone]], spreads=spreads)
 
 
-def _table(rows: Sequence[Row], keys: Sequence[str], *, spreads: bool) -> list[str]:
+def _table(rows: Sequence[SweepRow], keys: Sequence[str], *, spreads: bool) -> list[str]:
     titles = [BY_KEY[key].title if key in BY_KEY else "Faults" for key in keys]
     lines: list[Sequence[str]] = [["Job", "Overrides", "Status", "Steps", *titles]]
     for row in rows:
@@ -98,11 +98,11 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
         yield text.ljust(wide) if column < 3 else text.rjust(wide)
 
 
-def _jobs(row: Row) -> str:
+def _jobs(row: SweepRow) -> str:
     return ",".join(row.jobs) if len(row.jobs) <= 3 else f"{row.jobs[0]}..{row.jobs[-1]}"
 
 
-def _figure(row: Row, key: str) -> list[str]:
+def _figure(row: SweepRow, key: str) -> list[str]:
     """A figure and, where it has one, its spread below."""
     if key == _FAULTS:
         return [str(row.faults)]
@@ -151,7 +151,7 @@ def to_json(found: Run | Sweep) -> Mapping[str, object]:
     }
 
 
-def _row(row: Row) -> dict[str, object]:
+def _row(row: SweepRow) -> dict[str, object]:
     return {
         "settings": row.settings,
         "jobs": row.jobs,
@@ -163,7 +163,7 @@ def _row(row: Row) -> dict[str, object]:
     }
 
 
-def _job(row: Row) -> dict[str, object]:
+def _job(row: SweepRow) -> dict[str, object]:
     (run,) = row.runs
     return {
         "job": run.path.name,

@@ -82,7 +82,7 @@ class _Drawing:
     """
 
     window: Window
-    lanes: dict[str, list[list[Span]]]
+    lanes: dict[str, list[list[TimelineSpan]]]
     started: float
     width: int = _WIDTH
     left: int = _LEFT
@@ -176,7 +176,7 @@ def _notes(run: Run) -> list[str]:
     return found
 
 
-def windows(lanes: dict[str, list[Span]], since: float | None = None) -> Iterator[Window]:
+def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) -> Iterator[Window]:
     """Choose what is shown: the last steps, so many that they are not too much, and the slowest one before them.
 
     Args:
@@ -215,34 +215,34 @@ def windows(lanes: dict[str, list[Span]], since: float | None = None) -> Iterato
         yield Window(title=title, begin=around[0].begin, end=around[-1].end)
 
 
-def _few(lanes: dict[str, list[Span]]) -> dict[str, list[Span]]:
+def _few(lanes: dict[str, list[TimelineSpan]]) -> dict[str, list[TimelineSpan]]:
     explorers = [who for who in lanes if who not in (TRAINER, AGENT, SAVES, MIRROR)]
     return {who: spans for who, spans in lanes.items() if who not in explorers[_MOST_EXPLORERS:]}
 
 
-def _picture(lanes: dict[str, list[Span]], window: Window, started: float) -> _Drawing:
+def _picture(lanes: dict[str, list[TimelineSpan]], window: Window, started: float) -> _Drawing:
     shown = {who: span_rows(_inside(spans, window)) for who, spans in lanes.items()}
     return _Drawing(window=window, lanes={who: rows or [[]] for who, rows in shown.items()}, started=started)
 
 
-def _inside(spans: Sequence[Span], window: Window) -> list[Span]:
+def _inside(spans: Sequence[TimelineSpan], window: Window) -> list[TimelineSpan]:
     begin, end = window.begin, window.end
     return [within(span, begin, end) for span in spans if span.end > begin and span.begin < end]
 
 
-def _ends(lanes: dict[str, list[Span]]) -> tuple[float, float]:
+def _ends(lanes: dict[str, list[TimelineSpan]]) -> tuple[float, float]:
     begin = min(spans[0].begin for spans in lanes.values())
     return begin, max(begin + 1e-6, *(span.end for spans in lanes.values() for span in spans))
 
 
-def _bars_between(lanes: dict[str, list[Span]], begin: float, end: float) -> Iterator[int]:
+def _bars_between(lanes: dict[str, list[TimelineSpan]], begin: float, end: float) -> Iterator[int]:
     for spans in lanes.values():
         for span in spans:
             if span.end > begin and span.begin < end:
                 yield max(len(span.parts), 1)
 
 
-def _drawn(spans: Sequence[Span]) -> Iterator[Span]:
+def _drawn(spans: Sequence[TimelineSpan]) -> Iterator[TimelineSpan]:
     """A load with its pause on it; of what consists of parts, these."""
     for span in spans:
         if span.what not in ("step", "save") or (span.what == "save" and not span.parts):
@@ -250,7 +250,7 @@ def _drawn(spans: Sequence[Span]) -> Iterator[Span]:
         yield from span.parts
 
 
-def _worked(span: Span) -> float:
+def _worked(span: TimelineSpan) -> float:
     """Seconds of it that were no waiting."""
     if span.what == "step":
         return sum(part.end - part.begin for part in span.parts if not part.what.startswith("wait"))
@@ -280,7 +280,7 @@ _TOTALS = ("step", "total")
 _SAMPLES_FROM = {"generate": "wait for samples", "load": "wait for loads", "validate": "wait for a validation"}
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """Something that somebody did.
 
     Attributes:
@@ -298,11 +298,11 @@ class Span(NamedTuple):
     about: str
     begin: float
     end: float
-    parts: tuple[Span, ...] = ()
+    parts: tuple[TimelineSpan, ...] = ()
     facts: Mapping[str, object] = {}
 
 
-class Held(NamedTuple):
+class HeldVersion(NamedTuple):
     """From when on an explorer held which version, in Unix seconds; `attempt` is the run's."""
 
     at: float
@@ -311,7 +311,7 @@ class Held(NamedTuple):
     version: int
 
 
-def spans(metrics: Iterable[Record], events: Iterable[Record]) -> Iterator[Span]:
+def spans(metrics: Iterable[Record], events: Iterable[Record]) -> Iterator[TimelineSpan]:
     """Work out the spans of a run, the trainer's first, each one's in the order of their lines.
 
     Args:
@@ -325,22 +325,22 @@ def spans(metrics: Iterable[Record], events: Iterable[Record]) -> Iterator[Span]
             yield from make(event)
 
 
-def span_lanes(found: Iterable[Span]) -> dict[str, list[Span]]:
+def span_lanes(found: Iterable[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
     """Sort spans by who, trainer first and explorers by number, and those of each by when they began."""
-    by_who: dict[str, list[Span]] = defaultdict(list)
+    by_who: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in found:
         by_who[span.who].append(span)
     return {who: sorted(by_who[who], key=lambda span: span.begin) for who in sorted(by_who, key=_lane)}
 
 
-def span_rows(ordered: Iterable[Span], slack_s: float = 1e-3) -> list[list[Span]]:
+def span_rows(ordered: Iterable[TimelineSpan], slack_s: float = 1e-3) -> list[list[TimelineSpan]]:
     """Put spans of one lane into rows in which none overlaps the one before, as few as it takes; mostly one.
 
     Args:
         ordered: by when they began.
         slack_s: an overlap no longer than this is a matter of clocks: the later one is cut.
     """
-    found: list[list[Span]] = []
+    found: list[list[TimelineSpan]] = []
     for span in ordered:
         row = next((row for row in found if span.begin >= row[-1].end - slack_s), None)
         if row is None:
@@ -350,20 +350,20 @@ def span_rows(ordered: Iterable[Span], slack_s: float = 1e-3) -> list[list[Span]
     return found
 
 
-def within(span: Span, begin: float, end: float) -> Span:
+def within(span: TimelineSpan, begin: float, end: float) -> TimelineSpan:
     """Cut a span and its parts to what lies between two times."""
     parts = tuple(within(part, begin, end) for part in span.parts if part.end > begin and part.begin < end)
     return span._replace(begin=min(max(span.begin, begin), end), end=min(max(span.end, begin), end), parts=parts)
 
 
-def loads(events: Iterable[Record]) -> list[Held]:
+def loads(events: Iterable[Record]) -> list[HeldVersion]:
     """List what explorers held from when on, in the order of time."""
     found = []
     for event in events:
         version = event.get("version")
         if event.get("event") == "load" and isinstance(version, int):
             for span in _load(event):
-                found.append(Held(span.end, event.get("attempt"), span.who, version))
+                found.append(HeldVersion(span.end, event.get("attempt"), span.who, version))
     return sorted(found, key=lambda held: held.at)
 
 
@@ -389,7 +389,7 @@ def held_by_step(metrics: Sequence[Record], events: Iterable[Record]) -> dict[st
     return found
 
 
-def _step(line: Record) -> Iterator[Span]:
+def _step(line: Record) -> Iterator[TimelineSpan]:
     """A step and its parts, which the trainer did one after another in the order in which they stand."""
     end, about = finite(line.get("time")), f"step {line.get('step')}"
     timings = {
@@ -404,57 +404,57 @@ def _step(line: Record) -> Iterator[Span]:
     for name, took in seconds.items():
         if took:
             begin, at = at, min(at + took, end)
-            parts.append(Span(TRAINER, _SAMPLES_FROM.get(name, name), about, begin, at))
+            parts.append(TimelineSpan(TRAINER, _SAMPLES_FROM.get(name, name), about, begin, at))
     facts = {name: line[name] for name in ("reward/mean", "loss", "staleness/mean") if name in line}
-    yield Span(TRAINER, "step", about, end - whole, end, tuple(parts), facts)
+    yield TimelineSpan(TRAINER, "step", about, end - whole, end, tuple(parts), facts)
 
 
-def _generate(event: Record) -> Iterator[Span]:
+def _generate(event: Record) -> Iterator[TimelineSpan]:
     about = f"step {event.get('step')}, version {event.get('version')}"
     for begin, took in _times(event):
-        yield Span(str(event.get("explorer")), "generate", about, begin, begin + took)
+        yield TimelineSpan(str(event.get("explorer")), "generate", about, begin, begin + took)
 
 
-def _load(event: Record) -> Iterator[Span]:
+def _load(event: Record) -> Iterator[TimelineSpan]:
     who, about = str(event.get("explorer")), f"version {event.get('version')}"
     for begin, took in _times(event):
         end = begin + took
         paused = min(max(finite(event.get("paused_s")) or 0.0, 0.0), took)
-        parts = (Span(who, "pause", about, end - paused, end),) if paused else ()
-        yield Span(who, "load", about, begin, end, parts, _facts(event, "bytes", "digest"))
+        parts = (TimelineSpan(who, "pause", about, end - paused, end),) if paused else ()
+        yield TimelineSpan(who, "load", about, begin, end, parts, _facts(event, "bytes", "digest"))
 
 
-def _publish(event: Record) -> Iterator[Span]:
+def _publish(event: Record) -> Iterator[TimelineSpan]:
     about, facts = f"version {event.get('version')}", _facts(event, "blocked_s", "bytes_moved", "digest")
     for begin, took in _times(event):
         sealed = finite(event.get("sealed_s"))
         if sealed is None:
-            yield Span(AGENT, "publish", about, begin, begin + took, (), facts)
+            yield TimelineSpan(AGENT, "publish", about, begin, begin + took, (), facts)
             continue
         sealed = min(max(sealed, 0.0), took)
         digesting = min(max(finite(event.get("digest_s")) or 0.0, 0.0), sealed)
         if digesting:
-            yield Span(AGENT, "digest", about, begin + sealed - digesting, begin + sealed)
-        yield Span(AGENT, "publish", about, begin + sealed, begin + took, (), facts)
+            yield TimelineSpan(AGENT, "digest", about, begin + sealed - digesting, begin + sealed)
+        yield TimelineSpan(AGENT, "publish", about, begin + sealed, begin + took, (), facts)
 
 
-def _commit(event: Record) -> Iterator[Span]:
+def _commit(event: Record) -> Iterator[TimelineSpan]:
     about, facts = f"step {event.get('step')}", _facts(event, "kind", "blocked_s", "bytes", "digest")
     for begin, took in _times(event):
         written = finite(event.get("written_s"))
-        parts: tuple[Span, ...] = ()
+        parts: tuple[TimelineSpan, ...] = ()
         if written is not None:
             between = begin + min(max(written, 0.0), took)
             parts = (
-                Span(SAVES, "write", about, begin, between),
-                Span(SAVES, "commit", about, between, begin + took),
+                TimelineSpan(SAVES, "write", about, begin, between),
+                TimelineSpan(SAVES, "commit", about, between, begin + took),
             )
-        yield Span(SAVES, "save", about, begin, begin + took, parts, facts)
+        yield TimelineSpan(SAVES, "save", about, begin, begin + took, parts, facts)
 
 
-def _mirror(event: Record) -> Iterator[Span]:
+def _mirror(event: Record) -> Iterator[TimelineSpan]:
     for begin, took in _times(event):
-        yield Span(
+        yield TimelineSpan(
             MIRROR, "copy", f"step {event.get('step')}", begin, begin + took, (), _facts(event, "state", "bytes")
         )
 
@@ -477,7 +477,7 @@ def _lane(who: str) -> tuple[int, list[tuple[int, str]]]:
     return (places.index(who) if who in places else len(places)), words
 
 
-_EVENTS: Mapping[str, Callable[[Record], Iterator[Span]]] = {
+_EVENTS: Mapping[str, Callable[[Record], Iterator[TimelineSpan]]] = {
     "generate": _generate,
     "load": _load,
     "publish": _publish,

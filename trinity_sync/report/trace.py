@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trinity_sync.report import timeline
 from trinity_sync.report.data import Run
-from trinity_sync.report.timeline import AGENT, MIRROR, SAVES, TRAINER, Span
+from trinity_sync.report.timeline import AGENT, MIRROR, SAVES, TRAINER, TimelineSpan
 from trinity_sync.tracking import summary
 from trinity_sync.tracking.jsonl import Record, plain
 from trinity_sync.tracking.units import finite
@@ -61,7 +61,7 @@ def events(run: Run) -> Iterator[Event]:
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": number}}
     yield from trace.thread(_RUN, 1, "attempts")
     for attempt, (begin, end) in attempts.items():
-        yield trace.complete(_RUN, 1, Span("run", f"attempt {attempt}", "", begin, end))
+        yield trace.complete(_RUN, 1, TimelineSpan("run", f"attempt {attempt}", "", begin, end))
     tids = dict.fromkeys(_PROCESSES, 0)
     for who, spans in found.items():
         pid = _PLACES.get(who, _EXPLORERS)
@@ -88,20 +88,20 @@ class _Trace:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
-    def nested(self, pid: int, tid: int, span: Span) -> Iterator[Event]:
+    def nested(self, pid: int, tid: int, span: TimelineSpan) -> Iterator[Event]:
         """A span, and after it its parts."""
         yield self.complete(pid, tid, span)
         for part in span.parts:
             yield from self.nested(pid, tid, part)
 
-    def complete(self, pid: int, tid: int, span: Span) -> Event:
+    def complete(self, pid: int, tid: int, span: TimelineSpan) -> Event:
         begin, end = self._at(span.begin), self._at(span.end)
         event: dict[str, object] = {"ph": "X", "name": span.what, "pid": pid, "tid": tid}
         event |= {"ts": begin, "dur": end - begin}
         args = {**({"for": span.about} if span.about else {}), **span.facts}
         return {**event, "args": args} if args else event
 
-    def held(self, found: Iterable[timeline.Held]) -> Iterator[Event]:
+    def held(self, found: Iterable[timeline.HeldVersion]) -> Iterator[Event]:
         for held in found:
             name, args = f"version held by {held.explorer}", {"version": held.version}
             yield {"ph": "C", "name": name, "pid": _EXPLORERS, "ts": self._at(held.at), "args": args}

@@ -160,7 +160,7 @@ def computed(line: Mapping[str, object]) -> dict[str, Number]:
 NONE = "none"
 
 
-class Differs(NamedTuple):
+class EnvironmentDifference(NamedTuple):
     """One thing that is not the same: what, and what it was then and is now."""
 
     what: str
@@ -171,7 +171,7 @@ class Differs(NamedTuple):
         return f"{self.what}: {self.old} -> {self.new}"
 
 
-def differences(old: RunJson, new: RunJson) -> list[Differs]:
+def differences(old: RunJson, new: RunJson) -> list[EnvironmentDifference]:
     """Compare packages, the state of the repository, threads and hardware of two records.
 
     What a record does not have, as those of earlier versions, is not compared.
@@ -184,26 +184,26 @@ def differences(old: RunJson, new: RunJson) -> list[Differs]:
     ]
 
 
-def _git(old: RunJson, new: RunJson) -> Iterator[Differs]:
+def _git(old: RunJson, new: RunJson) -> Iterator[EnvironmentDifference]:
     before, after = old.get("git"), new.get("git")
     if before is None and after is None:
         return
     texts = [NONE if git is None else git["commit"][:12] + " with changes" * git["dirty"] for git in (before, after)]
     if texts[0] != texts[1] or texts[0].endswith("changes"):  # two sets of changes may be two different ones
-        yield Differs("git", *texts)
+        yield EnvironmentDifference("git", *texts)
 
 
-def _mappings(prefix: str, old: object, new: object) -> Iterator[Differs]:
+def _mappings(prefix: str, old: object, new: object) -> Iterator[EnvironmentDifference]:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
-            yield Differs(f"{prefix}{name}", str(old.get(name, NONE)), str(new.get(name, NONE)))
+            yield EnvironmentDifference(f"{prefix}{name}", str(old.get(name, NONE)), str(new.get(name, NONE)))
 
 
-def _values(what: str, old: object, new: object) -> Iterator[Differs]:
+def _values(what: str, old: object, new: object) -> Iterator[EnvironmentDifference]:
     if old is not None and new is not None and old != new:
-        yield Differs(what, str(old), str(new))
+        yield EnvironmentDifference(what, str(old), str(new))
 
 
 # Where the end of one more run may lie, given those of a few: for runs that are not the same bit for bit.

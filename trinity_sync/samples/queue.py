@@ -24,7 +24,7 @@ from trinity_sync.samples.position import GroupId, Position
 T = TypeVar("T")
 
 
-class Ready(NamedTuple, Generic[T]):
+class ReadyGroup(NamedTuple, Generic[T]):
     """A group that the trainer may take: the step of the (oldest) version that made it, which group, its samples."""
 
     version_step: int
@@ -32,12 +32,12 @@ class Ready(NamedTuple, Generic[T]):
     samples: T
 
 
-class Taken(NamedTuple, Generic[T]):
+class UpdateGroups(NamedTuple, Generic[T]):
     """What an update takes: its groups; flat ones, where it lacks others; and flat ones that it leaves out."""
 
-    groups: list[Ready[T]]
-    filled: list[Ready[T]]
-    left_out: list[Ready[T]]
+    groups: list[ReadyGroup[T]]
+    filled: list[ReadyGroup[T]]
+    left_out: list[ReadyGroup[T]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ class GroupQueue(Generic[T]):
         self._next = begin.next
         self._waiting = list(begin.waiting)  # a heap: the oldest is made first
         self._out: dict[GroupId, _Out] = {}
-        self._ready: dict[GroupId, Ready[T]] = {}
+        self._ready: dict[GroupId, ReadyGroup[T]] = {}
         self._starved_since: float | None = None
-        self.aside: list[Ready[T]] = []
+        self.aside: list[ReadyGroup[T]] = []
         self.step = step
         self.newest: int | None = None
         self.dropped = 0
@@ -140,7 +140,7 @@ class GroupQueue(Generic[T]):
         if self._over_stale(version_step):
             self._drop(group)
             return False
-        made = Ready(version_step, group, samples)
+        made = ReadyGroup(version_step, group, samples)
         if flat:
             self.aside.append(made)
         else:
@@ -153,7 +153,7 @@ class GroupQueue(Generic[T]):
             del self._out[group]
             heapq.heappush(self._waiting, group)
 
-    def take(self) -> Taken[T] | None:
+    def take(self) -> UpdateGroups[T] | None:
         """Take the groups of the next update, the oldest versions first; None while too few are within the bound."""
         for group, ready in list(self._ready.items()):
             if self._over_stale(ready.version_step):
@@ -171,7 +171,7 @@ class GroupQueue(Generic[T]):
         missing = wanted - len(groups)
         self._starved_since = None
         self.step += 1
-        return Taken(groups, aside[:missing], aside[missing:])
+        return UpdateGroups(groups, aside[:missing], aside[missing:])
 
     def _all_made(self) -> bool:
         """Tell whether no more groups are made for the next update than there are, flat ones included."""

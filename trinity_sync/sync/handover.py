@@ -29,9 +29,9 @@ from trinity_sync.actors.synchronizer import StoredState, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import MANIFEST, STATE_DICT
-from trinity_sync.protocol.rounds import TRAINER, Member, Roll, RoundBook, RoundError, WeightSyncGroup
+from trinity_sync.protocol.rounds import TRAINER, Roll, RoundBook, RoundError, RoundMember, WeightSyncGroup
 from trinity_sync.protocol.statuses import StatusBook
-from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, Whereabouts
+from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, VersionPlace
 from trinity_sync.sync.settings import SynchronizerConfig
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.packing import BUCKET_BYTES, described, layouts, pack, unpack
@@ -73,7 +73,7 @@ class Handover:
         self._statuses = StatusBook(expects_trainer=not config.trinity)
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
-        self._served: set[Member] = set()
+        self._served: set[RoundMember] = set()
         # The processes that were here when the newest version on disk became known.
         self._here: set[str] = set()
         self._meta: list[Described] | None = None
@@ -83,7 +83,7 @@ class Handover:
     # -- state dicts
 
     async def set_model_state_dict(
-        self, step: int, attempt: int | None, state: object, location: str | None, publisher: Member
+        self, step: int, attempt: int | None, state: object, location: str | None, publisher: RoundMember
     ) -> None:
         """Publish a version: as `put_state`, or as `announce` where there is no state.
 
@@ -196,11 +196,11 @@ class Handover:
             return None
         return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
 
-    async def find(self) -> Whereabouts | None:
+    async def find(self) -> VersionPlace | None:
         """Return the newest version with what is needed to have its tensors; None before the first."""
         return self._book.find()
 
-    async def state_lost(self, version: Version) -> Whereabouts | None:
+    async def state_lost(self, version: Version) -> VersionPlace | None:
         """Take note that the tensors of a version are lost; return what serves in its place."""
         return self._book.lost(Version(*version))
 
@@ -220,7 +220,7 @@ class Handover:
     # -- broadcasts
 
     async def open_group(
-        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
+        self, trainer: RoundMember, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
         """Take note of where a group for broadcasts meets, which the trainer set up."""
         try:
@@ -230,7 +230,7 @@ class Handover:
         self._changes.announce()
         return group
 
-    async def join_group(self, explorer: Member, after: int, timeout_s: float) -> WeightSyncGroup:
+    async def join_group(self, explorer: RoundMember, after: int, timeout_s: float) -> WeightSyncGroup:
         """Wait for a group with an id above `after`; return it, with the explorer's place in it."""
         rounds, over = self._rounds, self._statuses.trainer_requires_sync
         deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
@@ -248,7 +248,7 @@ class Handover:
                 # The group was over with that: it had the process before this one. There will be another one.
                 self._changes.announce()
 
-    async def ready(self, member: Member, step: int | None, timeout_s: float) -> int | None:
+    async def ready(self, member: RoundMember, step: int | None, timeout_s: float) -> int | None:
         """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent.
         None: there is nobody to wait for, for the others have stopped.
         """
@@ -289,7 +289,7 @@ class Handover:
         """Whether the other side of a broadcast is over."""
         return self._statuses.explorers_stopped if trainer else self._statuses.trainer_requires_sync() is None
 
-    async def sent(self, trainer: Member, version: Version) -> None:
+    async def sent(self, trainer: RoundMember, version: Version) -> None:
         """Take note that all explorers of the group have a version."""
         version = Version(*version)
         if not self._rounds.sends(trainer):
@@ -330,7 +330,7 @@ class Handover:
 
     # -- whom the actor serves
 
-    async def attach(self, member: Member, owned: Sequence[Awaitable[None]]) -> None:
+    async def attach(self, member: RoundMember, owned: Sequence[Awaitable[None]]) -> None:
         """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
@@ -348,7 +348,7 @@ class Handover:
 
     async def add_module(self, module_ref: ActorHandle | None) -> None:
         """Serve an actor of the program as well, until it is gone; see `Synchronizer.add_module`."""
-        if module_ref is None or (module := Member("module", module_ref._actor_id.hex())) in self._served:
+        if module_ref is None or (module := RoundMember("module", module_ref._actor_id.hex())) in self._served:
             return
         self._served.add(module)
         watch = asyncio.ensure_future(self.attach(module, [_dead(module_ref)]))
@@ -371,7 +371,7 @@ def _own(found: tuple[dict[str, torch.Tensor] | str | None, int]) -> tuple[dict[
 
 
 #: The calls by which actors watch this process; while it lives, so do they.
-_attached: dict[tuple[str, Member], tuple[Call[None], Call[None]]] = {}
+_attached: dict[tuple[str, RoundMember], tuple[Call[None], Call[None]]] = {}
 
 
 class HandoverClient:
@@ -391,7 +391,7 @@ class HandoverClient:
         """Wait for the answer of a call that has no limit of its own."""
         return call.result(self.client.timeout_s)
 
-    def _attach(self, name: str) -> Member:
+    def _attach(self, name: str) -> RoundMember:
         """Return this process under a name; the actor notices its end from now on."""
         member = this_process(name)
         key = (self.client.handle._actor_id.hex(), member)

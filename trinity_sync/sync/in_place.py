@@ -20,7 +20,7 @@ from trinity_sync.actors.rank import Broadcast
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host.memory import peak_rss
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Transport
 from trinity_sync.sync.layouts import LayoutCache
@@ -55,11 +55,11 @@ class InPlace:
             self._receiver.check([self._layouts.get(info) for info in lease.parts.values()])
             self._checked = digests
 
-    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Overwrite the tensors, from the first piece on."""
         give_up()
         moved = self._apply(lease, broadcast)
-        return Taken(moved, self._prove(lease) if self._verify == "full" else None)
+        return LoadResult(moved, self._prove(lease) if self._verify == "full" else None)
 
     def digests(self) -> dict[str, bytes]:
         """The 16-byte digest of each tensor as it was written last, with ``full``."""
@@ -97,7 +97,7 @@ class InPlace:
 _TRIES = 2
 
 
-class Taken(NamedTuple):
+class LoadResult(NamedTuple):
     """What a target says of the version that it took.
 
     Attributes:
@@ -126,7 +126,7 @@ class WeightTarget(Protocol):
         """
         ...
 
-    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Take a version, whole.
 
         Args:
@@ -153,7 +153,7 @@ class WeightLoader:
         held: the version that the target holds; None: none, or not all of one.
     """
 
-    def __init__(self, member: Member, target: WeightTarget, synchronizer: SynchronizerClient) -> None:
+    def __init__(self, member: RoundMember, target: WeightTarget, synchronizer: SynchronizerClient) -> None:
         self._member = member
         self._name = member.name
         self._target = target
@@ -198,7 +198,7 @@ class WeightLoader:
         except MismatchError as error:
             raise self._cannot(lease, error) from error
 
-    def _take(self, lease: Lease, broadcast: Broadcast | None) -> Taken:
+    def _take(self, lease: Lease, broadcast: Broadcast | None) -> LoadResult:
         tries = 1 if broadcast is not None else _TRIES
         for attempt in range(1, tries + 1):
             try:

@@ -164,7 +164,7 @@ def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap
     return sent
 
 
-def _send(broadcast: Broadcast, group: Group, layout: PartLayout, segment: mmap.mmap) -> int:
+def _send(broadcast: Broadcast, group: RoundGroup, layout: PartLayout, segment: mmap.mmap) -> int:
     import torch
 
     staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
@@ -241,7 +241,7 @@ class _Arriving:
 
     def __init__(
         self,
-        group: Group,
+        group: RoundGroup,
         broadcast: Broadcast,
         layout: PartLayout,
         find_destination: FindDestination,
@@ -323,7 +323,12 @@ class _Receiving:
     """
 
     def __init__(
-        self, group: Group, place: torch.Tensor | None, buffer: torch.Tensor | None, nbytes: int, broadcast: Broadcast
+        self,
+        group: RoundGroup,
+        place: torch.Tensor | None,
+        buffer: torch.Tensor | None,
+        nbytes: int,
+        broadcast: Broadcast,
     ) -> None:
         import torch
 
@@ -359,7 +364,7 @@ def _nowhere(layout: PartLayout, number: int, cut: Cut) -> None:
 _WATCHDOG_S = 60.0
 
 
-class Group(Protocol):
+class RoundGroup(Protocol):
     """What is used of torch's groups, gloo between CPUs and NCCL between GPUs. Their stubs leave out `broadcast`."""
 
     def name(self) -> str:
@@ -379,7 +384,7 @@ class Group(Protocol):
         ...
 
 
-def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> Group:
+def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> RoundGroup:
     """Enter a group; returns when its members have met.
 
     Args:
@@ -395,11 +400,11 @@ def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: fl
         options = dist.ProcessGroupNCCL.Options()
         # By its own limit NCCL's watchdog ends the whole process; who waits for an operation is to be first, and told.
         options._timeout = limit + timedelta(seconds=_WATCHDOG_S)
-        return cast(Group, dist.ProcessGroupNCCL(store, rank, size, options))
-    return cast(Group, dist.ProcessGroupGloo(store, rank, size, limit))
+        return cast(RoundGroup, dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast(RoundGroup, dist.ProcessGroupGloo(store, rank, size, limit))
 
 
-def begin_broadcast(group: Group, tensor: torch.Tensor, timeout_s: float) -> Work:
+def begin_broadcast(group: RoundGroup, tensor: torch.Tensor, timeout_s: float) -> Work:
     """Begin to send a tensor from rank 0 to all others, into theirs; what is returned is waited for."""
     import torch.distributed as dist
 
@@ -418,7 +423,7 @@ def wait(work: Work, timeout_s: float, *, nccl: bool) -> None:
         work.wait()
 
 
-def close(groups: list[Group], transport: str) -> None:
+def close(groups: list[RoundGroup], transport: str) -> None:
     """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
     connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
     shutdown before.
@@ -478,7 +483,7 @@ def _meet(broadcast: Broadcast, sender: int) -> Store:
     return PrefixStore(f"{prefix}group", store)
 
 
-def open_group(broadcast: Broadcast, sender: int, rank: int) -> Group:
+def open_group(broadcast: Broadcast, sender: int, rank: int) -> RoundGroup:
     """Enter the group of a sender and all explorers, once they are there; errors as of the meeting.
 
     Args:

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
-from trinity_sync.sync.nccl import Group, begin_broadcast, make_group, wait
+from trinity_sync.sync.nccl import RoundGroup, begin_broadcast, make_group, wait
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES
@@ -44,7 +44,7 @@ def open_group(
     explorers: int,
     transport: str = "gloo",
     timeout_s: float,
-) -> Group:
+) -> RoundGroup:
     """As the trainer's rank 0, serve a store, tell the explorers of it, and wait for them; return the group.
 
     Args:
@@ -62,7 +62,7 @@ def open_group(
 
 def join_group(
     synchronizer: Synchronizer, explorer: str, *, after: int = 0, transport: str = "gloo", timeout_s: float
-) -> tuple[Group, WeightSyncGroup]:
+) -> tuple[RoundGroup, WeightSyncGroup]:
     """As an explorer, wait for the group and enter it; return the group, and what was told of it.
 
     Args:
@@ -76,7 +76,7 @@ def join_group(
     return _group(store, told, transport, timeout_s), told
 
 
-def _group(store: dist.Store, told: WeightSyncGroup, transport: str, timeout_s: float) -> Group:
+def _group(store: dist.Store, told: WeightSyncGroup, transport: str, timeout_s: float) -> RoundGroup:
     prefixed = dist.PrefixStore(f"weights-{told.id}/", store)
     return make_group(prefixed, told.rank, told.world_size, transport, timeout_s)
 
@@ -85,7 +85,7 @@ def _group(store: dist.Store, told: WeightSyncGroup, transport: str, timeout_s: 
 
 
 def broadcast(
-    group: Group,
+    group: RoundGroup,
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     packed: bool = False,
@@ -111,7 +111,7 @@ def broadcast(
 
 
 def receive(
-    group: Group,
+    group: RoundGroup,
     meta: Meta,
     *,
     packed: bool = False,
@@ -154,7 +154,7 @@ def receive(
         yield from unpack(bucket, data)
 
 
-def _broadcast(group: Group, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
+def _broadcast(group: RoundGroup, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
     if tensor.dtype in _AS_BYTES:
         tensor = tensor.view(-1).view(torch.uint8)
     try:
@@ -165,7 +165,7 @@ def _broadcast(group: Group, tensor: torch.Tensor, timeout_s: float, what: str) 
         raise RunError(f"{what} could not be broadcast within {timeout_s:g} s: {error}") from error
 
 
-def _device_of(group: Group) -> torch.device:
+def _device_of(group: RoundGroup) -> torch.device:
     if group.name().lower() == "gloo" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -35,7 +35,7 @@ from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.parts import PartInfo
-from trinity_sync.protocol.rounds import Member
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, STOPPED, known_status
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
@@ -63,7 +63,7 @@ class SynchronizerActor(Handover):
         super().__init__(VersionBook(config.slots, clock), config)
         self._wakes = 0
         # Agents and ranks that are dead, by name, and not yet followed by another process of that name.
-        self._dead: dict[str, Member] = {}
+        self._dead: dict[str, RoundMember] = {}
 
     # -- trainer's side
 
@@ -138,7 +138,7 @@ class SynchronizerActor(Handover):
         """Never returns. What it would return belongs to the caller; see `watch`."""
         await asyncio.Event().wait()
 
-    async def watch(self, member: Member, owned: list[ObjectRef[None]]) -> None:
+    async def watch(self, member: RoundMember, owned: list[ObjectRef[None]]) -> None:
         """Notice the death of a node agent or a rank: `owned` holds the reference to its `hold` call, which fails with
         its owner. One that is started again takes the place of the one before, whatever is heard of that.
         """
@@ -201,7 +201,7 @@ class SynchronizerActor(Handover):
         )
         return newer()
 
-    async def wait_new_model_state_dict(self, explorer: Member, current_version: int) -> int:
+    async def wait_new_model_state_dict(self, explorer: RoundMember, current_version: int) -> int:
         """Wait for a step past `current_version`; see `Synchronizer.wait_new_model_state_dict`."""
         newest = self._book.newest
         if newest is None and current_version < 0:
@@ -242,7 +242,7 @@ class SynchronizerActor(Handover):
         """Return whether the trainer waits for a broadcast; None: it has stopped."""
         return self._statuses.trainer_requires_sync()
 
-    async def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> None:
+    async def set_explorer_status(self, member: RoundMember, status: str, old_status: str | None = None) -> None:
         """Take note that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
         if not self._roll.present(member):
             raise RunError(f"{member} is dead, so no explorer of it is {status}")

@@ -14,7 +14,7 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.assistant_turns import assistant_turns
 from trinity_sync.tasks.chat_template import ChatTemplate
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.pairs import Pair
+from trinity_sync.tasks.pairs import TextPair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -273,7 +273,7 @@ class PairEncoder:
             embedded=tokens.embedded,
         )
 
-    def encode(self, examples: Sequence[Pair | Conversation]) -> list[Encoded]:
+    def encode(self, examples: Sequence[TextPair | Conversation]) -> list[Encoded]:
         """The tokens of examples.
 
         Raises:
@@ -284,7 +284,7 @@ class PairEncoder:
             self._fitted(example.where, *found) for example, found in zip(examples, self._all(examples), strict=True)
         ]
 
-    def lengths(self, examples: Sequence[Pair | Conversation], places: Sequence[str] = ()) -> list[int]:
+    def lengths(self, examples: Sequence[TextPair | Conversation], places: Sequence[str] = ()) -> list[int]:
         """How many tokens examples have, whatever the limit is.
 
         Raises:
@@ -296,7 +296,7 @@ class PairEncoder:
             usable(example.where, ids, learnt)
         return [len(ids) for ids, _ in found]
 
-    def unended(self, example: Pair | Conversation) -> str | None:
+    def unended(self, example: TextPair | Conversation) -> str | None:
         """Words on an answer that is learnt without a token that ends a text; None: it has one."""
         ids, learnt = self._all([example])[0]
         tail = [token for token, mark in zip(ids, learnt, strict=True) if mark][-_TAIL:]
@@ -338,7 +338,7 @@ class PairEncoder:
             raise RunError(f"{where}: the prompt has no token")
         return Encoded(ids[:first], ids[first:], learnt[first:])
 
-    def _all(self, examples: Sequence[Pair | Conversation]) -> list[tuple[list[int], list[bool]]]:
+    def _all(self, examples: Sequence[TextPair | Conversation]) -> list[tuple[list[int], list[bool]]]:
         """Tokens of each, and which are learnt."""
         try:
             return self._tokens(examples)
@@ -349,17 +349,17 @@ class PairEncoder:
                 raise RunError(f"{examples[0].where} cannot be tokenised: {error}") from error
             return [found for example in examples for found in self._all([example])]  # so as to say which it is
 
-    def _tokens(self, examples: Sequence[Pair | Conversation]) -> list[tuple[list[int], list[bool]]]:
-        of_pairs = iter(self._pairs([one for one in examples if isinstance(one, Pair)]))
+    def _tokens(self, examples: Sequence[TextPair | Conversation]) -> list[tuple[list[int], list[bool]]]:
+        of_pairs = iter(self._pairs([one for one in examples if isinstance(one, TextPair)]))
         of_conversations = iter(self._conversations([one for one in examples if isinstance(one, Conversation)]))
-        found = [next(of_pairs if isinstance(one, Pair) else of_conversations) for one in examples]
+        found = [next(of_pairs if isinstance(one, TextPair) else of_conversations) for one in examples]
         for example, (ids, _) in zip(examples, found, strict=True):
             self._check_known(example.where, ids)
         return found
 
     # -- pairs
 
-    def _pairs(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], list[bool]]]:
+    def _pairs(self, pairs: Sequence[TextPair]) -> Iterator[tuple[list[int], list[bool]]]:
         if pairs and not self._ends:
             raise RunError(f"{pairs[0].where}: the model names no end-of-sequence token to put behind a response")
         texts = [pair.response for pair in pairs]

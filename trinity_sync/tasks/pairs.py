@@ -12,7 +12,7 @@ from trinity_sync.tasks.conversations import Conversation
 from trinity_sync.tasks.rows import RowFile
 
 
-class Pair(NamedTuple):
+class TextPair(NamedTuple):
     """What to say to what.
 
     Attributes:
@@ -60,21 +60,21 @@ class PairsTask:
             prompt = self._file.text_or_messages(row, prompt_key)
             response = self._file.text(row, response_key)
             where = self._file.where(row)
-            self._pairs[row.number] = Pair(prompt if isinstance(prompt, str) else list(prompt), response, where)
+            self._pairs[row.number] = TextPair(prompt if isinstance(prompt, str) else list(prompt), response, where)
 
-    def pairs(self, step: int, count: int) -> list[Pair]:
+    def pairs(self, step: int, count: int) -> list[TextPair]:
         """Return the pairs of a trainer step (from 1)."""
         return self.pairs_from((step - 1) * count, count)
 
-    def pairs_from(self, first: int, count: int) -> list[Pair]:
+    def pairs_from(self, first: int, count: int) -> list[TextPair]:
         """Return pairs by their number in the order of the data, from 0."""
         return [self._pairs[row.number] for row in self._file.following(first, count)]
 
-    def all_rows(self) -> list[tuple[str, Pair]]:
+    def all_rows(self) -> list[tuple[str, TextPair]]:
         """Return each row of the file, with its place."""
         return [(self._file.where(row), self._pairs[row.number]) for row in self._file.rows]
 
-    def validation_rows(self, count: int | None) -> list[Pair]:
+    def validation_rows(self, count: int | None) -> list[TextPair]:
         """Return the first pairs of the file, all for None."""
         return [self._pairs[row.number] for row in self._file.rows[:count]]
 
@@ -86,7 +86,7 @@ class PairsTask:
 # Whether the rows of a validation are new ones.
 
 
-Item = Prompt | Pair | Conversation
+Item = Prompt | TextPair | Conversation
 
 
 def shared_rows(trained: Iterable[Item], validated: Iterable[tuple[str, Item]]) -> list[str]:

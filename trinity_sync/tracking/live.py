@@ -327,7 +327,7 @@ Drawing = Callable[[int], Text]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LiveRow:
     """A line of the picture, or several.
 
     Attributes:
@@ -408,7 +408,7 @@ class RunPanel:
             head.append(f" {self._marks[0]} {self._subtitle}", style="not bold")
         return head
 
-    def _lines(self, rows: Sequence[Row], width: int, bordered: bool) -> list[Text]:
+    def _lines(self, rows: Sequence[LiveRow], width: int, bordered: bool) -> list[Text]:
         """Lay all rows out, with what a border would say where there is none."""
         room = width - 4 if bordered else width
         lines = [] if bordered else self._fold(self._head(), room)
@@ -419,7 +419,7 @@ class RunPanel:
             lines += self._row(row, indent, room)
         return lines if bordered else [*lines, Text(f"after {self._elapsed}", style="dim")]
 
-    def _row(self, row: Row, indent: int, width: int) -> list[Text]:
+    def _row(self, row: LiveRow, indent: int, width: int) -> list[Text]:
         beside = width - indent >= _NARROWEST
         room = width - indent if beside else width
         lines = self._flow(row.cells, room)
@@ -435,7 +435,7 @@ class RunPanel:
         labels = [row.label, *[""] * (len(texts) - 1)]
         return [Text.assemble((f"{label:<{indent}}", "bold"), text) for label, text in zip(labels, texts, strict=True)]
 
-    def _drawn(self, row: Row, room: int) -> Text | None:
+    def _drawn(self, row: LiveRow, room: int) -> Text | None:
         """Return the line of a row with its drawing; None where there is no room for that."""
         first, rest = row.cells[0], f" {self._marks[0]} ".join(row.cells[1:])
         left = room - cell_len(first) - cell_len(rest) - 4
@@ -468,20 +468,22 @@ def _wrapped(text: str, room: int) -> list[str]:
     return textwrap.wrap(text, max(1, room // 2 if wide else room), break_on_hyphens=False)
 
 
-def _phase_rows(state: RunState, now: float, unicode: bool) -> Iterator[Row]:
+def _phase_rows(state: RunState, now: float, unicode: bool) -> Iterator[LiveRow]:
     done, doing = ("✓", "…") if unicode else ("+", ".")
     for index, (what, begin) in enumerate(state.phases):
         last = index == len(state.phases) - 1
         end = now if last else state.phases[index + 1][1]
         took = f"{units.elapsed(end - begin):>7}"
-        yield Row(label=doing if last else done, cells=[f"{took}  {one_line(what)}"], style="bold" if last else "dim")
+        yield LiveRow(
+            label=doing if last else done, cells=[f"{took}  {one_line(what)}"], style="bold" if last else "dim"
+        )
     if not state.phases:
-        yield Row(label="now", cells=["starting"])
+        yield LiveRow(label="now", cells=["starting"])
     if state.fault is not None:
         yield _faults(state, now)
 
 
-def _step_rows(state: RunState, now: float, unicode: bool) -> Iterator[Row]:
+def _step_rows(state: RunState, now: float, unicode: bool) -> Iterator[LiveRow]:
     yield _step(state, now, unicode)
     ramp = UNICODE_RAMP if unicode else ASCII_RAMP
     if state.rewards:
@@ -491,25 +493,25 @@ def _step_rows(state: RunState, now: float, unicode: bool) -> Iterator[Row]:
             f"mean of {len(recent)}: {units.number(sum(recent) / len(recent))}",
             *([f"loss {units.number(state.losses[-1])}"] if state.losses else []),
         ]
-        yield Row(label="reward", cells=cells, drawing=_curve(state.rewards, ramp))
+        yield LiveRow(label="reward", cells=cells, drawing=_curve(state.rewards, ramp))
     elif state.losses:
-        yield Row(label="loss", cells=[units.number(state.losses[-1])], drawing=_curve(state.losses, ramp))
+        yield LiveRow(label="loss", cells=[units.number(state.losses[-1])], drawing=_curve(state.losses, ramp))
     rates = rate_cells(state)
     if rates:
-        yield Row(label="rate", cells=rates)
-    yield Row(label="versions", cells=list(_versions(state)))
-    yield Row(label="sync", cells=list(_sync(state)) or ["nothing yet"])
-    yield Row(label="save", cells=list(_save(state, now)) or ["nothing yet"])
+        yield LiveRow(label="rate", cells=rates)
+    yield LiveRow(label="versions", cells=list(_versions(state)))
+    yield LiveRow(label="sync", cells=list(_sync(state)) or ["nothing yet"])
+    yield LiveRow(label="save", cells=list(_save(state, now)) or ["nothing yet"])
     queue = list(_queue(state))
     if queue:
-        yield Row(label="queue", cells=queue)
+        yield LiveRow(label="queue", cells=queue)
     if state.fault is not None:
         yield _faults(state, now)
     if state.busy is not None:
-        yield Row(label="now", cells=[one_line(state.busy)])
+        yield LiveRow(label="now", cells=[one_line(state.busy)])
 
 
-def _step(state: RunState, now: float, unicode: bool) -> Row:
+def _step(state: RunState, now: float, unicode: bool) -> LiveRow:
     cells = [str(state.step)]
     drawing: Drawing | None = None
     if state.total_steps is not None:
@@ -528,7 +530,7 @@ def _step(state: RunState, now: float, unicode: bool) -> Row:
     stalled = state.stalled_s(now)
     if stalled is not None:
         cells.append(f"no step for {units.elapsed(stalled)}")
-    return Row(label="step", cells=cells, drawing=drawing)
+    return LiveRow(label="step", cells=cells, drawing=drawing)
 
 
 def _versions(state: RunState) -> Iterator[str]:
@@ -597,10 +599,10 @@ def _queue(state: RunState) -> Iterator[str]:
         yield f"{units.plural(int(alive), 'explorer')} alive"
 
 
-def _faults(state: RunState, now: float) -> Row:
+def _faults(state: RunState, now: float) -> LiveRow:
     assert state.fault is not None
     ago = units.seconds(max(0.0, round(now - state.fault.at)))
-    return Row(
+    return LiveRow(
         label="faults",
         cells=[f"{state.faults}, newest {ago} ago", one_line(state.fault, 1000)],
         style="yellow",

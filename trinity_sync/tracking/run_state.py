@@ -30,7 +30,7 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Timed:
+class _TimedStep:
     """A step that was timed: its seconds, and what it trained on, where that is known."""
 
     seconds: float
@@ -94,7 +94,7 @@ class RunState:
         self.faults = 0
         self.fault: Fault | None = None
         self.dropped = 0.0
-        self._timed: deque[_Timed] = deque(maxlen=_TIMED_STEPS)
+        self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
     def take(self, line: Record, now: float) -> None:
         """Take a line. What it does not understand it leaves.
@@ -122,7 +122,7 @@ class RunState:
         if self.stepped is not None and at >= self.stepped:
             # The first step is no measure: it has the start-up in it.
             samples, tokens = (units.finite(line.get(f"batch/{unit}")) for unit in ("samples", "tokens"))
-            self._timed.append(_Timed(seconds=at - self.stepped, samples=samples, tokens=tokens))
+            self._timed.append(_TimedStep(seconds=at - self.stepped, samples=samples, tokens=tokens))
         self.stepped, self.step, self.metrics = at, step, dict(line)
         for name, course in (("reward/mean", self.rewards), ("loss", self.losses)):
             value = units.finite(line.get(name))

@@ -18,7 +18,7 @@ from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed, matrix_view
 from trinity_sync.weights.tensors import digest_entry, to_torch
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 
 class BaseModel:
@@ -104,7 +104,7 @@ def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, told: bool) -> 
         ConfigError: the folder cannot be read, or is of another model.
     """
     digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=told)
-    wire = Wire.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
+    wire = WireFormat.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
     return None if digest is None else Digested(digest, wire)
 
 

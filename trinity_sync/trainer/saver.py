@@ -18,7 +18,7 @@ from typing import Protocol
 from trinity_sync.actors.agent import AgentClient, StatePart
 from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Deadline, Format, SelfWritingBackend
-from trinity_sync.backends.meetings import Meeting, Meetings
+from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import TrinityError
 from trinity_sync.protocol.parts import FileTuple
@@ -99,7 +99,7 @@ class Saver(ABC):
         self._coordinator.settle()
 
     @abstractmethod
-    def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
+    def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
         """Copy, and have the copy written in the background."""
 
     def _wait_copied(self) -> None:
@@ -162,7 +162,7 @@ class AgentSaver(Saver):
         super()._ready(step)
         self._wait_written()
 
-    def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
+    def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
         planned = plan(self._backend.state(self._format))
         snapshot = Snapshot(planned, self._segment_for(planned), f"the state of step {step}")
         self._coordinator.save_async(
@@ -188,7 +188,7 @@ class AgentSaver(Saver):
     def _ask_written(self, *, hurry: bool) -> Call[None]:
         return self._agent.wait_state_written(self._part, self._timeout_s, hurry=hurry)
 
-    def _hand_over(self, snapshot: Snapshot, step: int, folder: Path, meeting: Meeting) -> None:
+    def _hand_over(self, snapshot: Snapshot, step: int, folder: Path, meeting: RankMeeting) -> None:
         names = snapshot.names
         target = folder / "actor"
         target.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ class BackendSaver(Saver):
     def prepare(self) -> None:
         """Do nothing: there is no segment to be made."""
 
-    def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
+    def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
         self._copying, write = self._backend.begin_save(
             folder / _ACTOR, meeting, lazily=self._lazy, durable=self._coordinator.durable
         )

@@ -12,9 +12,9 @@ from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.tasks.conversations import Conversation
 from trinity_sync.tasks.encoding import PairEncoder
-from trinity_sync.tasks.pairs import Pair
+from trinity_sync.tasks.pairs import TextPair
 
-Examples = Sequence[Pair | Conversation]
+Examples = Sequence[TextPair | Conversation]
 
 
 class SupervisedTask(Protocol):

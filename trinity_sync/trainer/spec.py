@@ -15,7 +15,7 @@ from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.shards import CoverageError, check_complete
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
     from trinity_sync.actors.rank import RankInfo
@@ -108,7 +108,7 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
         ) from error
 
 
-def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> Wire:
+def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
     """In which dtypes the ranks publish: what manifests are told.
 
     Args:
@@ -116,7 +116,7 @@ def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> Wire:
         wire_dtype: `sync.wire_dtype`.
     """
     saved = next(info.saved for info in infos if info.saved is not None)
-    return Wire.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
+    return WireFormat.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
 
 
 def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = None) -> WorkerSpec:

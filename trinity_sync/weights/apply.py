@@ -31,7 +31,7 @@ from trinity_sync.weights.tensors import (
     state_digest,
     to_torch,
 )
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -202,7 +202,7 @@ class Receiver:
             found.append((name, dtype, shape, xxh3_128_digest(book.digests(name))))
         return found
 
-    def digest(self, wire: Wire | str | None) -> str:
+    def digest(self, wire: WireFormat | str | None) -> str:
         """The version digest (hex) of what the destinations hold now, in the dtypes of the wire."""
         return state_digest(self._destinations, wire)
 
@@ -295,7 +295,7 @@ def _digests_of(rows: Rows) -> bytes:
 # experts of a layer do.
 
 
-class Group:
+class ShardGroup:
     """Whole tensors with rows of one length that follow each other in the segment as they do in memory, as one; or any
     one shard.
 
@@ -353,13 +353,13 @@ def _is_plain(shard: Shard) -> bool:
     return len(shard.rects) == 1 and shard.numel_local == prod(shard.matrix)
 
 
-def groups(layout: PartLayout, matrices: Mapping[str, torch.Tensor]) -> list[Group]:
+def groups(layout: PartLayout, matrices: Mapping[str, torch.Tensor]) -> list[ShardGroup]:
     """All of a layout's shards that hold something."""
-    found: list[Group] = []
+    found: list[ShardGroup] = []
     for shard, offset in layout.entries:
         matrix = matrices[shard.name]
         if shard.rects and not (found and found[-1].take(shard, offset, matrix)):
-            found.append(Group(shard, offset, matrix))
+            found.append(ShardGroup(shard, offset, matrix))
     return found
 
 
@@ -460,7 +460,7 @@ class _Cutter:
         ends: the ends of all pieces in the segment, ascending.
     """
 
-    def __init__(self, group: Group, ends: Sequence[int]) -> None:
+    def __init__(self, group: ShardGroup, ends: Sequence[int]) -> None:
         self._group = group
         self._shard = group.shard
         self._offset = group.offset

@@ -28,7 +28,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.weights import shards
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shards import CoverageError, listed, shape_text
-from trinity_sync.weights.tensor_rows import DIGEST_BYTES, Piece, TensorPlan, TensorRows, joined, rows_digest, spans
+from trinity_sync.weights.tensor_rows import DIGEST_BYTES, RowBox, TensorPlan, TensorRows, joined, rows_digest, spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -126,14 +126,14 @@ class RowPlan:
     def __init__(self, layouts: Sequence[PartLayout]) -> None:
         self._layouts = list(layouts)
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[RowBox]] = {}
         for part, layout in enumerate(self._layouts):
             for shard, offset in layout.entries:
                 if kinds.setdefault(shard.name, (shard.dtype, shard.shape)) != (shard.dtype, shard.shape):
                     raise _disagreement(shard.name)
                 size = shards.itemsize(shard.dtype)
                 pieces.setdefault(shard.name, []).extend(
-                    Piece(rect.row, rect.col * size, rect.rows, rect.cols * size, part, offset + rect.offset)
+                    RowBox(rect.row, rect.col * size, rect.rows, rect.cols * size, part, offset + rect.offset)
                     for rect in shard.rects
                 )
         self._tensors = [TensorPlan(name, kind, pieces[name]) for name, kind in kinds.items()]
@@ -196,7 +196,7 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
         raise _disagreement(name)
     size = shards.itemsize(dtype)
     held = [fragment for one in known for fragment in one.fragments]
-    pieces = [Piece(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
+    pieces = [RowBox(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
     views = [np.frombuffer(one.data, np.uint8) for one in held]
     glued = TensorPlan(name, (dtype, shape), pieces).digest(views, None, {})
     runs = joined(sorted([run for one in known for run in one.runs] + list(glued.runs)))

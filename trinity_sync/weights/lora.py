@@ -58,7 +58,7 @@ _OFF: Mapping[str, Sequence[object]] = {
 }
 
 
-class Pair(NamedTuple):
+class FactorPair(NamedTuple):
     """Names of the two factors of what is added to one weight, as peft saves them."""
 
     a: str
@@ -97,7 +97,7 @@ def held_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {PREFIX + name: tensor.detach() for name, tensor in state.items() if is_adapter(name)}
 
 
-def pairs(names: Iterable[str]) -> dict[str, Pair]:
+def pairs(names: Iterable[str]) -> dict[str, FactorPair]:
     """Return the factors of an adapter by the weight that they are added to, under the name the model saves it by.
 
     Args:
@@ -108,7 +108,7 @@ def pairs(names: Iterable[str]) -> dict[str, Pair]:
     """
     names = set(names)
     found = {
-        name.removeprefix(PREFIX).removesuffix(_A) + ".weight": Pair(name, name.removesuffix(_A) + _B)
+        name.removeprefix(PREFIX).removesuffix(_A) + ".weight": FactorPair(name, name.removesuffix(_A) + _B)
         for name in names
         if name.startswith(PREFIX) and name.endswith(_A)
     }

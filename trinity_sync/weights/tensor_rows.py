@@ -111,7 +111,7 @@ def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
     return b"".join(map(xxh3_128_digest, matrix))
 
 
-class Piece(NamedTuple):
+class RowBox(NamedTuple):
     """A rectangle and where its bytes are, row by row.
 
     Attributes:
@@ -143,19 +143,19 @@ class Piece(NamedTuple):
     def stop(self) -> int:
         return self.start + self.width
 
-    def cut(self, row: int, row_stop: int) -> Piece:
+    def cut(self, row: int, row_stop: int) -> RowBox:
         """The part of it that lies in these rows."""
         if row == self.row and row_stop == self.row + self.rows:
             return self
         at = self.at + (row - self.row) * self.width
-        return Piece(row, self.start, row_stop - row, self.width, self.part, at)
+        return RowBox(row, self.start, row_stop - row, self.width, self.part, at)
 
     def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """Its bytes, of shape (rows, width)."""
         return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
 
 
-class Span(NamedTuple):
+class TensorSpan(NamedTuple):
     """Whole rows of one width that lie one after another in a part, of any number of tensors: digested at once.
 
     Attributes:
@@ -164,7 +164,7 @@ class Span(NamedTuple):
         ends: for each piece how many bytes of digests there are up to its last row.
     """
 
-    rows: Piece
+    rows: RowBox
     places: list[tuple[int, int]]
     ends: list[int]
 
@@ -176,9 +176,9 @@ class Span(NamedTuple):
             start = end
 
 
-def spans(pieces: Iterable[Piece]) -> list[Span]:
+def spans(pieces: Iterable[RowBox]) -> list[TensorSpan]:
     """Pieces of whole rows, together where they lie together, up to what is digested at a time."""
-    groups: list[list[Piece]] = []
+    groups: list[list[RowBox]] = []
     last, nbytes = None, 0
     for piece in sorted(pieces, key=attrgetter("part", "at")):
         length = piece.rows * piece.width
@@ -190,7 +190,7 @@ def spans(pieces: Iterable[Piece]) -> list[Span]:
             nbytes = length
         last = piece.part, piece.at + length, piece.width
     return [
-        Span(
+        TensorSpan(
             group[0]._replace(rows=sum(piece.rows for piece in group)),
             [piece.place for piece in group],
             [count * DIGEST_BYTES for count in accumulate(piece.rows for piece in group)],
@@ -208,14 +208,14 @@ class TensorPlan:
         pieces: what is held of it.
     """
 
-    def __init__(self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[Piece]) -> None:
+    def __init__(self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[RowBox]) -> None:
         self.name = name
         self._kind = kind
         self._itemsize = shards.itemsize(kind[0])
         self._row_bytes = matrix_view(kind[1])[1] * self._itemsize
         step = max(1, _BATCH_BYTES // max(self._row_bytes, 1))
-        self._batches: list[tuple[Piece, ...]] = []
-        self._fragments: list[Piece] = []
+        self._batches: list[tuple[RowBox, ...]] = []
+        self._fragments: list[RowBox] = []
         for band in _bands(name, pieces):
             if sum(piece.width for piece in band) < self._row_bytes:
                 self._fragments.extend(band)
@@ -225,7 +225,7 @@ class TensorPlan:
         single = len(self._batches) == 1 == len(self._batches[0]) and not self._fragments
         self._only = self._batches[0][0] if single and self._row_bytes < _POOL_ROW_BYTES else None
 
-    def whole(self) -> Iterator[Piece]:
+    def whole(self) -> Iterator[RowBox]:
         """The pieces of whole rows that threads would not speed up."""
         if self._row_bytes < _POOL_ROW_BYTES:
             yield from (batch[0] for batch in self._batches if len(batch) == 1)
@@ -252,15 +252,15 @@ class TensorPlan:
         fragments = tuple(self._fragment(piece, views) for piece in self._fragments)
         return TensorRows(*self._kind, joined(runs), fragments)
 
-    def _fragment(self, piece: Piece, views: Sequence[NDArray[np.uint8]]) -> Fragment:
+    def _fragment(self, piece: RowBox, views: Sequence[NDArray[np.uint8]]) -> Fragment:
         columns = piece.start // self._itemsize, piece.rows, piece.width // self._itemsize
         return Fragment(piece.row, *columns, piece.data(views).tobytes())
 
 
-def _bands(name: str, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _bands(name: str, pieces: Sequence[RowBox]) -> Iterator[list[RowBox]]:
     """Cut pieces into bands of rows in which each piece has all rows of the band, pieces by column, bands by row."""
     waiting = sorted(pieces, key=lambda piece: piece.row, reverse=True)
-    active: list[Piece] = []
+    active: list[RowBox] = []
     while waiting or active:
         row = active[0].row if active else waiting[-1].row
         while waiting and waiting[-1].row == row:
@@ -273,7 +273,7 @@ def _bands(name: str, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         active = [piece.cut(row_stop, piece.row_stop) for piece in active if piece.row_stop > row_stop]
 
 
-def _batch_digest(band: Sequence[Piece], views: Sequence[NDArray[np.uint8]]) -> bytes:
+def _batch_digest(band: Sequence[RowBox], views: Sequence[NDArray[np.uint8]]) -> bytes:
     """The row digests of pieces that together make whole rows."""
     if len(band) == 1:
         return rows_digest(band[0].data(views))

@@ -21,7 +21,7 @@ from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.saved_views import Saved, by_held, is_rectangular, row_major
 from trinity_sync.weights.shards import is_floating, listed, matrix_view
 from trinity_sync.weights.tensor_rows import rows_digest
-from trinity_sync.weights.wire import Wire, as_wire, kept_names
+from trinity_sync.weights.wire import WireFormat, as_wire, kept_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +78,7 @@ def wire_name(dtype_name: str, wire: str | None) -> str:
     Raises:
         ValueError: an unknown dtype, or a wire dtype that is not floating.
     """
-    return Wire(wire).of("", dtype_name)
+    return WireFormat(wire).of("", dtype_name)
 
 
 def castable(source: str, target: str) -> bool:
@@ -263,7 +263,7 @@ def _saved_form(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[
     return saved
 
 
-def state_digest(named: Mapping[str, torch.Tensor], wire: Wire | str | None) -> str:
+def state_digest(named: Mapping[str, torch.Tensor], wire: WireFormat | str | None) -> str:
     """The version digest (hex) of whole tensors, in the dtypes of the wire, which are cast a few MiB at a time.
 
     Args:
@@ -276,7 +276,9 @@ def state_digest(named: Mapping[str, torch.Tensor], wire: Wire | str | None) -> 
     return version_digest(digest_entry(name, tensor, wire) for name, tensor in named.items())
 
 
-def digest_entry(name: str, tensor: torch.Tensor, wire: Wire | str | None) -> tuple[str, str, tuple[int, ...], bytes]:
+def digest_entry(
+    name: str, tensor: torch.Tensor, wire: WireFormat | str | None
+) -> tuple[str, str, tuple[int, ...], bytes]:
     """(name, dtype, shape, 16-byte digest) of one whole tensor: what `version_digest` takes of each.
 
     For weights that are not all in memory at a time; arguments and errors as of `state_digest`.

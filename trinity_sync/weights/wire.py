@@ -1,7 +1,7 @@
 """In which dtype each tensor of a version travels: the wire dtype, but for those that are kept in fp32.
 
 Which are kept is settled once, by name: `kept_names` of a user's list, or of what transformers keeps of the model's
-class. No torch here, so that manifests and the control plane can hold a `Wire`.
+class. No torch here, so that manifests and the control plane can hold a `WireFormat`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FP32 = "F32"
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class WireFormat:
     """The dtypes of a version.
 
     Args:
@@ -47,7 +47,7 @@ class Wire:
         return FP32 if name in self.keep_fp32 else self.dtype or dtype_name
 
     @classmethod
-    def seen(cls, dtype: str, published: Mapping[str, str]) -> Wire:
+    def seen(cls, dtype: str, published: Mapping[str, str]) -> WireFormat:
         """What a version follows whose wire dtype is `dtype`, from the dtype in which each tensor is published."""
         return cls(dtype, frozenset(name for name, its in published.items() if its == FP32 != dtype))
 
@@ -56,7 +56,7 @@ class Wire:
         return {"dtype": self.dtype, "keep_fp32": sorted(self.keep_fp32)}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Wire:
+    def from_json(cls, body: Mapping[str, Any]) -> WireFormat:
         """Make it from what `to_json` returned.
 
         Raises:
@@ -68,9 +68,9 @@ class Wire:
         return cls(body["dtype"], frozenset(kept))
 
 
-def as_wire(wire: Wire | str | None) -> Wire:
+def as_wire(wire: WireFormat | str | None) -> WireFormat:
     """The policy that keeps nothing, where only a dtype is given."""
-    return wire if isinstance(wire, Wire) else Wire(wire)
+    return wire if isinstance(wire, WireFormat) else WireFormat(wire)
 
 
 def found_in(pattern: str, name: str) -> bool:

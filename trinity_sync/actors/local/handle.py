@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trinity_sync.actors.pending import Changes, MemberDied, Pending, Transport
+from trinity_sync.actors.pending import CallTransport, Changes, MemberDied, Pending
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import origin, told
 
@@ -150,7 +150,7 @@ class LocalCall(Pending[T]):
         return bool(wait([self.future], timeout_s).done)
 
 
-class LocalHandle(Transport):
+class LocalHandle(CallTransport):
     """Calls an actor in a local process. Any thread may.
 
     Where the connection ends, `again` makes another one, to the process that goes on in the place of the one that is

@@ -15,14 +15,14 @@ from megatron.core import dist_checkpointing, parallel_state
 from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
 
 from trinity_sync.backends.base import Deadline
-from trinity_sync.backends.engines import MegatronEngine
+from trinity_sync.backends.engines import MegatronEngineProtocol
 from trinity_sync.backends.fsdp_state import settings_kept
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import writer
-from trinity_sync.backends.megatron.bridges import Geometry, Piece, dtypes_of, pieces
+from trinity_sync.backends.megatron.bridges import Geometry, LocalShard, dtypes_of, pieces
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.families import saved_layout
-from trinity_sync.backends.megatron.writer import Pending, finalise, gather_parameters, gathers_late
+from trinity_sync.backends.megatron.writer import PlannedWrite, finalise, gather_parameters, gathers_late
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError, RunError
@@ -33,7 +33,7 @@ from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.staging import Copying
 from trinity_sync.weights.tensors import from_torch
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -63,7 +63,7 @@ class MegatronBackend:
 
     def __init__(
         self,
-        engine: MegatronEngine,
+        engine: MegatronEngineProtocol,
         wire_dtype: str,
         keep_fp32: Sequence[str] | None = None,
         *,
@@ -71,7 +71,7 @@ class MegatronBackend:
     ) -> None:
         self._engine = engine
         self._saved = saved_by(engine.model_config, wire_dtype, keep_fp32)
-        self._wire = Wire.seen(wire_dtype, {name: saved.dtype for name, saved in self._saved.items()})
+        self._wire = WireFormat.seen(wire_dtype, {name: saved.dtype for name, saved in self._saved.items()})
         self._places = _places(engine.module)
         self._pieces = self._find_pieces()
         self._checkpoints = Checkpoints(engine)
@@ -106,7 +106,7 @@ class MegatronBackend:
     # -- full checkpoints
 
     def begin_save(
-        self, folder: Path, meeting: Meeting, *, lazily: bool = False, durable: bool = False
+        self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
     ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
         self._gather_parameters()
         lazily = lazily and self.deadline == "optimizer_step"
@@ -149,7 +149,7 @@ class MegatronBackend:
             return held[start:stop].view(parameter.shape)
         return parameter.detach()
 
-    def _find_pieces(self) -> list[tuple[torch.nn.Parameter, Piece]]:
+    def _find_pieces(self) -> list[tuple[torch.nn.Parameter, LocalShard]]:
         config, bridge = self._engine.model_config.hf_config, self._engine.bridge
         at = Geometry(
             heads=config.num_attention_heads,
@@ -163,7 +163,7 @@ class MegatronBackend:
         experts = _Turns(
             parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
         )
-        found: list[tuple[torch.nn.Parameter, Piece]] = []
+        found: list[tuple[torch.nn.Parameter, LocalShard]] = []
         for chunk in self._engine.module:
             model = unwrap_model(chunk)
             names = bridge._weight_name_mapping_mcore_local_to_global(model)
@@ -220,7 +220,7 @@ class Checkpoints:
         engine: verl's, initialised.
     """
 
-    def __init__(self, engine: MegatronEngine) -> None:
+    def __init__(self, engine: MegatronEngineProtocol) -> None:
         self._engine = engine
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
@@ -229,7 +229,7 @@ class Checkpoints:
         self._files = ModelFiles.read(local_folder(engine.model_config.local_path)) if dist.get_rank() == 0 else None
 
     def begin(
-        self, folder: Path, meeting: Meeting, *, in_background: bool, durable: bool
+        self, folder: Path, meeting: RankMeeting, *, in_background: bool, durable: bool
     ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
         """Copy the state between two steps, or beginning between them.
 
@@ -248,7 +248,7 @@ class Checkpoints:
         return copying, lambda: self._write(folder, pending, copying, meeting, durable)
 
     def _write(
-        self, folder: Path, pending: list[Pending], copying: Copying, meeting: Meeting, durable: bool
+        self, folder: Path, pending: list[PlannedWrite], copying: Copying, meeting: RankMeeting, durable: bool
     ) -> list[Path | FileTuple]:
         large, small = finalise(pending, meeting, lambda: copying.wait_whole(meeting.timeout_s), durable=durable)
         if dist.get_rank() == 0:

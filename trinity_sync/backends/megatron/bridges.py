@@ -36,7 +36,7 @@ from transformers import PretrainedConfig
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import Rect, Shard, listed, row_slice, whole
-from trinity_sync.weights.wire import FP32, Wire
+from trinity_sync.weights.wire import FP32, WireFormat
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -365,14 +365,14 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """A shard and the view of the local parameter that holds its elements, in the shard's order."""
 
     shard: Shard
     view: Callable[[torch.Tensor], torch.Tensor]
 
 
-def dtypes_of(hf_names: Iterable[str], held: str, wire: Wire) -> dict[str, str]:
+def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str, str]:
     """In which dtype each of the Hugging Face tensors travels that a local parameter is made of.
 
     Args:
@@ -395,7 +395,7 @@ def dtypes_of(hf_names: Iterable[str], held: str, wire: Wire) -> dict[str, str]:
 
 def pieces(
     name: str, hf_names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry
-) -> list[Piece]:
+) -> list[LocalShard]:
     """What this rank contributes of a local parameter; nothing where it only repeats another rank's.
 
     Args:
@@ -418,7 +418,7 @@ def pieces(
     elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         found = [_columns(hf_names[0], shape, dtypes, at)]
     elif name.endswith(("norm.weight", "layer_norm_weight", "router.weight")):
-        found = [Piece(whole(hf_names[0], dtypes[hf_names[0]], shape), _itself)] if at.tp_rank == 0 else []
+        found = [LocalShard(whole(hf_names[0], dtypes[hf_names[0]], shape), _itself)] if at.tp_rank == 0 else []
     else:
         raise NotImplementedError(f"{name}: no rule says how tensor-parallel ranks share it")
     return [piece for piece in found if piece.shard.rects]
@@ -442,22 +442,22 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows(
     name: str, full: Sequence[int], dtypes: Mapping[str, str], at: Geometry, view: Callable[..., torch.Tensor]
-) -> Piece:
+) -> LocalShard:
     """This rank's equal share of the rows of a tensor."""
     count = full[0] // at.tp_size
-    return Piece(row_slice(name, dtypes[name], full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
+    return LocalShard(row_slice(name, dtypes[name], full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
 
 
-def _vocabulary(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
+def _vocabulary(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[LocalShard]:
     start = at.tp_rank * shape[0]
     stop = min(start + shape[0], at.vocabulary)
     if stop <= start:
         return []
     shard = row_slice(name, dtypes[name], (at.vocabulary, *shape[1:]), start, stop)
-    return [Piece(shard, lambda local: local[: stop - start])]
+    return [LocalShard(shard, lambda local: local[: stop - start])]
 
 
-def _attention(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
+def _attention(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[LocalShard]:
     per_group = at.heads // at.groups
     spans = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
 
@@ -470,14 +470,16 @@ def _attention(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, 
     ]
 
 
-def _gate_and_up(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
+def _gate_and_up(
+    names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry
+) -> list[LocalShard]:
     half = shape[0] // 2
     views = (lambda local: local[:half], lambda local: local[half:])
     full = (half * at.tp_size, *shape[1:])
     return [_rows(name, full, dtypes, at, view) for name, view in zip(names, views, strict=True)]
 
 
-def _columns(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> Piece:
+def _columns(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> LocalShard:
     rows, columns = shape
     rect = Rect(0, 0, at.tp_rank * columns, rows, columns)
-    return Piece(Shard(name, dtypes[name], (rows, columns * at.tp_size), (rect,)), _itself)
+    return LocalShard(Shard(name, dtypes[name], (rows, columns * at.tp_size), (rect,)), _itself)

@@ -4,9 +4,9 @@ megatron-core's own asynchronous save forks a process per save and exchanges res
 the process share, so three saves at a time (model, optimizer, extra) can take each other's; it also has to be finalised
 by all ranks in the training thread. Here a save is
 
-1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard; and `Copies`, which copies
-   these shards, then or beside the next step;
-2. `Pending.write` on a background thread of each rank: its own files, no communication;
+1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard; and `HostCopies`, which
+   copies these shards, then or during the next step;
+2. `PlannedWrite.write` on a background thread of each rank: its own files, no communication;
 3. `finalise` on that thread (collective, in the save's meeting): the results come together and rank 0 writes the
    metadata, or every rank raises what went wrong on whichever rank.
 
@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
-from trinity_sync.backends.meetings import Meeting
+from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.weights.shard_file import DigestedFile
 from trinity_sync.weights.staging import Copying, HostMemory
@@ -114,7 +114,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-class Pending:
+class PlannedWrite:
     """A state dict that is planned, and not yet written."""
 
     def __init__(self, folder: Path, share: _Share, metadata: Any, common: bytes) -> None:
@@ -161,7 +161,7 @@ class Planner:
         self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._checked = False
 
-    def plan(self, state: dict[str, object], folder: Path, content: dict[str, object]) -> Pending:
+    def plan(self, state: dict[str, object], folder: Path, content: dict[str, object]) -> PlannedWrite:
         """Plan a save. Collective, on the training thread.
 
         Args:
@@ -174,16 +174,16 @@ class Planner:
         self._checked = True
         data = io.BytesIO()
         torch.save(common, data)
-        return Pending(folder, self._strategy.share, self._strategy.metadata, data.getvalue())
+        return PlannedWrite(folder, self._strategy.share, self._strategy.metadata, data.getvalue())
 
 
-class Copies:
+class HostCopies:
     """Copies of what a rank writes, in host memory that is kept from save to save."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
 
-    def begin(self, pending: Sequence[Pending], *, in_background: bool) -> Copying:
+    def begin(self, pending: Sequence[PlannedWrite], *, in_background: bool) -> Copying:
         """Copy what several state dicts of one save are to write. What the save before wrote is overwritten: it has to
         be done.
         """
@@ -199,7 +199,7 @@ class Copies:
 
 
 def finalise(
-    pending: Sequence[Pending], meeting: Meeting, wait_copied: Callable[[], None], *, durable: bool
+    pending: Sequence[PlannedWrite], meeting: RankMeeting, wait_copied: Callable[[], None], *, durable: bool
 ) -> tuple[list[_Written], list[Path]]:
     """Write all of them and make them checkpoints. Collective, on a thread of its own.
 
@@ -297,11 +297,11 @@ class Trees:
         self._manager = manager
         self._planners = {name: Planner() for name in ALL}
         self._own_shards = optimizer_state.OwnShards()
-        self._copies = Copies()
+        self._copies = HostCopies()
         # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
         gc.freeze()
 
-    def plan(self, folder: Path, names: Collection[str]) -> list[Pending]:
+    def plan(self, folder: Path, names: Collection[str]) -> list[PlannedWrite]:
         """Plan a save. Collective, on the training thread.
 
         Args:
@@ -323,7 +323,7 @@ class Trees:
             trees[EXTRA] = _extra(manager)
         return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
 
-    def copy(self, pending: list[Pending], *, in_background: bool) -> Copying:
+    def copy(self, pending: list[PlannedWrite], *, in_background: bool) -> Copying:
         """Copy what is to be written; see `writer.Copies.begin`."""
         return self._copies.begin(pending, in_background=in_background)
 

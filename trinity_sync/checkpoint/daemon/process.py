@@ -24,7 +24,7 @@ from typing import TypedDict
 from trinity_sync.actors.calls import failures_logged
 from trinity_sync.actors.local.handle import SECRET_BYTES, ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
 from trinity_sync.checkpoint import CheckpointMonitor, recovery
-from trinity_sync.checkpoint.lock import Held, InUseError, locked, word_of, writer_of
+from trinity_sync.checkpoint.lock import FolderLock, InUseError, locked, word_of, writer_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.checkpoint.resume_point import put_in_order
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
@@ -60,7 +60,7 @@ class Lifetime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DaemonSettings:
     """What the process is started with.
 
     Attributes:
@@ -83,7 +83,7 @@ class Settings:
     lifetime: Lifetime = field(default_factory=Lifetime)
 
 
-class Hello(TypedDict):
+class DaemonHello(TypedDict):
     """What a caller is told first."""
 
     program: str
@@ -97,10 +97,10 @@ def serve(given: bytes, report: Report) -> None:
     """Be the monitor, from the folder's lock to the last commit.
 
     Args:
-        given: the pickled `Settings`.
+        given: the pickled `DaemonSettings`.
         report: gets the pickled error, or None when callers are answered.
     """
-    settings: Settings = pickle.loads(given)
+    settings: DaemonSettings = pickle.loads(given)
     monitor = _MonitorProcess(settings)
     try:
         with locked(settings.root, settings.root, word=monitor.sign) as lock:
@@ -117,7 +117,7 @@ def serve(given: bytes, report: Report) -> None:
 
 
 class _MonitorProcess:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
         self._attempt: int | None = None  # that goes on
         self._ending = False
@@ -143,7 +143,7 @@ class _MonitorProcess:
     def _word(self, attempt: int | None) -> str:
         return self._settings.program if attempt is None else f"{self._settings.program}\nattempt {attempt}"
 
-    async def run(self, lock: Held, on_up: Callable[[], None]) -> None:
+    async def run(self, lock: FolderLock, on_up: Callable[[], None]) -> None:
         """Serve from here to the last commit.
 
         Args:
@@ -173,7 +173,7 @@ class _MonitorProcess:
         await asyncio.to_thread(recovery.clean_versions, settings.root, now=time.time())
         story.info("all processes of the program have ended, and so does the checkpoint monitor")
 
-    async def _open(self, lock: Held) -> tuple[CheckpointMonitor, int]:
+    async def _open(self, lock: FolderLock) -> tuple[CheckpointMonitor, int]:
         settings = self._settings
         restarted, attempt = self._attempt is not None, self._attempt
         if attempt is None:
@@ -212,7 +212,7 @@ class _MonitorProcess:
             await asyncio.wait_for(server.members_gone(first_s=0.0, grace_s=0.0), _TERM_S)
         return min(lifetime.end_s, until - time.monotonic())
 
-    def _hello(self, server: LocalServer, attempt: int) -> Hello:
+    def _hello(self, server: LocalServer, attempt: int) -> DaemonHello:
         return {
             "program": self._settings.program,
             "root": str(self._settings.root),
@@ -246,7 +246,7 @@ class _Failures(logging.Handler):
         self.any = True
 
 
-def _logged(settings: Settings) -> _Failures:
+def _logged(settings: DaemonSettings) -> _Failures:
     """Log from now on; return what knows whether there is anything in the log that somebody has to read."""
     log_dir, path = settings.config.log_dir, _log(settings)
     before = path.is_file() and path.stat().st_size > 0
@@ -256,13 +256,13 @@ def _logged(settings: Settings) -> _Failures:
     return failures
 
 
-def _forget_log(settings: Settings, failures: _Failures) -> None:
+def _forget_log(settings: DaemonSettings, failures: _Failures) -> None:
     flush_logs()
     if settings.config.log_dir is None and not failures.any:
         _log(settings).unlink(missing_ok=True)
 
 
-def _log(settings: Settings) -> Path:
+def _log(settings: DaemonSettings) -> Path:
     return settings.root / f"{_LOG}.log"
 
 
@@ -335,7 +335,7 @@ def connect(
     if not program or not program.isprintable():
         raise ConfigError(f"program={program!r} has to be a word on one line")
     place = Path(root).absolute()
-    settings = Settings(
+    settings = DaemonSettings(
         root=place,
         program=program,
         attempt=None,
@@ -347,7 +347,7 @@ def connect(
     )
     search = _Search(settings, may_start=may_start, timeout_s=timeout_s)
     link = search.link()
-    hello: Hello = link.hello
+    hello: DaemonHello = link.hello
     search.settings = replace(settings, attempt=hello["attempt"])
 
     def again(why: str) -> Link:
@@ -371,7 +371,7 @@ def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait:
         WaitTimeout: it does not end.
     """
     place = Path(root).absolute()
-    nobody = Settings(
+    nobody = DaemonSettings(
         root=place,
         program="",
         attempt=None,
@@ -411,7 +411,7 @@ class _Seen:
 
 @dataclass
 class _Search:
-    settings: Settings
+    settings: DaemonSettings
     may_start: bool
     timeout_s: float
     _since: float | None = field(default=None, init=False)
@@ -465,7 +465,7 @@ class _Search:
             link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
         except (OSError, EOFError, ForeignPeerError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
-        hello: Hello = link.hello
+        hello: DaemonHello = link.hello
         seen = self._judged(hello, found)
         if seen is None and settings.attempt in (None, hello["attempt"]):
             return _Seen(str(found), link)
@@ -475,7 +475,7 @@ class _Search:
             raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
         return seen
 
-    def _judged(self, hello: Hello, found: Rendezvous) -> _Seen | None:
+    def _judged(self, hello: DaemonHello, found: Rendezvous) -> _Seen | None:
         """What a monitor is that answers; None: that of this program, at work."""
         if not _same(hello["root"], self.settings.root):  # the file was copied
             return _Seen(f"the one that is named there ({found}) is that of {hello['root']}")

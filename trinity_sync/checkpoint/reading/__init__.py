@@ -19,7 +19,7 @@ import torch
 from trinity_sync.checkpoint.layout import Manifest, NoManifestError, read_manifest
 from trinity_sync.checkpoint.leases import find_adapter_config, find_config, weights_folder
 from trinity_sync.checkpoint.reading.distributed import megatron_folder, open_distributed, open_megatron
-from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
+from trinity_sync.checkpoint.reading.pieces import TensorInfo, TensorReader, WeightsError
 from trinity_sync.checkpoint.reading.verl_shards import (
     adapter_form,
     is_hugging_face,
@@ -34,7 +34,7 @@ from trinity_sync.checkpoint.reading.verl_shards import (
 )
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.tensors import digest_entry
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.wire import WireFormat
 
 __all__ = ["TensorInfo", "Weights", "WeightsError", "open_weights"]
 
@@ -61,7 +61,7 @@ class Weights:
     format: str
     config: Path | None
     manifest: Manifest | None
-    _sources: Mapping[str, Source]
+    _sources: Mapping[str, TensorReader]
     adapter: bool = False
     adapter_config: Mapping[str, object] | None = None
 
@@ -87,7 +87,7 @@ class Weights:
         """
         return self._sources[name].read()
 
-    def digest(self, wire: Wire | str | None) -> str:
+    def digest(self, wire: WireFormat | str | None) -> str:
         """Compute the version digest (hex) of the weights; reads all of them.
 
         Args:
@@ -135,7 +135,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
     if manifest is not None:
         _check_sizes(folder, manifest)
     given, config = config, config or find_config(folder)
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorReader]
     saved = False  # under the names of `save_pretrained`
     if files := shard_files(place):
         name, sources = f"verl's files of {len(files)} ranks", open_shards(files)

@@ -20,10 +20,10 @@ import torch
 
 from trinity_sync.checkpoint.reading.pieces import (
     Assembled,
-    Piece,
+    FileBox,
     Record,
-    Source,
     TensorInfo,
+    TensorReader,
     WeightsError,
     assembled,
     loading_fault,
@@ -137,7 +137,7 @@ def _open(folder: Path, key: str, entry: Record, places: _Places) -> Assembled:
     return assembled(key, info, pieces)
 
 
-def _piece(folder: Path, key: str, start: tuple[int, ...], sizes: tuple[int, ...], place: Record) -> Piece:
+def _piece(folder: Path, key: str, start: tuple[int, ...], sizes: tuple[int, ...], place: Record) -> FileBox:
     relative = PurePosixPath(place.relative_path)
     if relative.is_absolute() or ".." in relative.parts:
         raise ValueError(f"it is said to be in {relative}, outside of the folder")
@@ -151,7 +151,7 @@ def _piece(folder: Path, key: str, start: tuple[int, ...], sizes: tuple[int, ...
     if offset < 0 or length < 0 or offset + length > found:
         raise WeightsError(f"{file} is torn: it has {found} bytes, {key} is to end at {offset + length}")
     load: Callable[[], torch.Tensor] = partial(_load, file, key, offset, length)
-    return Piece(file, start, sizes, load)
+    return FileBox(file, start, sizes, load)
 
 
 def _load(file: Path, key: str, offset: int, length: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ def megatron_folder(place: Path) -> Path | None:
     return None
 
 
-def open_megatron(folder: Path, config: Path) -> dict[str, Source]:
+def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
     """Open the tensors of a model that Megatron saved, under their Hugging Face names.
 
     Args:
@@ -216,7 +216,7 @@ def open_megatron(folder: Path, config: Path) -> dict[str, Source]:
         vocabulary = int(fields["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{config / CONFIG} does not say heads and vocabulary: {error!r}") from error
-    found: dict[str, Source] = {}
+    found: dict[str, TensorReader] = {}
     for key, stored in open_distributed(folder, "").items():
         if key.startswith(_LAYERS):
             for index, layer in enumerate(_apart(stored, "layer")):
@@ -242,7 +242,7 @@ class _Cut:
         return self.part(self.base.read()).reshape(self.info.shape).contiguous()
 
 
-def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tensor]) -> Source:
+def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tensor]) -> TensorReader:
     return _Cut(base, TensorInfo(base.info.dtype, shape), part)
 
 
@@ -263,7 +263,7 @@ def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
         )
 
 
-def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, Source]]:
+def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, TensorReader]]:
     """Yield the tensors that one tensor of a layer is made of: (Hugging Face name below the layer, source)."""
     rows, *rest = layer.info.shape
     if key in _WHOLE:

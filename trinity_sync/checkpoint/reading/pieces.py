@@ -49,7 +49,7 @@ class TensorInfo:
         return describe(whole("", self.dtype, self.shape))
 
 
-class Source(Protocol):
+class TensorReader(Protocol):
     """A tensor that can be read."""
 
     @property
@@ -63,7 +63,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileBox:
     """A box of a tensor, in one file.
 
     Attributes:
@@ -98,7 +98,7 @@ class Assembled:
     name: str
     info: TensorInfo
     grid: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileBox, ...]
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor, a new one unless it is a single piece.
@@ -114,7 +114,7 @@ class Assembled:
             out[box].copy_(self._box(piece))
         return out.reshape(self.info.shape)
 
-    def _box(self, piece: Piece) -> torch.Tensor:
+    def _box(self, piece: FileBox) -> torch.Tensor:
         found = piece.load()
         if from_torch(found.dtype) != self.info.dtype or found.numel() != prod(piece.sizes):
             raise WeightsError(
@@ -124,7 +124,9 @@ class Assembled:
         return found.reshape(piece.sizes)
 
 
-def assembled(name: str, info: TensorInfo, pieces: Sequence[Piece], *, grid: Sequence[int] | None = None) -> Assembled:
+def assembled(
+    name: str, info: TensorInfo, pieces: Sequence[FileBox], *, grid: Sequence[int] | None = None
+) -> Assembled:
     """Make a tensor of pieces, which have to cover it exactly once. Of equal boxes (replicas) the first is taken.
 
     Args:
@@ -137,7 +139,7 @@ def assembled(name: str, info: TensorInfo, pieces: Sequence[Piece], *, grid: Seq
         WeightsError: a piece leaves the tensor, two overlap, or elements are in none.
     """
     shape = tuple(info.shape if grid is None else grid)
-    chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
+    chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], FileBox] = {}
     for piece in pieces:
         inside = len(piece.start) == len(shape) and all(
             0 <= start <= stop <= extent for start, stop, extent in zip(piece.start, piece.stop, shape, strict=True)
@@ -159,7 +161,7 @@ def assembled(name: str, info: TensorInfo, pieces: Sequence[Piece], *, grid: Seq
     raise WeightsError(f"elements of {name} are missing, the first of {list(shape)} at {list(fault)}; it is in {files}")
 
 
-def _first_fault(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _first_fault(pieces: Sequence[FileBox], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Find the first element, in row-major order, that is not in exactly one of the pieces; None: there is none.
 
     Takes n log n, whichever way boxes are cut: a model with experts has a tensor of 100 000 pieces. How often elements
@@ -179,7 +181,7 @@ def _first_fault(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[int, 
     return tuple(corners[faults[0]].tolist()) if len(faults) else None
 
 
-def _holds(piece: Piece, element: Sequence[int]) -> bool:
+def _holds(piece: FileBox, element: Sequence[int]) -> bool:
     return all(start <= at < stop for start, at, stop in zip(piece.start, element, piece.stop, strict=True))
 
 
@@ -192,7 +194,7 @@ class View:
         shape, stride, offset: where the view lies in it, in elements.
     """
 
-    base: Source
+    base: TensorReader
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

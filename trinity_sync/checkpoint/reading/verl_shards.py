@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trinity_sync.checkpoint.reading.pieces import (
     Assembled,
-    Piece,
+    FileBox,
     Record,
-    Source,
     TensorInfo,
+    TensorReader,
     View,
     WeightsError,
     assembled,
@@ -133,7 +133,7 @@ def open_shards(files: list[Path]) -> dict[str, Assembled]:
         WeightsError: a file is damaged or holds something else, or the ranks' files contradict each other.
     """
     infos: dict[str, tuple[TensorInfo, Path]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FileBox]] = {}
     for file in files:
         state = _load(file)
         if infos and state.keys() != infos.keys():
@@ -176,7 +176,7 @@ def _quiet_meshes() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _pieces(file: Path, name: str, value: torch.Tensor) -> tuple[TensorInfo, list[Piece]]:
+def _pieces(file: Path, name: str, value: torch.Tensor) -> tuple[TensorInfo, list[FileBox]]:
     try:
         info = TensorInfo(from_torch(value.dtype), tuple(value.shape))
         if isinstance(value, DTensor):
@@ -197,7 +197,7 @@ def _pieces(file: Path, name: str, value: torch.Tensor) -> tuple[TensorInfo, lis
             raise WeightsError(
                 f"{file} holds {list(tensor.shape)} of {name}, whose placement says {list(sizes)} of {list(info.shape)}"
             )
-    return info, [Piece(file, start, sizes, tensor.detach) for start, sizes, tensor in local]
+    return info, [FileBox(file, start, sizes, tensor.detach) for start, sizes, tensor in local]
 
 
 def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -234,7 +234,7 @@ def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # LoRA adapters: their tensors under the names that peft saves, and the two together with their base.
 
 
-def adapter_form(sources: Mapping[str, Source], place: Path) -> dict[str, Source] | None:
+def adapter_form(sources: Mapping[str, TensorReader], place: Path) -> dict[str, TensorReader] | None:
     """Return an adapter's tensors by the names that peft saves; None: these are of no adapter.
 
     Args:
@@ -271,8 +271,11 @@ def read_adapter_config(path: Path) -> dict[str, object]:
 
 
 def merge(
-    adapter: Mapping[str, Source], config: Mapping[str, object], base: Mapping[str, Source], folder: Path | None
-) -> dict[str, Source]:
+    adapter: Mapping[str, TensorReader],
+    config: Mapping[str, object],
+    base: Mapping[str, TensorReader],
+    folder: Path | None,
+) -> dict[str, TensorReader]:
     """Return the tensors of the base with the adapter's products added.
 
     Args:
@@ -310,7 +313,7 @@ def merge(
     return found
 
 
-def _not_apart(name: str, base: Mapping[str, Source], folder: Path | None) -> str | None:
+def _not_apart(name: str, base: Mapping[str, TensorReader], folder: Path | None) -> str | None:
     """Why the base saves no tensor of this name, although its model has the layer; None: it has none."""
     layer, advice = name.removesuffix(".weight").removesuffix(".base_layer"), "export it with --adapter"
     if any(other.startswith(f"{layer}.") for other in base):
@@ -331,9 +334,9 @@ class _Merged:
     """A weight with its adapter; `info` has the dtype of the weight, what is read is in float32."""
 
     info: TensorInfo
-    weight: Source
-    a: Source
-    b: Source
+    weight: TensorReader
+    a: TensorReader
+    b: TensorReader
     scale: float
     transposed: bool
 
@@ -436,7 +439,7 @@ def open_parts(files: list[Path]) -> dict[str, Assembled]:
         WeightsError: a file is damaged, or the parts contradict each other or leave something out.
     """
     infos: dict[str, tuple[TensorInfo, Path]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FileBox]] = {}
     for file in files:
         try:
             layout, data = open_shard_file(file)
@@ -454,20 +457,20 @@ def open_parts(files: list[Path]) -> dict[str, Assembled]:
     }
 
 
-def _piece(file: Path, info: TensorInfo, rect: Rect, local: memoryview) -> Piece:
+def _piece(file: Path, info: TensorInfo, rect: Rect, local: memoryview) -> FileBox:
     dtype = to_torch(info.dtype)
 
     def load() -> torch.Tensor:
         nbytes = rect.rows * rect.cols * dtype.itemsize
         return byte_tensor(local[rect.offset : rect.offset + nbytes]).view(dtype)
 
-    return Piece(file, (rect.row, rect.col), (rect.rows, rect.cols), load)
+    return FileBox(file, (rect.row, rect.col), (rect.rows, rect.cols), load)
 
 
 # From the names of a model's state dict to those that ``save_pretrained`` writes.
 
 
-def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]:
+def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, TensorReader]:
     """Map what is stored to the tensors that ``save_pretrained`` would write.
 
     Args:
@@ -501,7 +504,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
         raise WeightsError(
             f"of the {type(model).__name__} that {config / CONFIG} describes, {listed(missing)} is missing"
         )
-    found: dict[str, Source] = {}
+    found: dict[str, TensorReader] = {}
     for name, tensor in saved.items():
         stored = name if name in sources else names[_storage(tensor)]
         source, whole = sources[stored], known[stored]

@@ -47,7 +47,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._record: _Record | None = None
+        self._record: _SavesRecord | None = None
         if not is_on():
             say("the checkpoint callback has nothing to do: VERL_ENGINE_VENDOR is not trinity in the driver")
 
@@ -66,7 +66,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
             return
         try:
             if self._record is None:
-                self._record = _Record(join_alone(Path(checkpoint_dir).absolute().parent, ANSWER_S))
+                self._record = _SavesRecord(join_alone(Path(checkpoint_dir).absolute().parent, ANSWER_S))
                 finish_at_exit(self._record)
             self._record.tell_whole(global_step)
         except TrinityError as error:
@@ -75,7 +75,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
         self._record.follow(global_step)
 
 
-class _Record(Saves):
+class _SavesRecord(Saves):
     """What became of the steps of a run, as a file.
 
     Raises:

@@ -23,7 +23,7 @@ class OpensMonitor(Protocol):
         ...
 
 
-class Copies(Protocol):
+class SaveCopies(Protocol):
     """Copies of what a rank is to write, of one save after another."""
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.actors.pending import Transport
+from trinity_sync.actors.pending import CallTransport
 from trinity_sync.checkpoint.daemon import process
 from trinity_sync.checkpoint.daemon.process import connect, wait_until_ended
 from trinity_sync.checkpoint.layout import step_of
@@ -302,7 +302,7 @@ class RunMonitor:
         durable: whether commits survive a power cut.
     """
 
-    handle: ActorHandle | Transport
+    handle: ActorHandle | CallTransport
     client: MonitorClient
     root: Path | None
     attempt: int
@@ -310,7 +310,7 @@ class RunMonitor:
     durable: bool
 
     @classmethod
-    def of(cls, handle: ActorHandle | Transport, timeout_s: float) -> RunMonitor:
+    def of(cls, handle: ActorHandle | CallTransport, timeout_s: float) -> RunMonitor:
         """Ask a monitor, Ray's or one of `checkpoint.daemon.connecting.connect`, what it was made with.
 
         Args:

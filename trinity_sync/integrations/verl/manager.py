@@ -99,7 +99,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
         if self.should_save_hf_model:
             check_export(self)
-        self._start_saves(Copies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
+        self._start_saves(FsdpCopies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
 
     # ---- saving
 
@@ -227,7 +227,7 @@ def check_export(manager: VerlCheckpointManager) -> None:
         )
 
 
-class Copies:
+class FsdpCopies:
     """Copies of one save after another, in memory that is kept.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from trinity_sync.backends.engines import MegatronEngine
+from trinity_sync.backends.engines import MegatronEngineProtocol
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.ranks import together, together_inside
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def megatron_save_state_dict(
-    engine: MegatronEngine,
+    engine: MegatronEngineProtocol,
     local_path: str | None,
     global_step: int,
     coordinator: CheckpointCoordinator,

@@ -24,7 +24,7 @@ from verl.utils import hdfs_io
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
-from trinity_sync.backends.meetings import Meeting, Meetings
+from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.backends.megatron import writer
 from trinity_sync.backends.megatron.families import saved_layout
 from trinity_sync.backends.megatron.writer import finalise
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
-    from trinity_sync.backends.engines import MegatronEngine
+    from trinity_sync.backends.engines import MegatronEngineProtocol
 
 
 class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
@@ -72,7 +72,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         RunError: there is no checkpoint monitor in the namespace.
     """
 
-    _copies: Copies
+    _copies: MegatronCopies
     checkpoint_save_contents: list[str]
 
     def __init__(
@@ -86,7 +86,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
     ) -> None:
         super().__init__(*args, **kwargs)
         _check_engine(self)
-        copies = Copies(self, timeout_s, saved_of=self.saved_of, lazily=lazily)
+        copies = MegatronCopies(self, timeout_s, saved_of=self.saved_of, lazily=lazily)
         self._start_saves(copies, opens or ray_namespace, timeout_s)
         self._contents_saved: list[str] = []
 
@@ -172,7 +172,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
             threading.Thread(target=watching, name=f"watch-{self._step}", daemon=True).start()
         super()._finish_writing()
 
-    def _watch(self, step: int, meeting: Meeting) -> None:
+    def _watch(self, step: int, meeting: RankMeeting) -> None:
         try:
             kind = FULL if FULL in self._kinds else STATE_DICT
             self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind).result(self._timeout_s)
@@ -216,7 +216,9 @@ def _check_engine(manager: VerlCheckpointManager) -> None:
         raise ConfigError("the engine trains a LoRA adapter through Megatron-Bridge: leave its checkpoints to verl")
 
 
-def use_in_megatron(engine: MegatronEngine, ray_namespace: str = "", **kwargs: Any) -> MegatronCheckpointManager:
+def use_in_megatron(
+    engine: MegatronEngineProtocol, ray_namespace: str = "", **kwargs: Any
+) -> MegatronCheckpointManager:
     """Put our manager into an initialised verl Megatron engine, so that its own `save_checkpoint` and `load_checkpoint`
     go through it. On every rank.
 
@@ -266,7 +268,7 @@ _TREES = {interfaces.STATE, interfaces.MODEL}
 _CONFIG, _MANIFEST = "transformer_config.json", "ckpt_contents.json"
 
 
-class Copies:
+class MegatronCopies:
     """Copies of one save after another, in memory that is kept.
 
     Args:
@@ -292,7 +294,7 @@ class Copies:
         self._copying: Copying | None = None
         self._trees = writer.Trees(manager)
         self._meetings = Meetings.of_default_group(timeout_s)
-        self.meeting: Meeting | None = None
+        self.meeting: RankMeeting | None = None
         self._files = model_files(manager.hf_config, manager.processing_class) if manager.rank == 0 else ModelFiles({})
         self._small: dict[str, bytes] | None = None
         self._saved_of = saved_of

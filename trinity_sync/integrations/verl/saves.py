@@ -28,7 +28,7 @@ from trinity_sync.checkpoint.layout import read_tracker, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import interfaces
 from trinity_sync.integrations.verl.at_exit import Saves
-from trinity_sync.integrations.verl.interfaces import Copies, OpensMonitor
+from trinity_sync.integrations.verl.interfaces import OpensMonitor, SaveCopies
 from trinity_sync.integrations.verl.local_run import RunMonitor
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import held_throughout, hold, step_at
@@ -49,7 +49,7 @@ class CommittedSaves(Saves):
     """What verl's trainer writes by itself in this process, in the step's folder, after each save; for rank 0, the
     tracker that it writes last is enough.
     """
-    _copies: Copies
+    _copies: SaveCopies
 
     # ---- what differs from engine to engine
 
@@ -84,7 +84,7 @@ class CommittedSaves(Saves):
 
     # ---- the run
 
-    def _start_saves(self, copies: Copies, run: str | OpensMonitor, timeout_s: float) -> None:
+    def _start_saves(self, copies: SaveCopies, run: str | OpensMonitor, timeout_s: float) -> None:
         """Nothing is saved so far.
 
         Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.origin import told
-from trinity_sync.integrations.vllm.link import Address
+from trinity_sync.integrations.vllm.link import WorkerAddress
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,7 +33,7 @@ class EngineControl(Protocol):
     fails.
     """
 
-    def connect(self, address: Address) -> None:
+    def connect(self, address: WorkerAddress) -> None:
         """Have all workers connect to an address."""
         ...
 
@@ -72,7 +72,7 @@ class AsyncControl:
         self._llm, self._loop, self._who, self._timeout_s = llm, loop, who, timeout_s
         self._giver: str | None = None
 
-    def connect(self, address: Address) -> None:
+    def connect(self, address: WorkerAddress) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self._giver = address.key

@@ -24,7 +24,7 @@ from trinity_sync.integrations.vllm.arrivals import Shapes
 from trinity_sync.integrations.vllm.server import HttpControl
 from trinity_sync.protocol.versions import Lease
 from trinity_sync.sync.base import ExplorerSide, SyncMode
-from trinity_sync.sync.in_place import InPlace, Taken, lost_lease
+from trinity_sync.sync.in_place import InPlace, LoadResult, lost_lease
 from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
 from trinity_sync.weights.tensors import byte_tensor, to_torch
 
@@ -68,7 +68,7 @@ class FileTarget:
         """Check that names and shapes fit. Done once per set of layouts."""
         self._expected.check(lease)
 
-    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Write a version to a file, then have the server read that. It generates meanwhile."""
         with self._file() as (folder, tensors):
             target = self._into(tensors)

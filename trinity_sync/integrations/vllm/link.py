@@ -31,7 +31,7 @@ _CONNECT_S = 30.0
 """For a process that listens to take a connection; the engine stands still meanwhile."""
 
 
-class Address(NamedTuple):
+class WorkerAddress(NamedTuple):
     """Where workers connect.
 
     Attributes:
@@ -43,14 +43,14 @@ class Address(NamedTuple):
     key: str
 
 
-class Hello(NamedTuple):
+class WorkerHello(NamedTuple):
     """What a worker says first."""
 
     rank: int
     pid: int
 
 
-class _Request(NamedTuple):
+class _WorkerRequest(NamedTuple):
     number: int
     method: str
     arguments: tuple[object, ...]
@@ -77,7 +77,7 @@ class WorkerLink:
         self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-", dir=short))
         self._closed = False
         key = secrets.token_bytes(32)
-        self.address = Address(str(self._folder / "workers"), key.hex())
+        self.address = WorkerAddress(str(self._folder / "workers"), key.hex())
         self._listener = Listener(self.address.path, "AF_UNIX", backlog=workers, authkey=key)
         self._count = workers
         self._connections: dict[int, Connection] = {}
@@ -153,7 +153,7 @@ class WorkerLink:
         def send(rank: int) -> None:
             try:
                 with self._alive(rank):
-                    self._connections[rank].send(_Request(self._number, method, arguments(rank)))
+                    self._connections[rank].send(_WorkerRequest(self._number, method, arguments(rank)))
             except Exception as error:  # raised below, by who waits
                 lost[rank] = error
 
@@ -178,7 +178,7 @@ class WorkerLink:
         while len(self._connections) < self._count:
             try:
                 connection = self._listener.accept()
-                hello: Hello = connection.recv()
+                hello: WorkerHello = connection.recv()
             except Exception:  # somebody who does not know the key, or went away; or nobody will come any more
                 if self._closed:
                     return
@@ -191,7 +191,7 @@ class WorkerLink:
 
 
 def serve(
-    address: Address,
+    address: WorkerAddress,
     rank: int,
     methods: Mapping[str, Callable[..., object]],
     begin: Callable[[], None],
@@ -214,7 +214,7 @@ def serve(
     if not futures.wait([connecting], _CONNECT_S).done:
         raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S)
     connection = connecting.result()
-    connection.send(Hello(rank, os.getpid()))
+    connection.send(WorkerHello(rank, os.getpid()))
     threading.Thread(target=_serve, args=(connection, methods, begin, end), name="versions arrive", daemon=True).start()
 
 
@@ -228,7 +228,7 @@ def _serve(
         ending.callback(end)
         begin()
         while True:
-            request: _Request = connection.recv()
+            request: _WorkerRequest = connection.recv()
             answer = _answered(request, methods)
             try:
                 connection.send(answer)
@@ -237,7 +237,7 @@ def _serve(
                 connection.send(_Answer(request.number, None, why))
 
 
-def _answered(request: _Request, methods: Mapping[str, Callable[..., object]]) -> _Answer:
+def _answered(request: _WorkerRequest, methods: Mapping[str, Callable[..., object]]) -> _Answer:
     try:
         return _Answer(request.number, methods[request.method](*request.arguments), None)
     except TrinityError as error:

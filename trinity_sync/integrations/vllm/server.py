@@ -23,7 +23,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import story
 from trinity_sync.host.origin import told
 from trinity_sync.integrations.vllm.control import OnUpdate, updating
-from trinity_sync.integrations.vllm.link import Address
+from trinity_sync.integrations.vllm.link import WorkerAddress
 
 Json = dict[str, Any]
 
@@ -342,7 +342,7 @@ class HttpControl:
         self._given: str | None = None
         self._said: set[str] = set()
 
-    def connect(self, address: Address) -> None:
+    def connect(self, address: WorkerAddress) -> None:
         self._giver = address.key
         try:
             self._server.post("/init_weight_transfer_engine", "connect its workers", {"init_info": address._asdict()})

@@ -27,7 +27,7 @@ from trinity_sync.integrations.vllm.link import WorkerLink
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.in_place import Taken, check_digest, damage, lost_lease
+from trinity_sync.sync.in_place import LoadResult, check_digest, damage, lost_lease
 from trinity_sync.sync.memory import fetch
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
@@ -106,7 +106,7 @@ class WorkerTarget:
             self._place = self._make_room(layouts) if self._workers_map else None
             self._checked = digests
 
-    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Have a version arrive, then put it into the model."""
         with self._kept(lease) as go_on:
             taken = self._receive(lease, broadcast)
@@ -134,7 +134,7 @@ class WorkerTarget:
             return None
         return str(self._together.laid_out(together).path(0, TOGETHER))
 
-    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Taken:
+    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> LoadResult:
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
         here = lease if broadcast is not None or lease.location is not None else self._copies.of(lease)
@@ -144,7 +144,7 @@ class WorkerTarget:
         arrived = [cast(Arrived, answer) for answer in answers]
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # What lies in a slot is the version's only while it is leased; a file stays what it is.
-        return Taken(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
+        return LoadResult(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
         """Compute the digest of what all workers have looked at.
@@ -167,7 +167,7 @@ class WorkerTarget:
             return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, lease: Lease, taken: Taken, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
+    def _put(self, lease: Lease, taken: LoadResult, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
         control, version = self._control, str(lease.version)
         began = time.perf_counter()
         try:

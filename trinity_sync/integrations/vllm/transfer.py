@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Mapped, Received, Shapes, Share
-from trinity_sync.integrations.vllm.link import Address, serve
+from trinity_sync.integrations.vllm.link import WorkerAddress, serve
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.shards import listed
@@ -100,7 +100,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             "let go": self._let_go,
         }
         mine = {name: partial(self._answer, giver, method) for name, method in methods.items()}
-        address = Address(init_info.path, init_info.key)
+        address = WorkerAddress(init_info.path, init_info.key)
         self._giver, self._arrivals = giver, None
         try:
             serve(address, self.parallel_config.rank, mine, self._use_device, partial(self._given_up, giver))

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Spoke
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, End, Hub, MemberPlace, Sender, Spoke
 from trinity_sync.weights.layout import PartLayout
 
 
@@ -57,7 +57,7 @@ class Incoming(ABC):
     """A receiver's half of a sync, for one sender."""
 
     @abstractmethod
-    def take(self, bucket: Bucket) -> torch.Tensor:
+    def take(self, bucket: BucketNotice) -> torch.Tensor:
         """Return a bucket's bytes (uint8, of the layout's length), which nobody else changes any more.
 
         Raises:
@@ -79,7 +79,7 @@ class Offer(ABC):
     meeting: str | None = None
 
     @abstractmethod
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+    def outgoing(self, hub: Hub, place: MemberPlace) -> Outgoing:
         """Begin to send. Returns once all receivers can receive.
 
         Raises:
@@ -106,5 +106,5 @@ class Mode(ABC):
         """
 
     @abstractmethod
-    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
+    def incoming(self, spoke: Spoke, place: MemberPlace, sender: Sender) -> Incoming:
         """Begin to receive. Errors as of `Offer.outgoing`."""

@@ -15,13 +15,13 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.integrations.verl.weight_sync import versions_folder
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Spoke, Working
-from trinity_sync.integrations.verl.weight_sync.versions_folder import Held
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, End, Hub, MemberPlace, Sender, Spoke, Working
+from trinity_sync.integrations.verl.weight_sync.versions_folder import VersionLock
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile, write_shard_file
 
 
-class CheckpointMode(Mode):
+class CheckpointTransfer(Mode):
     """A shared folder.
 
     Args:
@@ -32,16 +32,16 @@ class CheckpointMode(Mode):
     def __init__(self, root: Path, timeout_s: float) -> None:
         self._root = root
         self._timeout_s = timeout_s
-        self._newest: Held | None = None
+        self._newest: VersionLock | None = None
 
     def prepare(self, host: str) -> Offer:
         """Make the folder of the version."""
         return _FolderOffer(versions_folder.begin(self._root, self._timeout_s), self)
 
-    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
+    def incoming(self, spoke: Spoke, place: MemberPlace, sender: Sender) -> Incoming:
         return _FolderIncoming(versions_folder.hold(Path(str(sender.meeting))))
 
-    def keep(self, held: Held) -> None:
+    def keep(self, held: VersionLock) -> None:
         """A version has been read by all: it stays, in place of the one before."""
         before, self._newest = self._newest, held
         if before is not None:
@@ -50,12 +50,12 @@ class CheckpointMode(Mode):
 
 
 class _FolderOffer(Offer):
-    def __init__(self, held: Held, mode: CheckpointMode) -> None:
+    def __init__(self, held: VersionLock, mode: CheckpointTransfer) -> None:
         self._held = held
         self._mode = mode
         self.meeting = str(held.path)
 
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+    def outgoing(self, hub: Hub, place: MemberPlace) -> Outgoing:
         return _FolderOutgoing(hub, self._held, self._mode)
 
     def withdraw(self) -> None:
@@ -63,7 +63,7 @@ class _FolderOffer(Offer):
 
 
 class _FolderOutgoing(Outgoing):
-    def __init__(self, hub: Hub, held: Held, mode: CheckpointMode) -> None:
+    def __init__(self, hub: Hub, held: VersionLock, mode: CheckpointTransfer) -> None:
         self._hub = hub
         self._held = held
         self._mode = mode
@@ -98,7 +98,7 @@ class _FolderOutgoing(Outgoing):
         except OSError as error:
             raise RunError(f"the version in {self._held.path} cannot be committed: {error.strerror}") from error
         for number, (layout, digest, name, *_) in enumerate(self._written):
-            self._hub.tell(Bucket(number, layout, digest, str(folder / name)))
+            self._hub.tell(BucketNotice(number, layout, digest, str(folder / name)))
         self._hub.tell(end)
 
     def close(self, *, failed: bool) -> None:
@@ -109,10 +109,10 @@ class _FolderOutgoing(Outgoing):
 
 
 class _FolderIncoming(Incoming):
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: VersionLock) -> None:
         self._held = held
 
-    def take(self, bucket: Bucket) -> torch.Tensor:
+    def take(self, bucket: BucketNotice) -> torch.Tensor:
         with ShardFile(str(bucket.source)) as file:
             if file.layout != bucket.layout:
                 raise RunError(f"{file.path} is laid out in another way than its sender said")

@@ -24,10 +24,18 @@ from verl.checkpoint_engine.base import CheckpointEngine
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
 from trinity_sync.integrations.verl.weight_sync.base import Mode
-from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointMode
-from trinity_sync.integrations.verl.weight_sync.link import Done, Hub, Place, Ready, Settings, Spoke, read
-from trinity_sync.integrations.verl.weight_sync.memory import MemoryMode
-from trinity_sync.integrations.verl.weight_sync.nccl import NcclMode
+from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointTransfer
+from trinity_sync.integrations.verl.weight_sync.link import (
+    Done,
+    Hub,
+    MemberPlace,
+    MemberReady,
+    Spoke,
+    WeightSyncSettings,
+    read,
+)
+from trinity_sync.integrations.verl.weight_sync.memory import MemoryTransfer
+from trinity_sync.integrations.verl.weight_sync.nccl import NcclTransfer
 from trinity_sync.integrations.verl.weight_sync.sending import Exported, Gathering, Sent, own_shards, send, travelling
 from trinity_sync.integrations.verl.weight_sync.session import Named, Session, Stream, tensors, told
 from trinity_sync.integrations.verl.weights import each_once
@@ -66,7 +74,7 @@ class WeightSync(CheckpointEngine):
 
     # ---- before and after
 
-    def prepare(self) -> Ready:
+    def prepare(self) -> MemberReady:
         """Say what the others have to know of this member. On all members.
 
         Raises:
@@ -89,7 +97,7 @@ class WeightSync(CheckpointEngine):
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Ready]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[MemberReady]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Give every member its place. In the driver.
 
@@ -106,7 +114,7 @@ class WeightSync(CheckpointEngine):
         of_ranks, of_rollout = link.place(ranks, rollout, all_send=cls._all_send)
         return {"place": of_ranks}, {"place": of_rollout}
 
-    def init_process_group(self, place: Place) -> None:
+    def init_process_group(self, place: MemberPlace) -> None:
         """Meet the others. On all members, side by side.
 
         Raises:
@@ -191,7 +199,7 @@ class WeightSync(CheckpointEngine):
             gathering.close()
 
     def _give_as_sender(
-        self, session: Session, place: Place, shards: Shards, step: int | None
+        self, session: Session, place: MemberPlace, shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         assert session.hub is not None, "a sender prepares"
         assert session.outgoing is not None, "a sender has met the others"
@@ -247,7 +255,7 @@ class WeightSync(CheckpointEngine):
         started = time.perf_counter()
         _met(session, "receive")
         full = self._settings.verify == "full"
-        arriving = _Arriving(session, tensors(session.streams, digest=full, device=session.device))
+        arriving = _ArrivingTensors(session, tensors(session.streams, digest=full, device=session.device))
         try:
             while (batch := await asyncio.to_thread(arriving.next)) is not None:
                 for named in batch:
@@ -289,7 +297,7 @@ class ShardedWeightSync(WeightSync):
         return await self._send(exported, lambda items: own_shards(items, wire, family), global_steps)
 
 
-class _Arriving:
+class _ArrivingTensors:
     """What `tensors` yields, and what it returns in the end."""
 
     def __init__(self, session: Session, batches: Generator[list[Named], None, Done]) -> None:
@@ -308,19 +316,19 @@ class _Arriving:
                 return None
 
 
-def _met(session: Session, what: str) -> Place:
+def _met(session: Session, what: str) -> MemberPlace:
     place, session.place = session.place, None
     if place is None:
         raise RunError(f"there is nobody to {what} weights: init_process_group comes before, once for each version")
     return place
 
 
-def _mode(settings: Settings) -> Mode:
+def _mode(settings: WeightSyncSettings) -> Mode:
     if settings.mode == "checkpoint":
-        return CheckpointMode(Path(str(settings.dir)), settings.timeout_s)
+        return CheckpointTransfer(Path(str(settings.dir)), settings.timeout_s)
     if settings.mode == "nccl":
-        return NcclMode(settings.transport, settings.timeout_s)
-    return MemoryMode()
+        return NcclTransfer(settings.transport, settings.timeout_s)
+    return MemoryTransfer()
 
 
 def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:

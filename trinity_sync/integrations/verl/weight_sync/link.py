@@ -37,7 +37,7 @@ _GRACE_S = 1.0
 class _Receiver:
     """A receiver, as a sender sees it."""
 
-    def __init__(self, name: str, wire: Wire) -> None:
+    def __init__(self, name: str, wire: SyncConnection) -> None:
         self.name = name
         self.wire = wire
         self.taken = -1
@@ -67,7 +67,7 @@ class Hub:
     def __init__(self, host: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._receivers: list[_Receiver] = []
-        self._came: SimpleQueue[tuple[int, Wire] | OSError] = SimpleQueue()
+        self._came: SimpleQueue[tuple[int, SyncConnection] | OSError] = SimpleQueue()
         self._listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             self._listening.bind((host, 0))
@@ -75,7 +75,7 @@ class Hub:
         except OSError as error:
             self._listening.close()
             raise RunError(f"receivers of the weights cannot connect to {host}, which is this node: {error}") from error
-        self.address = Address(host, self._listening.getsockname()[1], secrets.token_bytes(32))
+        self.address = SenderAddress(host, self._listening.getsockname()[1], secrets.token_bytes(32))
 
     def meet(self, receivers: Sequence[str]) -> None:
         """Wait until all receivers have connected. Nobody else is let in afterwards.
@@ -85,7 +85,7 @@ class Hub:
             WaitTimeout: one has not.
         """
         threading.Thread(target=self._accept, name="let receivers in", daemon=True).start()
-        met: dict[int, Wire] = {}
+        met: dict[int, SyncConnection] = {}
         until = time.monotonic() + self._timeout_s
         try:
             while len(met) < len(receivers):
@@ -103,7 +103,7 @@ class Hub:
             self._let_nobody_in()
         self._receivers = [_Receiver(name, met[index]) for index, name in enumerate(receivers)]
 
-    def _next(self, late: str, until: float) -> tuple[int, Wire]:
+    def _next(self, late: str, until: float) -> tuple[int, SyncConnection]:
         try:
             came = self._came.get(timeout=max(until - time.monotonic(), 0.001))
         except Empty:
@@ -123,7 +123,7 @@ class Hub:
             threading.Thread(target=self._let_in, args=(accepted,), name="let a receiver in", daemon=True).start()
 
     def _let_in(self, accepted: socket.socket) -> None:
-        wire = Wire(accepted, min(_STRANGER_S, self._timeout_s))
+        wire = SyncConnection(accepted, min(_STRANGER_S, self._timeout_s))
         try:
             deliver_challenge(wire.connection, self.address.key)
             answer_challenge(wire.connection, self.address.key)
@@ -131,7 +131,7 @@ class Hub:
         except (AuthenticationError, EOFError, OSError):
             wire.close()
             return
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, ReceiverHello):
             wire.close()
             return
         wire.limit(self._timeout_s)
@@ -240,7 +240,7 @@ class Hub:
             raise RunError(f"{receiver.name} is gone, before it had all weights") from error
         if isinstance(message, Failed):
             raise RunError(f"{receiver.name} did not take the weights: {message.why}")
-        if isinstance(message, Taken):
+        if isinstance(message, BucketReceipt):
             receiver.taken = message.number
         else:
             receiver.done = message
@@ -260,7 +260,7 @@ class Spoke:
         WaitTimeout: it does not answer.
     """
 
-    def __init__(self, sender: str, address: Address, index: int, timeout_s: float) -> None:
+    def __init__(self, sender: str, address: SenderAddress, index: int, timeout_s: float) -> None:
         self.sender = sender
         self._timeout_s = timeout_s
         try:
@@ -269,11 +269,11 @@ class Spoke:
             raise WaitTimeout(sender, f"answer at {address.host}:{address.port}", timeout_s) from None
         except OSError as error:
             raise RunError(f"{sender} cannot be reached at {address.host}:{address.port} ({error})") from error
-        self._wire = Wire(connected, timeout_s)
+        self._wire = SyncConnection(connected, timeout_s)
         try:
             answer_challenge(self._wire.connection, address.key)
             deliver_challenge(self._wire.connection, address.key)
-            self._wire.connection.send(Hello(index))
+            self._wire.connection.send(ReceiverHello(index))
         except BlockingIOError:
             self.close()
             raise WaitTimeout(sender, "let this receiver in", timeout_s) from None
@@ -340,7 +340,7 @@ class Spoke:
         self._wire.close()
 
 
-def _say(wire: Wire, message: Failed) -> None:
+def _say(wire: SyncConnection, message: Failed) -> None:
     """Tell who is there, and wait for nobody who does not read."""
     with contextlib.suppress(OSError):
         wire.limit(_GRACE_S)
@@ -364,7 +364,7 @@ class Node(NamedTuple):
     pids: int
 
 
-class Address(NamedTuple):
+class SenderAddress(NamedTuple):
     """Where a sender is reached, and what one has to know to be let in."""
 
     host: str
@@ -373,7 +373,7 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ready:
+class MemberReady:
     """What a member says when it is prepared.
 
     Attributes:
@@ -387,8 +387,8 @@ class Ready:
 
     node: Node
     pid: int
-    settings: Settings
-    address: Address | None = None
+    settings: WeightSyncSettings
+    address: SenderAddress | None = None
     meeting: int | str | None = None
 
 
@@ -397,12 +397,12 @@ class Sender:
     """A sender as receivers have to know it."""
 
     name: str
-    address: Address
+    address: SenderAddress
     meeting: int | str | None
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberPlace:
     """What a member is told.
 
     Attributes:
@@ -425,12 +425,14 @@ def this_node() -> Node:
     return Node(socket.gethostname(), boot, Path("/proc/self/ns/pid").stat().st_ino)
 
 
-def this_process(settings: Settings, address: Address | None, meeting: int | str | None) -> Ready:
+def this_process(settings: WeightSyncSettings, address: SenderAddress | None, meeting: int | str | None) -> MemberReady:
     """Return what this process says of itself."""
-    return Ready(this_node(), os.getpid(), settings, address, meeting)
+    return MemberReady(this_node(), os.getpid(), settings, address, meeting)
 
 
-def place(ranks: Sequence[Ready], rollout: Sequence[Ready], *, all_send: bool) -> tuple[list[Place], list[Place]]:
+def place(
+    ranks: Sequence[MemberReady], rollout: Sequence[MemberReady], *, all_send: bool
+) -> tuple[list[MemberPlace], list[MemberPlace]]:
     """Give every member its place.
 
     Args:
@@ -454,31 +456,33 @@ def place(ranks: Sequence[Ready], rollout: Sequence[Ready], *, all_send: bool) -
         _check_one_node([*ranks[:sending], *rollout], [*names[:sending], *receivers])
     senders = tuple(_sender(name, ready) for name, ready in zip(names[:sending], ranks[:sending], strict=True))
     of_ranks = [
-        Place("sender", number, name, senders, receivers)
+        MemberPlace("sender", number, name, senders, receivers)
         if number < sending
-        else Place("gatherer", number - sending, name, senders, receivers)
+        else MemberPlace("gatherer", number - sending, name, senders, receivers)
         for number, name in enumerate(names)
     ]
-    return of_ranks, [Place("receiver", number, name, senders, receivers) for number, name in enumerate(receivers)]
+    return of_ranks, [
+        MemberPlace("receiver", number, name, senders, receivers) for number, name in enumerate(receivers)
+    ]
 
 
-def _named(kind: str, number: int, ready: Ready) -> str:
+def _named(kind: str, number: int, ready: MemberReady) -> str:
     return f"{kind} {number} (pid {ready.pid} on {ready.node.host})"
 
 
-def _sender(name: str, ready: Ready) -> Sender:
+def _sender(name: str, ready: MemberReady) -> Sender:
     if ready.address is None:
         raise RunError(f"{name} was not made as the trainer's first rank, so nobody can reach it to get weights")
     return Sender(name, ready.address, ready.meeting)
 
 
-def _check_alike(members: Sequence[Ready], names: Sequence[str]) -> None:
+def _check_alike(members: Sequence[MemberReady], names: Sequence[str]) -> None:
     for ready, name in zip(members, names, strict=True):
         if ready.settings != members[0].settings:
             raise RunError(f"{name} has {ready.settings}, {names[0]} has {members[0].settings}: they must be equal")
 
 
-def _check_one_node(members: Sequence[Ready], names: Sequence[str]) -> None:
+def _check_one_node(members: Sequence[MemberReady], names: Sequence[str]) -> None:
     for ready, name in zip(members, names, strict=True):
         if (ready.node.boot, ready.node.pids) != (members[0].node.boot, members[0].node.pids):
             raise RunError(
@@ -495,7 +499,7 @@ Source = tuple[int, int, int] | str | None
 
 
 @dataclass(frozen=True)
-class Hello:
+class ReceiverHello:
     """A receiver connects.
 
     Attributes:
@@ -506,7 +510,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketNotice:
     """A bucket is there, or on its way.
 
     Attributes:
@@ -545,7 +549,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Taken:
+class BucketReceipt:
     """A receiver has a bucket, and all before it, in memory of its own.
 
     Attributes:
@@ -579,8 +583,8 @@ class Failed:
     why: str
 
 
-FromSender = Bucket | Working | End | Failed
-FromReceiver = Taken | Done | Failed
+FromSender = BucketNotice | Working | End | Failed
+FromReceiver = BucketReceipt | Done | Failed
 
 
 # What the user says of the weight sync: the keys of ``engine_kwargs.<backend>``, checked when an engine is made.
@@ -597,7 +601,7 @@ _LONGEST_S = 7 * 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class WeightSyncSettings:
     """The keys, which are equal on all members.
 
     Attributes:
@@ -621,7 +625,7 @@ class Settings:
     dir: str | None = None
 
 
-def read(given: Mapping[str, object], backend: str) -> Settings:
+def read(given: Mapping[str, object], backend: str) -> WeightSyncSettings:
     """Check the keys.
 
     Args:
@@ -634,7 +638,7 @@ def read(given: Mapping[str, object], backend: str) -> Settings:
     for key, value in given.items():
         if problem := _problem(key, value):
             raise ConfigError(f"{_place(backend)}{key}={value}: {problem}")
-    settings = Settings(**given)  # type: ignore[arg-type]  # each was looked at
+    settings = WeightSyncSettings(**given)  # type: ignore[arg-type]  # each was looked at
     if settings.mode == "checkpoint" and settings.dir is None:
         raise ConfigError(f"{_place(backend)}dir is needed for mode=checkpoint: name a folder that all nodes share")
     if settings.mode != "checkpoint" and settings.dir is not None:
@@ -651,7 +655,7 @@ def _place(backend: str) -> str:
 
 
 def _problem(key: str, value: object) -> str | None:
-    known = [field.name for field in dataclasses.fields(Settings)]
+    known = [field.name for field in dataclasses.fields(WeightSyncSettings)]
     if key not in known:
         near = difflib.get_close_matches(key, known, 1)
         return f"there is no such key{f', did you mean {near[0]}' if near else ''}; the keys are {', '.join(known)}"
@@ -671,7 +675,7 @@ def _problem(key: str, value: object) -> str | None:
 # One connection of a sync: with a limit to each wait, and another thread may interrupt who waits at it.
 
 
-class Wire:
+class SyncConnection:
     """A connection of a sync.
 
     Args:

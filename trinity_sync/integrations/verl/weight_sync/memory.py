@@ -15,25 +15,25 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Source, Spoke
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, End, Hub, MemberPlace, Sender, Source, Spoke
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.tensors import byte_tensor
 
 _ROOMS = 2
 
 
-class MemoryMode(Mode):
+class MemoryTransfer(Mode):
     """Shared memory."""
 
     def prepare(self, host: str) -> Offer:
         return _MemoryOffer()
 
-    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
+    def incoming(self, spoke: Spoke, place: MemberPlace, sender: Sender) -> Incoming:
         return _MemoryIncoming(sender.name)
 
 
 class _MemoryOffer(Offer):
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+    def outgoing(self, hub: Hub, place: MemberPlace) -> Outgoing:
         try:
             return _MemoryOutgoing(hub)
         except OSError as error:
@@ -90,7 +90,7 @@ class _MemoryOutgoing(Outgoing):
             raise RunError(f"there is no room for {nbytes} bytes of shared memory: {error}; lower bucket_mb") from error
 
     def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
-        self._hub.tell(Bucket(number, layout, digest, self._rooms[number % _ROOMS].source()))
+        self._hub.tell(BucketNotice(number, layout, digest, self._rooms[number % _ROOMS].source()))
 
     def end(self, end: End) -> None:
         self._hub.tell(end)
@@ -104,7 +104,7 @@ class _MemoryIncoming(Incoming):
     def __init__(self, sender: str) -> None:
         self._sender = sender
 
-    def take(self, bucket: Bucket) -> torch.Tensor:
+    def take(self, bucket: BucketNotice) -> torch.Tensor:
         assert isinstance(bucket.source, tuple), "the sender is of the same mode"
         pid, number, inode = bucket.source
         data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)

@@ -19,14 +19,14 @@ from torch.distributed.distributed_c10d import Work
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Bucket, End, Hub, Place, Sender, Spoke
-from trinity_sync.sync.nccl import Group, begin_broadcast, close, make_group, wait
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, End, Hub, MemberPlace, Sender, Spoke
+from trinity_sync.sync.nccl import RoundGroup, begin_broadcast, close, make_group, wait
 from trinity_sync.weights.layout import PartLayout
 
 _ROOMS = 2
 
 
-class NcclMode(Mode):
+class NcclTransfer(Mode):
     """A process group.
 
     Args:
@@ -48,14 +48,16 @@ class NcclMode(Mode):
             raise RunError(f"the group of the sync cannot meet at {host}, which is this node: {error}") from error
         return _NcclOffer(store, host, self)
 
-    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
+    def incoming(self, spoke: Spoke, place: MemberPlace, sender: Sender) -> Incoming:
         _, port, host = str(sender.meeting).split(" ", 2)
         with _told(f"{sender.name} cannot be met at {host}:{port}", spoke.check):
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._timeout_s))
         member = self.enter(store, str(sender.meeting), 1 + place.index, place, spoke.check)
         return _NcclIncoming(spoke, member)
 
-    def enter(self, store: dist.Store, meeting: str, rank: int, place: Place, check: Callable[[], None]) -> _Member:
+    def enter(
+        self, store: dist.Store, meeting: str, rank: int, place: MemberPlace, check: Callable[[], None]
+    ) -> _Member:
         """Enter the group. Errors as of `Offer.outgoing`; `check` says who is gone, if that is why."""
         with _told(f"the {self._transport} group of the sync could not be made in {self._timeout_s:g} s", check):
             prefixed = dist.PrefixStore(f"{meeting.split(' ', 1)[0]}/", store)
@@ -64,12 +66,12 @@ class NcclMode(Mode):
 
 
 class _NcclOffer(Offer):
-    def __init__(self, store: dist.TCPStore, host: str, mode: NcclMode) -> None:
+    def __init__(self, store: dist.TCPStore, host: str, mode: NcclTransfer) -> None:
         self._store: dist.TCPStore | None = store
         self._mode = mode
         self.meeting = f"{secrets.token_hex(8)} {store.port} {host}"
 
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+    def outgoing(self, hub: Hub, place: MemberPlace) -> Outgoing:
         assert self._store is not None, "it was not withdrawn"
         return _NcclOutgoing(hub, self._mode.enter(self._store, str(self.meeting), 0, place, hub.check))
 
@@ -80,7 +82,7 @@ class _NcclOffer(Offer):
 class _Member:
     """What both ends of a group do with it."""
 
-    def __init__(self, group: Group, transport: str, timeout_s: float) -> None:
+    def __init__(self, group: RoundGroup, transport: str, timeout_s: float) -> None:
         self._groups = [group]
         self._transport = transport
         self._timeout_s = timeout_s
@@ -138,7 +140,7 @@ class _NcclOutgoing(Outgoing):
         return self._rooms[at]
 
     def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
-        self._hub.tell(Bucket(number, layout, digest, None))
+        self._hub.tell(BucketNotice(number, layout, digest, None))
         with _told(f"bucket {number} could not be broadcast", self._hub.check):
             self._under_way[number] = self._member.begin(data)
 
@@ -162,7 +164,7 @@ class _NcclIncoming(Incoming):
         self._spoke = spoke
         self._member = member
 
-    def take(self, bucket: Bucket) -> torch.Tensor:
+    def take(self, bucket: BucketNotice) -> torch.Tensor:
         data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._member.device)
         what = f"bucket {bucket.number} of {self._spoke.sender}"
         with _told(f"{what} could not be received", self._spoke.check):

@@ -63,7 +63,7 @@ def send(
         RunError: as of the mode; or there is nothing to send.
         WaitTimeout: as of the mode, or of what yields the tensors.
     """
-    asked = _Timed(shards)
+    asked = _TimedIterator(shards)
     entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
     nbytes = buckets = tensors = 0
     for number, (layout, data) in enumerate(pack_shards(asked, outgoing.room, bucket_bytes=bucket_bytes)):
@@ -101,7 +101,7 @@ def travelling(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
         raise RunError(f"{name} cannot be sent: {error}") from error
 
 
-class _Timed(Iterator[tuple[Shard, torch.Tensor]]):
+class _TimedIterator(Iterator[tuple[Shard, torch.Tensor]]):
     """Counts the seconds of waiting for the next one."""
 
     def __init__(self, items: Iterable[tuple[Shard, torch.Tensor]]) -> None:

@@ -13,7 +13,15 @@ import torch
 
 from trinity_sync.errors import RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.weight_sync.base import Incoming, Offer, Outgoing
-from trinity_sync.integrations.verl.weight_sync.link import Bucket, Done, End, Hub, Place, Spoke, Taken
+from trinity_sync.integrations.verl.weight_sync.link import (
+    BucketNotice,
+    BucketReceipt,
+    Done,
+    End,
+    Hub,
+    MemberPlace,
+    Spoke,
+)
 from trinity_sync.weights.apply import ChecksumError, check_bytes
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import Shard, check_cover, matrix_view
@@ -38,7 +46,7 @@ class Session:
 
     def __init__(self, timeout_s: float, device: torch.device | None) -> None:
         self.device = device
-        self.place: Place | None = None
+        self.place: MemberPlace | None = None
         self.hub: Hub | None = None
         self.offer: Offer | None = None
         self.outgoing: Outgoing | None = None
@@ -170,13 +178,13 @@ class Stream:
         """
         while self.waits:
             message = self._spoke.receive(f"send bucket {self._buckets} of the weights")
-            if isinstance(message, Bucket):
+            if isinstance(message, BucketNotice):
                 self._take(message)
             elif isinstance(message, End):
                 self._finish(message)
         return self._here.popleft() if self._here else None
 
-    def _take(self, bucket: Bucket) -> None:
+    def _take(self, bucket: BucketNotice) -> None:
         what = f"bucket {bucket.number} of {self._spoke.sender}"
         if bucket.number != self._buckets:
             raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
@@ -186,7 +194,7 @@ class Stream:
         except RunError:
             self._spoke.check()  # a sender that gives up takes its memory and files away, too: that is what to tell
             raise
-        self._spoke.tell(Taken(bucket.number))
+        self._spoke.tell(BucketReceipt(bucket.number))
         self._buckets += 1
         self.nbytes += bucket.layout.nbytes
         self._here.extend(zip(bucket.layout.shards, views(bucket.layout, data), strict=True))

@@ -35,7 +35,7 @@ _LEASE = "lease"
 _LOCK = ".lock"
 
 
-class Held:
+class VersionLock:
     """A version's folder, which is not removed as long as this is held.
 
     Args:
@@ -88,7 +88,7 @@ class Held:
                 _remove_if_left(folder)
 
 
-def begin(root: Path, timeout_s: float) -> Held:
+def begin(root: Path, timeout_s: float) -> VersionLock:
     """Make the folder of a version that is going to be written; drafts that nobody has are removed.
 
     Args:
@@ -110,10 +110,10 @@ def begin(root: Path, timeout_s: float) -> Held:
             lease = _lease(folder, create=True)
     except OSError as error:
         raise RunError(f"no version can be written to {root}: {error.strerror} ({error.filename})") from error
-    return Held(root, token, lease)
+    return VersionLock(root, token, lease)
 
 
-def hold(folder: Path) -> Held:
+def hold(folder: Path) -> VersionLock:
     """Take a share of a version's lease.
 
     Args:
@@ -124,7 +124,7 @@ def hold(folder: Path) -> Held:
     """
     token = folder.name.rsplit("-", 1)[1]
     try:
-        return Held(folder.parent, token, _lease(folder, create=False))
+        return VersionLock(folder.parent, token, _lease(folder, create=False))
     except OSError as error:
         raise RunError(
             f"{folder}, which the sender has made, cannot be read here ({error.strerror}): engine_kwargs' dir has to "
