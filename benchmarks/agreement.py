@@ -50,7 +50,7 @@ from trinity_sync.explorer.hf import HFEngine, sequence_keys
 from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
-from trinity_sync.trainer.spec import WorkerSpec, worker_spec
+from trinity_sync.trainer.worker_spec import WorkerSpec, worker_spec
 
 SAMPLES, PROMPTS = 32, 8
 TEXTS = (

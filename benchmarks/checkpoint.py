@@ -38,9 +38,9 @@ from checkpoint_lost import lost
 from checkpoint_worker import LIMIT_S, BenchWorker, run_on
 
 from trinity_sync.actors.calls import Call, ended, results
-from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.actors.rank_client import RankClient, RankInfo
 from trinity_sync.config import compose
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.hardware import peak_rss
 from trinity_sync.launch import launcher
 from trinity_sync.launch.job import Job
 from trinity_sync.samples.batch import PairBatch

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.backends.bytes import BytesBackend
+from trinity_sync.backends.bytes_backend import BytesBackend
 from trinity_sync.models.shapes import SIZES, cut, empty_model, read_shapes
 from trinity_sync.weights.apply import Receiver
 from trinity_sync.weights.digests import RowPlan, bucket_digests, version_digest

@@ -35,15 +35,14 @@ import ray
 import torch
 from sync_members import LIMIT_S, BenchExplorer, Holder, Rank, Shapes, layout_of, memory
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call, results
-from trinity_sync.actors.explorer import ExplorerClient
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.explorer_client import ExplorerClient
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.launch.own_ray import start_ray
-from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
@@ -51,7 +50,8 @@ from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher
 from trinity_sync.sync.memory import MemoryPublisher
 from trinity_sync.sync.nccl import NcclPublisher
-from trinity_sync.trainer.saves import SaveSettings, WeightSaves
+from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
+from trinity_sync.trainer.full_saves import SaveSettings, WeightSaves
 
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")
 BUCKET_BYTES = 16 << 20  # conf/base/sync.yaml

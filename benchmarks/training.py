@@ -36,9 +36,9 @@ from verl.utils import torch_functional
 
 from trinity_sync.config import compose, typed
 from trinity_sync.models.architecture import make_model
-from trinity_sync.trainer.batch import Batching, grpo_batch, micro_batch_size
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.training_batch import Batching, grpo_batch, micro_batch_size
 from trinity_sync.trainer.worker import worker_config
+from trinity_sync.trainer.worker_spec import worker_spec
 
 BY_TOKEN = torch_functional.logprobs_from_logits_v2
 MAX_TOKENS = 2048

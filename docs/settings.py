@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from trinity_sync import config
-from trinity_sync.config.described import Described, described, group_comments
+from trinity_sync.config.description import Described, described, group_comments
 
 PAGE = Path(__file__).with_name("settings.md")
 LISTS = ("retention", "tracker")

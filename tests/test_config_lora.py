@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.config import check, compose, typed
-from trinity_sync.config.lora import Adapter, adapter_of, travels
+from trinity_sync.config.lora_settings import Adapter, adapter_of, travels
 from trinity_sync.errors import ConfigError
 
 

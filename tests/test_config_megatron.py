@@ -10,7 +10,7 @@ from tests.families import EXPERTS, FAMILIES
 from tests.model_folders import bare_model
 from tests.test_config import refused
 from trinity_sync.config import check, compose, typed
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.worker_spec import worker_spec
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.worker_spec import worker_spec
 
 RS = "algorithm.rollout_correction.rollout_rs"
 

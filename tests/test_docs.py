@@ -26,7 +26,7 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery, SyncMode
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
 from trinity_sync.trainer.algorithms.base import algorithm_of
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.worker_spec import worker_spec
 
 
 def defined(dotted: str) -> bool:

@@ -28,14 +28,14 @@ from tests.trainer.losses import LENGTHS, drawn, jagged, step
 from trinity_sync import config
 from trinity_sync.config import typed
 from trinity_sync.errors import ConfigError
-from trinity_sync.explorer.spec import explorer_spec
+from trinity_sync.explorer.explorer_spec import explorer_spec
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.models.architecture import make_model
 from trinity_sync.trainer.algorithms.grpo import Grpo
-from trinity_sync.trainer.spec import WorkerSpec, worker_spec
 from trinity_sync.trainer.worker import adapted, divergences
+from trinity_sync.trainer.worker_spec import WorkerSpec, worker_spec
 
 GROUPS = ("trainer", "algorithm", "samples", "task")
 NAMES = ("_target_", "_partial_", "_convert_", "kind")

@@ -25,7 +25,7 @@ from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
-from trinity_sync.explorer.spec import explorer_spec
+from trinity_sync.explorer.explorer_spec import explorer_spec
 from trinity_sync.launch.actors import coordinator_option, monitor_option
 from trinity_sync.launch.messages import explain
 from trinity_sync.launch.start import _check_engine
@@ -36,7 +36,7 @@ from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.sync.nccl import NcclMode
 from trinity_sync.trainer.algorithms.base import algorithm_of
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.worker_spec import worker_spec
 
 MARK = "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint import leases, lock
-from trinity_sync.checkpoint.layout import Manifest, read_manifest, step_dir
+from trinity_sync.checkpoint.folder import leases, lock
+from trinity_sync.checkpoint.folder.contents import Manifest, read_manifest, step_dir
 from trinity_sync.launch import own_ray
 from trinity_sync.protocol.parts import STATE_DICT
-from trinity_sync.tracking.record import RunFolder, lock_owner
+from trinity_sync.tracking.run_record import RunFolder, lock_owner
 from trinity_sync.weights import slots
 from trinity_sync.weights.slots import SlotArena, remove_stale
 

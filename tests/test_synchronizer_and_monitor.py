@@ -22,9 +22,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_sync.checkpoint import catalog, layout
-from trinity_sync.checkpoint.layout import file_entry, read_manifest, read_tracker
-from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
+from trinity_sync.checkpoint.folder import catalog, contents
+from trinity_sync.checkpoint.folder.contents import file_entry, read_manifest, read_tracker
+from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -183,7 +183,7 @@ class Together(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         version = self.under_way.version
-        location = str(layout.step_dir(self.root, version.step))
+        location = str(contents.step_dir(self.root, version.step))
         self.wait(self.synchronizer.commit(version, location))
         self.published.append(version)
         self.under_way = None
@@ -312,7 +312,7 @@ class Together(RuleBasedStateMachine):
         self.trackers = trackers
         for step in trackers:
             assert step == -1 or step in self.committed_steps
-            whole = step == -1 or catalog.verify(layout.step_dir(self.root, step)).ok
+            whole = step == -1 or catalog.verify(contents.step_dir(self.root, step)).ok
             assert whole, f"the tracker names torn step {step}"
 
     @invariant()
@@ -324,7 +324,7 @@ class Together(RuleBasedStateMachine):
             if reading.hold is not None and reading.hold_expires > self.clock.now
         }
         for step in held | ({newest} if newest is not None else set()):
-            assert read_manifest(layout.step_dir(self.root, step)).digest == f"digest of {step}"
+            assert read_manifest(contents.step_dir(self.root, step)).digest == f"digest of {step}"
 
     @invariant()
     def all_that_is_visible_is_whole(self) -> None:

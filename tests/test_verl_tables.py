@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from tests.pages import ROOT
 from tests.test_config_objective import algorithm
 from trinity_sync.config import compose, typed
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.worker_spec import worker_spec
 
 PAGE = (ROOT / "docs" / "coming-from-verl.md").read_text()
 KEY = re.compile(r"`([^`]+)`")

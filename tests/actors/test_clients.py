@@ -7,16 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.client import Client
-from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.handles import HandleMethod
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.actors.rank import RankClient
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.actors.rank_client import RankClient
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.explorer.actor import Explorer
-from trinity_sync.node.agent import NodeAgent
+from trinity_sync.sync.node_agent import NodeAgent
 from trinity_sync.sync.synchronizer import Synchronizer, SynchronizerActor
 
 

@@ -426,7 +426,7 @@ def adapted(model: Path, strategy: str, lora_rank: int, targets: Any = "all-line
 def packing(model: Path, strategy: str, sharing: int = 1) -> Any:
     """An engine that takes sequences without padding, each of which so many ranks share."""
     from trinity_sync.backends import packed_attention
-    from trinity_sync.backends.packing import ATTENTION
+    from trinity_sync.backends.sequence_packing import ATTENTION
 
     packed_attention.register()
     return _engine(str(model), strategy, -1, attention=ATTENTION, packed=True, sharing=sharing)
@@ -467,7 +467,7 @@ def _step(engine: Any, rank: int, number: int) -> dict[str, Any]:
     """Train a step; the engine's metrics."""
     from verl.workers.utils.losses import sft_loss
 
-    from trinity_sync.trainer.batch import sft_batch
+    from trinity_sync.trainer.training_batch import sft_batch
 
     pairs = drawn_pairs(number, rank)
     data = sft_batch(
@@ -483,9 +483,9 @@ def refused(backend: Any, strategy: str, ranks: int) -> str | None:
     """What the driver says of the ranks' shards; None: they are all that `save_pretrained` would write."""
     import torch.distributed as dist
 
-    from trinity_sync.actors.rank import RankInfo
+    from trinity_sync.actors.rank_client import RankInfo
     from trinity_sync.errors import ConfigError
-    from trinity_sync.trainer.spec import check_whole
+    from trinity_sync.trainer.worker_spec import check_whole
     from trinity_sync.weights.layout import PartLayout
 
     rank = dist.get_rank()

@@ -31,7 +31,7 @@ def gradients(engine: Any, model: Path, longer: int = 0, **batching: Any) -> lis
     """
     from trinity_sync.config import compose, typed
     from trinity_sync.trainer.algorithms.base import algorithm_of
-    from trinity_sync.trainer.batch import grpo_batch
+    from trinity_sync.trainer.training_batch import grpo_batch
 
     ranks, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
     reference, samples = _reference(engine, model), [_samples(engine, of, of * longer) for of in range(ranks)]
@@ -85,7 +85,7 @@ def passing_over(engine: Any, weights: Callable[[], str]) -> dict[str, bool]:
     import torch
     from verl.workers.utils.losses import sft_loss
 
-    from trinity_sync.trainer.batch import sft_batch
+    from trinity_sync.trainer.training_batch import sft_batch
 
     before, samples = weights(), _samples(engine, engine.get_data_parallel_rank())
     prompts, responses, _ = zip(*samples, strict=True)

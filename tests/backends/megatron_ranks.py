@@ -90,10 +90,10 @@ def run(
     import trinity_sync.backends.lean_verl  # noqa: F401
 
     raises = _what_raises_without_cuda()
-    from trinity_sync.backends.megatron import cpu, engine
+    from trinity_sync.backends.megatron import cpu, megatron_engine
 
     used = _count_calls(cpu.STAND_INS)
-    engine.prepare()
+    megatron_engine.prepare()
     models = folder / "models"
     if rank == 0 and not models.exists():
         make_models(models)
@@ -265,7 +265,7 @@ def _log_probs(engine: Any, model: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from verl.utils import tensordict_utils as tu
 
-    from trinity_sync.trainer.batch import sft_batch
+    from trinity_sync.trainer.training_batch import sft_batch
 
     draw = np.random.default_rng(engine.get_data_parallel_rank())
     lengths = ((5, 9), (12, 3), (7, 7), (2, 11))

@@ -27,7 +27,7 @@ def recomputing(engine: Any, **batching: Any) -> dict[str, Any]:
     from tests.backends.engines import drawn_pairs
     from trinity_sync.config.schema import RolloutCorrectionConfig
     from trinity_sync.trainer.algorithms.policy_loss import policy_loss
-    from trinity_sync.trainer.batch import grpo_batch
+    from trinity_sync.trainer.training_batch import grpo_batch
     from trinity_sync.trainer.worker import recomputed
 
     drawn = drawn_pairs(7, engine.get_data_parallel_rank())
@@ -84,7 +84,7 @@ def divided_by_hand(engine: Any) -> float:
     import numpy as np
     import torch
 
-    from trinity_sync.trainer.batch import grpo_batch
+    from trinity_sync.trainer.training_batch import grpo_batch
 
     draw, logits = np.random.default_rng(3), []
     prompts, answers = ([draw.integers(3, 30, length) for length in lengths] for lengths in ((2, 4, 3), (5, 2, 4)))

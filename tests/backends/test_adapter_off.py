@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trinity_sync.backends.lora import adapter_off
+from trinity_sync.backends.adapters import adapter_off
 
 
 def test_the_base_is_at_work_alone_and_nothing_else_changes() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trinity_sync.backends.lora import check_shapes
+from trinity_sync.backends.adapters import check_shapes
 from trinity_sync.errors import ConfigError
 
 A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{factor}.weight" for factor in "AB")

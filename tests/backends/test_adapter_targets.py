@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.families import FAMILIES
-from trinity_sync.backends.lora import adapter_targets
+from trinity_sync.backends.adapters import adapter_targets
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import held_adapter, saved_name
 

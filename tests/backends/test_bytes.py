@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models.test_shapes import SMALL
-from trinity_sync.backends.bytes import BytesBackend
+from trinity_sync.backends.bytes_backend import BytesBackend
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.shapes import SIZES, cut
 from trinity_sync.weights.shards import check_complete

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_sync.backends import lora
-from trinity_sync.backends.lora import GatheredTensors, HeldSources
+from trinity_sync.backends import adapters
+from trinity_sync.backends.adapters import GatheredTensors, HeldSources
 from trinity_sync.weights.saved_views import Saved
 
 OFFLOADED = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_a_replica_takes_part_where_the_offloaded_tensors_of_the_others_are(monk
     group = SimpleNamespace(
         get_rank=lambda: 1, get_world_size=lambda: 2, all_gather_object=all_gather_object, all_gather=all_gather
     )
-    monkeypatch.setattr(lora, "dist", group)
+    monkeypatch.setattr(adapters, "dist", group)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     saved = {"a": Saved.as_held("F32", (2, 3), "a")}
     gathered = GatheredTensors(HeldSources([], keep=False), saved, lambda: OFFLOADED)

@@ -33,10 +33,10 @@ def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ran
     import torch
     import torch.distributed as dist
 
+    from trinity_sync.backends.adapters import adapter_targets
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.backends.fsdp_state import FsdpState
-    from trinity_sync.backends.lora import adapter_targets
-    from trinity_sync.backends.saved import meta_model
+    from trinity_sync.backends.saved_tensors import meta_model
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.errors import ConfigError
 

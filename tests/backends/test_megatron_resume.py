@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.backends.megatron.families import check_layout
+from trinity_sync.backends.megatron.megatron_families import check_layout
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError
 

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families import architecture
 from trinity_sync.backends.fsdp import FsdpBackend
-from trinity_sync.backends.saved import check_class
+from trinity_sync.backends.saved_tensors import check_class
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.saved_views import Saved
 

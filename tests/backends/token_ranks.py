@@ -40,7 +40,7 @@ def of_megatron(
     import torch.distributed as dist
 
     import trinity_sync.backends.lean_verl  # noqa: F401
-    from trinity_sync.backends.megatron.engine import prepare
+    from trinity_sync.backends.megatron.megatron_engine import prepare
 
     prepare()
     join_group(port, rank, ranks)

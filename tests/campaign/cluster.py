@@ -22,9 +22,10 @@ from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
 from trinity_sync.actors.calls import RayHost
-from trinity_sync.checkpoint import catalog, disk, monitor, resume_point
-from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
-from trinity_sync.checkpoint.lock import locked, writer_of
+from trinity_sync.checkpoint import disk, monitor
+from trinity_sync.checkpoint.folder import catalog, resume_point
+from trinity_sync.checkpoint.folder.contents import Manifest, file_entry, staging_dir
+from trinity_sync.checkpoint.folder.lock import locked, writer_of
 from trinity_sync.errors import TrinityError, WaitTimeout
 from trinity_sync.host import durable
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, FileEntry

@@ -18,7 +18,7 @@ import xxhash
 
 from tests.campaign.filesystem import File, FileSystem, Folder
 from tests.campaign.world import Violation
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder.contents import (
     ABANDONED_PREFIX,
     COMMITTED,
     MANIFEST,
@@ -31,7 +31,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     step_of,
 )
-from trinity_sync.checkpoint.owner import MARK
+from trinity_sync.checkpoint.folder.owner import MARK
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 ROOT = Path("/sim/run/checkpoints")

@@ -15,9 +15,9 @@ from tests.campaign.cluster import EXPECTED, LEASE_S, PATIENCE_S, Plan, Run
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import READS, WRITES, DiskFault, Violation, World
-from trinity_sync.checkpoint import catalog, layout, leases
-from trinity_sync.checkpoint.layout import ManifestError, step_dir
-from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder import catalog, contents, leases
+from trinity_sync.checkpoint.folder.contents import ManifestError, step_dir
+from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.retention import KeepEvery, KeepLast, Policy
 from trinity_sync.protocol.step import SAVE_STRATEGIES
@@ -68,7 +68,7 @@ def read_held(
     marks = set()
     try:
         if names is None:
-            names = [entry.path for entry in layout.read_manifest(lease.path).files]
+            names = [entry.path for entry in contents.read_manifest(lease.path).files]
         for name in names:
             try:
                 text = (lease.path / name).read_text()
@@ -193,7 +193,7 @@ class Trial:
         root = self.world.disk.find(str(ROOT))
         assert root is not None
         names = list(root.names)  # type: ignore[union-attr]
-        return [step for name in names if (step := layout.step_of(name)) is not None]
+        return [step for name in names if (step := contents.step_of(name)) is not None]
 
     def _prune(self, policies: tuple[Policy, ...]) -> None:
         now = self.world.clock()

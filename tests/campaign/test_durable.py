@@ -9,7 +9,7 @@ import pytest
 from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint.leases import pin, pinned
+from trinity_sync.checkpoint.folder.leases import pin, pinned
 from trinity_sync.host.durable import make_folder
 
 

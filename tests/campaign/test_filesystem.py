@@ -13,7 +13,7 @@ import pytest
 
 from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
-from trinity_sync.checkpoint import layout
+from trinity_sync.checkpoint.folder import contents
 from trinity_sync.host.durable import replace_file, sync_folder
 
 
@@ -101,10 +101,10 @@ def test_folders_change_places_in_one_step(disk: FileSystem) -> None:
     for name in ("a", "b"):
         (PLACE / name).mkdir()
         write(PLACE / name / name, name, durable=True)
-    assert layout.exchange(PLACE / "a", PLACE / "b")
+    assert contents.exchange(PLACE / "a", PLACE / "b")
     assert (PLACE / "a/b").read_text() == "b"
     disk.exchanges = False
-    assert not layout.exchange(PLACE / "a", PLACE / "b")
+    assert not contents.exchange(PLACE / "a", PLACE / "b")
 
 
 def test_the_usual_functions_work_on_it(disk: FileSystem) -> None:

@@ -14,7 +14,7 @@ import ray
 
 from tests import local_ray
 from trinity_sync.checkpoint import CheckpointMonitor
-from trinity_sync.checkpoint.lock import writer_of
+from trinity_sync.checkpoint.folder.lock import writer_of
 from trinity_sync.checkpoint.monitor import MonitorConfig
 
 START_LIMIT = 120.0

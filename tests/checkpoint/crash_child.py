@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import commits, layout, prune, recovery, resume_point
-from trinity_sync.checkpoint.layout import Manifest, step_dir, write_tracker
+from trinity_sync.checkpoint.folder import commits, contents, prune, recovery, resume_point
+from trinity_sync.checkpoint.folder.contents import Manifest, step_dir, write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
 
@@ -50,7 +50,7 @@ def prepare_upgrade(root: Path) -> None:
 
 
 def do_upgrade_by_renames(root: Path) -> None:
-    layout.exchange = lambda first, second: False
+    contents.exchange = lambda first, second: False
     do_first(root)
 
 
@@ -97,7 +97,7 @@ def do_replace(root: Path) -> None:
 
 
 def do_replace_by_renames(root: Path) -> None:
-    layout.exchange = lambda first, second: False
+    contents.exchange = lambda first, second: False
     do_replace(root)
 
 
@@ -135,7 +135,7 @@ def kill_at(call: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    layout.exchange = counted(layout.exchange)
+    contents.exchange = counted(contents.exchange)
 
 
 def main(base: Path, scenario: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.checkpoint import commits
-from trinity_sync.checkpoint.layout import MANIFEST, Manifest, file_entry, step_dir, versions_dir
+from trinity_sync.checkpoint.folder import commits
+from trinity_sync.checkpoint.folder.contents import MANIFEST, Manifest, file_entry, step_dir, versions_dir
 from trinity_sync.protocol.parts import FULL, FileEntry, Kind
 
 WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}

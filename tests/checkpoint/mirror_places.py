@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.checkpoint.folder.owner import MARK, Owner
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
-from trinity_sync.checkpoint.mirror.run import MirrorSettings, call
-from trinity_sync.checkpoint.owner import MARK, Owner
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, call
 
 LIMIT_S = 60.0
 OURS, THEIRS = "a" * 32, "b" * 32
@@ -42,7 +42,7 @@ def marked(place: str, owner: Owner = OWNER) -> str:
 
 def loaded(mirror: Mirror) -> set[str]:
     """Work at a mirror that only says which modules its process has imported, with those that every copy needs."""
-    importlib.import_module("trinity_sync.checkpoint.mirror.run")
+    importlib.import_module("trinity_sync.checkpoint.mirror.run_mirror")
     return {name for name, module in sys.modules.items() if module is not None}
 
 

@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.checkpoint import written
 from tests.families import FAMILIES
-from trinity_sync.checkpoint.catalog import verify
-from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder.catalog import verify
+from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.folder.contents import (
     Base,
     Manifest,
     ManifestError,
@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     read_manifest,
 )
-from trinity_sync.checkpoint.lora_resume import noted_base
+from trinity_sync.checkpoint.folder.lora_resume import noted_base
 from trinity_sync.checkpoint.reading import WeightsError, open_weights
 from trinity_sync.cli.main import main
 from trinity_sync.errors import ConfigError, RunError

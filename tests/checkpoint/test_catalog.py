@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint import catalog, resume_point
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.folder import catalog, resume_point
+from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, stage
-from trinity_sync.checkpoint import catalog, commits, recovery, resume_point
-from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir
-from trinity_sync.checkpoint.leases import lease_checkpoint
+from trinity_sync.checkpoint.folder import catalog, commits, recovery, resume_point
+from trinity_sync.checkpoint.folder.contents import Manifest, file_entry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileEntry
 

@@ -15,8 +15,9 @@ import ray
 
 from tests import local_ray
 from tests.checkpoint.helpers import names
-from trinity_sync.checkpoint import CheckpointCoordinator, catalog
-from trinity_sync.checkpoint.layout import file_entry, read_tracker, staging_dir, step_dir
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import file_entry, read_tracker, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.threads import piece
 from trinity_sync.protocol.parts import FULL, STATE_DICT

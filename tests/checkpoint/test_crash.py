@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoint.crash_child import SCENARIOS
 from tests.checkpoint.helpers import names
-from trinity_sync.checkpoint import catalog, recovery, resume_point
-from trinity_sync.checkpoint.layout import ABANDONED_PREFIX, read_manifest, read_tracker, step_dir
+from trinity_sync.checkpoint.folder import catalog, recovery, resume_point
+from trinity_sync.checkpoint.folder.contents import ABANDONED_PREFIX, read_manifest, read_tracker, step_dir
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 REPO = Path(__file__).parents[2]

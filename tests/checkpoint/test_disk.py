@@ -15,11 +15,10 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
 from trinity_sync.actors.pending import Changes
-from trinity_sync.checkpoint import catalog, commits, deletion, resume_point
-from trinity_sync.checkpoint.deletion import noted_deletions
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.execution import EventLog, Execution
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder import catalog, commits, deletion, resume_point
+from trinity_sync.checkpoint.folder.contents import (
     Base,
     Manifest,
     read_manifest,
@@ -30,9 +29,10 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_tracker,
 )
-from trinity_sync.checkpoint.leases import find_config, lease_checkpoint, pin
-from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.resume_point import put_in_order
+from trinity_sync.checkpoint.folder.deletion import noted_deletions
+from trinity_sync.checkpoint.folder.leases import find_config, lease_checkpoint, pin
+from trinity_sync.checkpoint.folder.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder.resume_point import put_in_order
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, CommitMeta, Decision, Fail, Kind, MoveTracker

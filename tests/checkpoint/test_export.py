@@ -23,9 +23,9 @@ from tests.backends.engines import DEEPSEEK, KEPT
 from tests.checkpoint import written
 from tests.families import WITH_IMAGES
 from trinity_sync.checkpoint import export as export_module
-from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
-from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.folder.contents import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.architecture import make_model

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.checkpoint import written
-from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
-from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.folder.contents import Manifest
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 
 pytestmark = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage
-from trinity_sync.checkpoint import catalog, commits, layout, recovery
-from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.folder import catalog, commits, contents, recovery
+from trinity_sync.checkpoint.folder.contents import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
@@ -25,7 +25,7 @@ def test_a_file_that_others_wrote_into_a_committed_folder_stays_with_the_step(
     tmp_path: Path, exchange: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+        monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
     data(tmp_path, 8).write_text("where the data is")
     commit(tmp_path, 8, {"actor/model.pt": "w", "critic/model.pt": "c"})
@@ -44,13 +44,13 @@ def test_a_file_that_others_write_while_the_step_is_committed_stays_with_it(
 ) -> None:
     kind = STATE_DICT if partial else FULL
     commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
-    real = layout.exchange
+    real = contents.exchange
 
     def then_verl_writes(first: Path, second: Path) -> bool:
         data(tmp_path, 8).write_text("where the data is")
         return exchange and real(first, second)
 
-    monkeypatch.setattr(layout, "exchange", then_verl_writes)
+    monkeypatch.setattr(contents, "exchange", then_verl_writes)
     files = {"actor/model.pt": "w", "actor/more.pt": "m"}
     commit(tmp_path, 8, files, kind=kind, attempt=attempt, partial=partial)
     assert data(tmp_path, 8).read_text() == "where the data is"
@@ -66,7 +66,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
         pass
 
     commit(tmp_path, 8, {"actor/model.pt": "w"}, created=1.0)
-    real = layout.exchange
+    real = contents.exchange
 
     def then_verl_writes(first: Path, second: Path) -> bool:
         data(tmp_path, 8).write_text("where the data is")
@@ -76,7 +76,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
         raise Death
 
     with monkeypatch.context() as crash:
-        crash.setattr(layout, "exchange", then_verl_writes)
+        crash.setattr(contents, "exchange", then_verl_writes)
         crash.setattr(commits, "_trash_or_abandon", die)
         with pytest.raises(Death):
             commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
@@ -100,7 +100,7 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
     tmp_path: Path, exchange: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+        monkeypatch.setattr(contents, "exchange", lambda first, second: False)
 
     def refuse_links(*_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder.contents import (
     Manifest,
     ManifestError,
     read_manifest,

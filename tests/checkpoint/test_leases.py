@@ -16,10 +16,10 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import catalog, commits, deletion, layout, leases, recovery
-from trinity_sync.checkpoint.layout import LEASES, PINS, Manifest, read_manifest, staging_dir, step_dir
-from trinity_sync.checkpoint.leases import lease_checkpoint, pin, unpin
-from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, leases, recovery
+from trinity_sync.checkpoint.folder.contents import LEASES, PINS, Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint, pin, unpin
+from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
@@ -163,7 +163,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
 ) -> None:
     monkeypatch.setattr(leases, "_POLL_S", 0.0)
     if how == "renamed":
-        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+        monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     winners = set()
     for seed in range(_SEEDS):
         root = pool()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trinity_sync.checkpoint.layout import Base, Manifest
-from trinity_sync.checkpoint.lora_resume import check_adapter, check_base, check_kind, noted_base
+from trinity_sync.checkpoint.folder.contents import Base, Manifest
+from trinity_sync.checkpoint.folder.lora_resume import check_adapter, check_base, check_kind, noted_base
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.wire import WireFormat
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import OTHER, OURS, OWNER, THEIRS, marked
-from trinity_sync.checkpoint import catalog, deletion, resume_point
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder import catalog, deletion, resume_point
+from trinity_sync.checkpoint.folder.contents import (
     STAGING,
     TRACKERS,
     Manifest,
@@ -26,16 +26,16 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.leases import pin
+from trinity_sync.checkpoint.folder.leases import pin
+from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, write_mark
 from trinity_sync.checkpoint.mirror import copies as storage_module
-from trinity_sync.checkpoint.mirror import run
+from trinity_sync.checkpoint.mirror import run_mirror
 from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, ForeignError, Mirror, Storage
-from trinity_sync.checkpoint.mirror.run import MirrorSettings
-from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, write_mark
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.tracking.run_record import RunFolder
 
 _numbers = itertools.count()
 FILES = {"actor/model.pt": "weights", "actor/optim.pt": "moments", "actor/huggingface/config.json": "{}"}
@@ -568,7 +568,7 @@ def test_a_new_run_leaves_other_files_of_the_place_alone(place: str, here: Path)
 
 
 def commits_in(root: Path) -> Recorded:
-    known: Recorded = run._claim(root, MirrorSettings())["known"]
+    known: Recorded = run_mirror._claim(root, MirrorSettings())["known"]
     return known
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, quick
-from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
-from trinity_sync.checkpoint.mirror import run
-from trinity_sync.checkpoint.mirror import run as module
+from trinity_sync.checkpoint.folder.contents import ManifestError, NewerFormatError, NoManifestError, UnreadableError
+from trinity_sync.checkpoint.mirror import run_mirror
+from trinity_sync.checkpoint.mirror import run_mirror as module
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror
-from trinity_sync.checkpoint.mirror.run import MirrorError, try_again
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, try_again
 from trinity_sync.errors import RunError
 from trinity_sync.host.child_process import start_child
 from trinity_sync.host.threads import in_background
@@ -116,9 +116,9 @@ def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tm
             return os.sched_getscheduler(0)
 
     observed: Any = Observed()
-    copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None, None), "copy")
+    copy = in_background(lambda: run_mirror._copy(observed, tmp_path, 7, None, None, None), "copy")
     assert copy.result(LIMIT_S) == (os.SCHED_IDLE, None)
-    fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0), {}), "fetch")
+    fetch = in_background(lambda: run_mirror._fetch(observed, tmp_path, (0, 0), {}), "fetch")
     assert fetch.result(LIMIT_S) == os.sched_getscheduler(0)
 
 
@@ -138,8 +138,8 @@ def test_a_program_without_its_standard_descriptors_has_copies_too(
     program = (
         "from pathlib import Path\n"
         "from tests.checkpoint.mirror_places import OWNER, asked, descriptors\n"
-        "from trinity_sync.checkpoint.mirror.run import MirrorSettings, call\n"
-        "from trinity_sync.checkpoint.owner import Owner\n"
+        "from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, call\n"
+        "from trinity_sync.checkpoint.folder.owner import Owner\n"
         f"found = call({str(there)!r}, MirrorSettings(timeout_s=20), {OWNER!r}, descriptors)\n"
         f"Path({str(answer)!r}).write_text(' '.join(found))\n"
     )

@@ -19,9 +19,10 @@ import ray
 
 from tests.checkpoint.helpers import commit, names
 from tests.checkpoint.mirror_places import OWNER
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint import CheckpointMonitor, catalog
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.checkpoint import CheckpointMonitor
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import (
     file_entry,
     read_committed,
     read_manifest,
@@ -31,11 +32,11 @@ from trinity_sync.checkpoint.layout import (
     tracker_path,
     write_tracker,
 )
-from trinity_sync.checkpoint.leases import lease_checkpoint
-from trinity_sync.checkpoint.lock import locked
-from trinity_sync.checkpoint.mirror.run import MirrorSettings
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint
+from trinity_sync.checkpoint.folder.lock import locked
+from trinity_sync.checkpoint.folder.owner import MARK
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.owner import MARK
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage, verls
-from trinity_sync.checkpoint import catalog, deletion, leases, recovery, resume_point
-from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir, tracker_path, write_tracker
-from trinity_sync.checkpoint.leases import lease_checkpoint, pin, unpin
-from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder import catalog, deletion, leases, recovery, resume_point
+from trinity_sync.checkpoint.folder.contents import (
+    ManifestError,
+    UnreadableError,
+    step_dir,
+    tracker_path,
+    write_tracker,
+)
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint, pin, unpin
+from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy

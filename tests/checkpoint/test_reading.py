@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoint import written
 from tests.checkpoint.written import Tensors
-from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
-from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.folder.contents import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 

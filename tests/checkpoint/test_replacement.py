@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, refuse, stage, unreadable
-from trinity_sync.checkpoint import catalog, commits, layout, leases, recovery
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder import catalog, commits, contents, leases, recovery
+from trinity_sync.checkpoint.folder.contents import (
     Manifest,
     ManifestError,
     UnreadableError,
@@ -18,7 +18,7 @@ from trinity_sync.checkpoint.layout import (
     staging_dir,
     step_dir,
 )
-from trinity_sync.checkpoint.leases import lease_checkpoint, pin, pinned, unpin
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -36,7 +36,7 @@ def test_a_full_checkpoint_with_files_that_the_new_one_lacks_is_set_aside(
     tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+        monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     commit(tmp_path, 20, {"model.pt": "w", "optim.pt": "o"})
     unwanted = {"model.pt": "other"} if attempt else {"model.pt": "other", "optim.pt": "o"}
     commit(tmp_path, 20, unwanted, attempt=attempt)
@@ -51,7 +51,7 @@ def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
     tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+        monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     commit(tmp_path, 20, {"model.pt": "w", "optim.pt": "o"})
     with monkeypatch.context() as crash:
 
@@ -77,17 +77,17 @@ def test_what_cannot_be_read_any_more_when_it_is_replaced_gets_its_place_back(
     commit(tmp_path, 20, {"model.pt": "w"})
     pin(tmp_path, 20)
     unpinned = pinned(tmp_path)
-    real = layout.exchange
+    real = contents.exchange
 
     def then_it_cannot_be_read(first: Path, second: Path) -> bool:
         unreadable(second / "manifest.json")
         return exchange and real(first, second)
 
     monkeypatch.setattr(commits, "check_replaces", lambda *_: None)  # the pin came after that
-    monkeypatch.setattr(layout, "exchange", then_it_cannot_be_read)
+    monkeypatch.setattr(contents, "exchange", then_it_cannot_be_read)
     with pytest.raises(UnreadableError, match="cannot be read now"):
         commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
-    monkeypatch.setattr(layout, "exchange", real)
+    monkeypatch.setattr(contents, "exchange", real)
     recovery.clean_staging(tmp_path, 20, 1)
     recovery.recover(tmp_path)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
@@ -109,7 +109,7 @@ def test_an_error_after_folders_changed_places_costs_nobody_what_is_pinned(
         failing.setattr(commits, "check_replaces", lambda *_: None)  # the pin came after that
         failing.setattr(commits, "_blockers_of", fail)
         if not exchange:
-            failing.setattr(layout, "exchange", lambda first, second: False)
+            failing.setattr(contents, "exchange", lambda first, second: False)
         if not put_back:
             failing.setattr(commits, "_put_back", fail, raising=False)
         with pytest.raises(OSError, match="the disk fails"):
@@ -133,7 +133,7 @@ def test_what_is_staged_and_cannot_be_read_now_is_set_aside(tmp_path: Path) -> N
 def test_a_replacement_by_renames_that_fails_half_way_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+    monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     commit(tmp_path, 20, {"model.pt": "w"})
     refuse(staging_dir(tmp_path, 20, 1), monkeypatch)
     with pytest.raises(OSError, match="Input/output error"):
@@ -171,7 +171,7 @@ def test_files_in_a_full_checkpoints_own_folder_do_not_make_it_weights(tmp_path:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
-        monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+        monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     commit(tmp_path, 20)
     with lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60):
         assert "held by explorer-7" in leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
@@ -190,14 +190,14 @@ def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
 ) -> None:
     monkeypatch.setattr(leases, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     commit(tmp_path, 20)
-    real, taken = layout.exchange, []
+    real, taken = contents.exchange, []
 
     def while_a_reader_comes(first: Path, second: Path) -> bool:
         if not taken:
             taken.append(lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60))
         return exchange and real(first, second)
 
-    monkeypatch.setattr(layout, "exchange", while_a_reader_comes)
+    monkeypatch.setattr(contents, "exchange", while_a_reader_comes)
     said = leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=attempt)
     assert "held by explorer-7 since just now" in said
     assert not list(tmp_path.glob(".replaced-*"))
@@ -208,14 +208,14 @@ def test_a_reader_of_the_new_one_does_not_bring_the_old_one_back(
 ) -> None:
     monkeypatch.setattr(leases, "_CLAIM_S", -1.0)
     commit(tmp_path, 20)
-    real = layout.exchange
+    real = contents.exchange
 
     def then_a_reader_comes(first: Path, second: Path) -> bool:
         done = real(first, second)
         lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60)
         return done
 
-    monkeypatch.setattr(layout, "exchange", then_a_reader_comes)
+    monkeypatch.setattr(contents, "exchange", then_a_reader_comes)
     commit(tmp_path, 20, {"actor/model.pt": "other"})
     assert (step_dir(tmp_path, 20) / "actor/model.pt").read_text() == "other"
 
@@ -283,7 +283,7 @@ def test_the_first_error_is_told_though_it_cannot_be_taken_back(
 ) -> None:
     commit(tmp_path, 20, {"model.pt": "w"}, created=1.0)
     pin(tmp_path, 20)
-    real = layout.exchange
+    real = contents.exchange
     exchanged: list[bool] = []
 
     def once(first: Path, second: Path) -> bool:
@@ -300,7 +300,7 @@ def test_the_first_error_is_told_though_it_cannot_be_taken_back(
     with monkeypatch.context() as failing:
         failing.setattr(commits, "check_replaces", lambda *_: None)  # the pin came after that
         failing.setattr(commits, "_blockers_of", fail)
-        failing.setattr(layout, "exchange", once)
+        failing.setattr(contents, "exchange", once)
         with pytest.raises(OSError, match="the leases cannot be read") as told:
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
     (note,) = told.value.__notes__
@@ -329,7 +329,7 @@ def test_a_death_before_the_last_look_at_who_holds_the_old_is_made_good(
         patch.setattr(commits, "check_replaces", lambda *_: None)  # the reader had not come yet
         patch.setattr(commits, "_blockers_of", die)
         if not exchange:
-            patch.setattr(layout, "exchange", lambda first, second: False)
+            patch.setattr(contents, "exchange", lambda first, second: False)
         with pytest.raises(Death):
             commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1, created=2.0)
     assert read_manifest(step_dir(tmp_path, 20)).attempt == 1
@@ -352,7 +352,7 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
 
     commit(tmp_path, 20)
     again(1.0)
-    monkeypatch.setattr(layout, "exchange", lambda first, second: False)
+    monkeypatch.setattr(contents, "exchange", lambda first, second: False)
     for seen, created in (("_replaced", 2.0), ("_trash_or_abandon", 3.0)):
         with monkeypatch.context() as crash:
             if seen == "_trash_or_abandon":

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import catalog, resume_point
-from trinity_sync.checkpoint.layout import read_tracker, staging_dir, write_tracker
+from trinity_sync.checkpoint.folder import catalog, resume_point
+from trinity_sync.checkpoint.folder.contents import read_tracker, staging_dir, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
 from tests.checkpoint.mirror_places import OWNER, marked
-from trinity_sync.checkpoint import catalog, commits, deletion, recovery, resume_point
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder import catalog, commits, deletion, recovery, resume_point
+from trinity_sync.checkpoint.folder.contents import (
     MANIFEST,
     Manifest,
     ManifestError,
@@ -22,8 +22,8 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     write_tracker,
 )
+from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
-from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import make_policies

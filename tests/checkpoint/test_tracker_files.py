@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.checkpoint.layout import TRACKERS, read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.folder.contents import TRACKERS, read_tracker, tracker_path, write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.checkpoint import deletion
+from trinity_sync.checkpoint.folder import deletion
 
 
 def test_a_trash_folder_that_resists_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

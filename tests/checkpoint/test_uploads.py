@@ -19,13 +19,13 @@ import pytest
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import LIMIT_S, OTHER, OWNER, Events, SftpServer, asked, loaded, marked, quick
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.layout import LEASES, MANIFEST, step_dir
-from trinity_sync.checkpoint.leases import leased
-from trinity_sync.checkpoint.mirror import run
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import LEASES, MANIFEST, step_dir
+from trinity_sync.checkpoint.folder.leases import leased
+from trinity_sync.checkpoint.folder.owner import MARK
+from trinity_sync.checkpoint.mirror import run_mirror
 from trinity_sync.checkpoint.mirror.copies import Mirror
-from trinity_sync.checkpoint.mirror.run import MirrorError, RunMirror, Uploads
-from trinity_sync.checkpoint.owner import MARK
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, RunMirror, Uploads
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.retention import KeepLast
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_tried_again(
 def test_the_lease_of_a_copy_is_renewed_in_the_pause_between_its_tries(
     uploads: Callable[..., Uploads], here: Path, there: Path, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_RENEW_S", 0.1)
+    monkeypatch.setattr(run_mirror, "_RENEW_S", 0.1)
     commit(here, 10)
     there.write_text("a file where the folder should be")
     uploads(options={}, backoff_s=1000.0).add(10)
@@ -261,8 +261,8 @@ def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_
     program.write_text(
         "print('begun', flush=True)\n"
         "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
-        "from trinity_sync.checkpoint.mirror.run import MirrorSettings, call\n"
-        "from trinity_sync.checkpoint.owner import Owner\n"
+        "from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, call\n"
+        "from trinity_sync.checkpoint.folder.owner import Owner\n"
         f"print(call({str(there)!r}, MirrorSettings(), {OWNER!r}, Mirror.claim))\n"
     )
     ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -280,8 +280,8 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         asking = (
             "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
-            "from trinity_sync.checkpoint.mirror.run import MirrorSettings, call\n"
-            "from trinity_sync.checkpoint.owner import Owner\n"
+            "from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, call\n"
+            "from trinity_sync.checkpoint.folder.owner import Owner\n"
             f"call({place!r}, MirrorSettings(), {OWNER!r}, Mirror.claim)"
         )
         parent = subprocess.Popen([sys.executable, "-c", asking])

@@ -11,8 +11,15 @@ import torch
 
 from tests.checkpoint import written
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import catalog, commits
-from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir, write_manifest
+from trinity_sync.checkpoint.folder import catalog, commits
+from trinity_sync.checkpoint.folder.contents import (
+    Manifest,
+    file_entry,
+    read_manifest,
+    staging_dir,
+    step_dir,
+    write_manifest,
+)
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 

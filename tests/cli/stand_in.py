@@ -17,7 +17,7 @@ import xxhash
 
 import trinity_sync.launch
 from trinity_sync import config
-from trinity_sync.tracking.record import RunRecord
+from trinity_sync.tracking.run_record import RunRecord
 
 
 @dataclass

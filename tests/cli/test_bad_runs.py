@@ -16,9 +16,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.cli.stand_in import Computing, standing_in
-from trinity_sync.checkpoint.owner import Owner, write_mark
+from trinity_sync.checkpoint.folder.owner import Owner, write_mark
 from trinity_sync.cli import main as cli
-from trinity_sync.tracking.record import run_id
+from trinity_sync.tracking.run_record import run_id
 
 Capture = pytest.CaptureFixture[str]
 RESUME, REPRODUCE, BUNDLE = ["resume"], ["reproduce"], ["reproduce", "--bundle"]

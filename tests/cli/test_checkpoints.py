@@ -17,14 +17,14 @@ from omegaconf import OmegaConf
 
 from tests.checkpoint.helpers import newer, refuse, unreadable, verls
 from trinity_sync import config
-from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
-from trinity_sync.checkpoint.layout import Manifest, canonical_digest, step_dir, write_tracker
-from trinity_sync.checkpoint.owner import Owner, write_mark
+from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.folder.contents import Manifest, canonical_digest, step_dir, write_tracker
+from trinity_sync.checkpoint.folder.owner import Owner, write_mark
 from trinity_sync.cli import checkpoints
 from trinity_sync.cli import main as cli
-from trinity_sync.report.data import load_run
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.report.run_data import load_run
 from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_record import RunFolder
 
 Capture = pytest.CaptureFixture[str]
 

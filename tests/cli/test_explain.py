@@ -12,7 +12,7 @@ import pytest
 
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config.described import described
+from trinity_sync.config.description import described
 
 
 @pytest.mark.parametrize(

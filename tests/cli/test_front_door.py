@@ -14,7 +14,7 @@ import pytest
 from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync.cli import main as cli
 from trinity_sync.config import conf_dir
-from trinity_sync.host.memory import own_module_folders
+from trinity_sync.host.hardware import own_module_folders
 from trinity_sync.launch import launcher as real_launcher
 
 TASK = """

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from trinity_sync.cli import main as cli
-from trinity_sync.report import data, run_page
-from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.report import run_data, run_page
+from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.run_record import RunFolder
 
 CONFIG = """\
 name: {name}
@@ -186,7 +186,7 @@ def test_figures_are_those_of_the_report(here: Path, capsys: pytest.CaptureFixtu
             file.write(json.dumps(line) + "\n")
         file.write('{"torn')
     (line,) = as_json(capsys)
-    summary = data.load_run(run).summary
+    summary = run_data.load_run(run).summary
     assert (line["steps"], line["reward"], line["wall_s"]) == (299, 0.5, 200.0 + 99.0)
     assert (line["steps"], line["reward"], line["wall_s"]) == (
         summary["steps"],
@@ -211,7 +211,7 @@ def test_a_folder_that_is_not_there_is_refused(
 
 def test_many_runs_are_listed_without_reading_all_of_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = leave("outputs/a/1", steps=1000)
-    monkeypatch.setattr(jsonl, "read", None)
+    monkeypatch.setattr(json_lines, "read", None)
     (line,) = run_page.find([here])
     assert line.path == run
     assert (run / "metrics.jsonl").stat().st_size > 500_000

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_weights import commit
-from trinity_sync.tracking.record import RunFolder
 from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_record import RunFolder
 
 ENGINES = ("verl", "megatron", "mbridge", "vllm", "ray", "peft", "tensordict", "torchdata")
 

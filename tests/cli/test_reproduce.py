@@ -19,7 +19,7 @@ from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config.saved import EARLIER_LOCATIONS, bundled
+from trinity_sync.config.saved_config import EARLIER_LOCATIONS, bundled
 from trinity_sync.errors import RunError
 
 
@@ -115,7 +115,7 @@ def test_what_came_of_it_is_told_though_the_disk_is_full(
     def full(path: Path, value: object) -> None:
         raise RunError(f"{path} cannot be written: no space")
 
-    monkeypatch.setattr("trinity_sync.tracking.jsonl.write_json", full)
+    monkeypatch.setattr("trinity_sync.tracking.json_lines.write_json", full)
     assert reproduce(run) == 1
     assert capsys.readouterr().out.startswith("equal: 6 versions")
 

@@ -27,14 +27,14 @@ from tests.model_folders import bare_model
 from tests.test_conf_files import given
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
-from trinity_sync.checkpoint.owner import Owner, write_mark
+from trinity_sync.checkpoint.folder.owner import Owner, write_mark
 from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
 from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import app, messages, sweeps
 from trinity_sync.launch.start import Resume, written_places
-from trinity_sync.tracking.record import RunFolder, run_id
+from trinity_sync.tracking.run_record import RunFolder, run_id
 
 ROOT = Path(launch.__file__).parent
 
@@ -790,8 +790,8 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("+task.more=[{_target_: os.system}]", "task.more.0._target_ is os.system"),
         ("task._target_=trinity_sync.tasks.rewards.re.compile", "task._target_ is trinity_sync.tasks.rewards.re"),
         (
-            "task._target_=trinity_sync.checkpoint.deletion.delete_folder",
-            "task._target_ is trinity_sync.checkpoint.deletion",
+            "task._target_=trinity_sync.checkpoint.folder.deletion.delete_folder",
+            "task._target_ is trinity_sync.checkpoint.folder.deletion",
         ),
         ("+tracker.mine._target_=os.system", "tracker.mine._target_ is os.system"),
         ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks.evil._target_ is os.system"),

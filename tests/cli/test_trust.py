@@ -19,10 +19,10 @@ from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config import recorded
-from trinity_sync.config.saved import record_of
+from trinity_sync.config import user_record
+from trinity_sync.config.saved_config import record_of
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.memory import own_module_folders
+from trinity_sync.host.hardware import own_module_folders
 from trinity_sync.reproduction import bundle
 
 Capture = pytest.CaptureFixture[str]
@@ -413,7 +413,7 @@ def test_an_interrupt_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recorded.record([], {})
+        user_record.record([], {})
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

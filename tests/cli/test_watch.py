@@ -20,8 +20,8 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import watch_run
-from trinity_sync.tracking import follow, record
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.tracking import follow, run_record
+from trinity_sync.tracking.run_record import RunFolder
 
 Play = Callable[[Iterator[Any]], None]
 
@@ -419,7 +419,7 @@ def test_a_folder_of_runs_is_watched_as_a_sweep_is(here: Path, capsys: pytest.Ca
 def test_the_command_looks_at_the_lock_without_taking_it_from_a_run(tmp_path: Path) -> None:
     folder = leave(tmp_path / "run")
     assert watch(folder) == 0
-    assert record.lock_owner(folder) is None
+    assert run_record.lock_owner(folder) is None
 
 
 def test_a_sweep_that_goes_away_ends_the_watching(

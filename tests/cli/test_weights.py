@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint import written
 from tests.checkpoint.helpers import newer, unreadable
 from trinity_sync import config
-from trinity_sync.checkpoint import export, leases
-from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
-from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint import export
+from trinity_sync.checkpoint.folder import leases
+from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.folder.contents import Manifest
 from trinity_sync.cli import main as cli
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 

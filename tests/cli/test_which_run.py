@@ -12,7 +12,7 @@ from tests.cli.stand_in import StandIn, standing_in
 from tests.cli.test_list import leave
 from trinity_sync import __version__
 from trinity_sync.cli import main as cli
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.tracking.run_record import RunFolder
 
 Capture = pytest.CaptureFixture[str]
 

@@ -20,8 +20,8 @@ import pytest
 from tests.report.test_trace import check
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.report import timeline, trace
-from trinity_sync.report.data import load_run
-from trinity_sync.tracking import jsonl
+from trinity_sync.report.run_data import load_run
+from trinity_sync.tracking import json_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +184,7 @@ class Started:
         """Block until the run has told such an event, and return it."""
         ends = time.monotonic() + limit_s
         while True:
-            found = next(filter(wanted, jsonl.read(self.folder / "events.jsonl")), None)
+            found = next(filter(wanted, json_lines.read(self.folder / "events.jsonl")), None)
             if found is not None:
                 return found
             assert self.process.poll() is None, "the run ended without telling it"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.runs import Run, kill_at, launch, resume, start
-from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.folder import catalog
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
 LONG_ENOUGH = ("trainer.steps=120", "checkpoint.interval=5")  # of which each tenth part is shown

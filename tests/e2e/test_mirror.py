@@ -12,8 +12,8 @@ import pytest
 
 from tests.checkpoint.mirror_places import SftpServer
 from tests.e2e.runs import Run, completed, launch, resume, start
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import step_dir
 
 pytestmark = pytest.mark.all
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import Run, completed, launch, resume, start
 from tests.pages import ROOT, missing, sessions
-from trinity_sync.checkpoint import catalog
+from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.cli import main as cli
 
 # At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.

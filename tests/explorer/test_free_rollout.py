@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer import ExplorerClient, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer_client import ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free_rollout
 from trinity_sync.explorer.free_rollout import LOAD_TRIES, FreeRollout

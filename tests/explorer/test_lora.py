@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.explorer.helpers import ARCHITECTURE, engine_of
-from trinity_sync.config.lora import Adapter
+from trinity_sync.config.lora_settings import Adapter
 from trinity_sync.models.architecture import make_model
 from trinity_sync.tasks.copy_digits import CopyDigits
 

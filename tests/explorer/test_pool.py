@@ -18,14 +18,14 @@ import ray
 
 from tests import local_ray
 from tests.explorer.stand_in import NEWEST, StandIn
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import MemberDied, results
-from trinity_sync.actors.explorer import ExplorerClient, Generated
+from trinity_sync.actors.explorer_client import ExplorerClient, Generated
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
+from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.explorer.pool import ExplorerPool
-from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version

@@ -15,8 +15,8 @@ import pytest
 
 from tests.explorer.test_free_rollout import GROUPS, LIMIT, SAMPLES, Pretend, Task, dies
 from tests.samples.helpers import sample
-from trinity_sync.actors.explorer import LOAD_TRIES, LoadReport
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.explorer_client import LOAD_TRIES, LoadReport
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free_rollout
 from trinity_sync.explorer.free_rollout import FreeRollout

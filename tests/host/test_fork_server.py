@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from trinity_sync.host import fork_server
-from trinity_sync.launch import forked_worker, own_ray
+from trinity_sync.launch import own_ray, worker_fork
 
 PROGRAM = """
 import json, os, random, signal, sys
@@ -77,9 +77,9 @@ class Server:
         self, output: Any, *arguments: str, program: str = "program.py", language: str = "PYTHON", **env: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, forked_worker.__file__, str(self.folder / program), *arguments, f"--language={language}"],
-            env={**ENVIRONMENT, "SAID": "x", forked_worker.SOCKET: str(self.folder / "s")}
-            | {forked_worker.SETUP: str(self.folder / "setup.py"), **env},
+            [sys.executable, worker_fork.__file__, str(self.folder / program), *arguments, f"--language={language}"],
+            env={**ENVIRONMENT, "SAID": "x", worker_fork.SOCKET: str(self.folder / "s")}
+            | {worker_fork.SETUP: str(self.folder / "setup.py"), **env},
             cwd=self.folder,
             stdout=output,
             timeout=60,
@@ -146,7 +146,7 @@ def test_who_was_begun_leaves_no_zombie(server: Server) -> None:
     [
         pytest.param([], {"SAID": "y"}, id="another environment"),
         pytest.param([], {"MORE": "1"}, id="a variable more"),
-        pytest.param([], {forked_worker.SOCKET: "/nowhere"}, id="no server"),
+        pytest.param([], {worker_fork.SOCKET: "/nowhere"}, id="no server"),
         pytest.param(['--serialized-runtime-env-context={"py_executable": "/other/python"}'], {}, id="another Python"),
         pytest.param(['--serialized-runtime-env-context={"command_prefix": ["nice"]}'], {}, id="a prefix"),
         pytest.param(['--serialized-runtime-env-context={"container": {"image": "x"}}'], {}, id="more"),
@@ -234,8 +234,8 @@ def test_what_it_began_goes_on_when_it_ends(tmp_path: Path) -> None:
     server = Server(tmp_path, later="wave")
     (tmp_path / "program.py").write_text("import sys; print('begun', flush=True); sys.stdin.read(); print('done')")
     asked = subprocess.Popen(
-        [sys.executable, forked_worker.__file__, str(tmp_path / "program.py"), "--language=PYTHON"],
-        env={**ENVIRONMENT, forked_worker.SOCKET: str(tmp_path / "s"), forked_worker.SETUP: "/nowhere"},
+        [sys.executable, worker_fork.__file__, str(tmp_path / "program.py"), "--language=PYTHON"],
+        env={**ENVIRONMENT, worker_fork.SOCKET: str(tmp_path / "s"), worker_fork.SETUP: "/nowhere"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -330,11 +330,11 @@ def test_a_server_that_takes_nothing_begins_none(tmp_path: Path, monkeypatch: py
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
-        monkeypatch.setenv(forked_worker.SOCKET, str(tmp_path / "s"))
+        monkeypatch.setenv(worker_fork.SOCKET, str(tmp_path / "s"))
         monkeypatch.setenv("LARGE", "x" * 3_000_000)  # more than the socket holds
-        monkeypatch.setattr(forked_worker, "_ANSWER_S", 0.2)
-        assert forked_worker._forked(["--language=PYTHON"]) is False
+        monkeypatch.setattr(worker_fork, "_ANSWER_S", 0.2)
+        assert worker_fork._forked(["--language=PYTHON"]) is False
 
 
 def test_a_worker_of_another_language_is_none_of_the_servers() -> None:
-    assert forked_worker._forked(["--language=JAVA"]) is False
+    assert worker_fork._forked(["--language=JAVA"]) is False

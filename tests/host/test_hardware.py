@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.host import memory
+from trinity_sync.host import hardware
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(memory, "_GPUS", tmp_path / "gpus")
-    monkeypatch.setattr(memory.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hardware, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
     return tmp_path
 
 
@@ -25,7 +25,7 @@ def test_processor_vectors_and_gpus(kernel: Path) -> None:
     for number in range(2):
         (kernel / "gpus" / f"0000:0{number}").mkdir(parents=True)
         (kernel / "gpus" / f"0000:0{number}" / "information").write_text("Model: \t NVIDIA H200\nIRQ: 3\n")
-    assert memory.describe() == {
+    assert hardware.describe() == {
         "machine": "x86_64",
         "cpu": "Some CPU",
         "vectors": "avx512f",
@@ -35,8 +35,8 @@ def test_processor_vectors_and_gpus(kernel: Path) -> None:
 
 def test_arm(kernel: Path) -> None:
     (kernel / "cpuinfo").write_text("processor: 0\nFeatures: fp asimd sve\n")
-    assert memory.describe() == {"machine": "x86_64", "vectors": "sve"}
+    assert hardware.describe() == {"machine": "x86_64", "vectors": "sve"}
 
 
 def test_a_kernel_that_says_nothing(kernel: Path) -> None:
-    assert memory.describe() == {"machine": "x86_64"}
+    assert hardware.describe() == {"machine": "x86_64"}

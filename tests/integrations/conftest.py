@@ -17,7 +17,7 @@ from tests.backends.engines import make_models
 from tests.integrations.ranks import LIMIT, START_LIMIT, start
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import open_run
-from trinity_sync.integrations.verl.run import VerlRun
+from trinity_sync.integrations.verl.program_run import VerlRun
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.sync import SynchronizerConfig
 

@@ -31,9 +31,9 @@ class MegatronRank(Rank):
 
         super().__init__(rank, port, models, world)
         import trinity_sync.backends.lean_verl  # noqa: F401
-        from trinity_sync.backends.megatron import engine
+        from trinity_sync.backends.megatron import megatron_engine
 
-        engine.prepare()
+        megatron_engine.prepare()
         dist.barrier()
 
     def engine(self, layout: str) -> Any:

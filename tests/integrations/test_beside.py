@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.integrations.ranks import LIMIT
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint.daemon.process import Lifetime, connect
-from trinity_sync.checkpoint.layout import step_dir, write_tracker
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint.folder.contents import step_dir, write_tracker
 from trinity_sync.errors import WaitTimeout
-from trinity_sync.integrations.verl import saves
-from trinity_sync.integrations.verl.saves import Beside
+from trinity_sync.integrations.verl import committed_saves
+from trinity_sync.integrations.verl.committed_saves import Beside
 from trinity_sync.protocol.parts import FULL
 
 PARTS = ["beside", "beside-data_1.pt"]
@@ -45,7 +45,7 @@ def state(client: MonitorClient) -> str:
 
 
 def test_names_are_of_ranks_whose_trainer_writes_and_of_the_first() -> None:
-    assert saves.trainer_file_names([None, None, "data_0.pt"]) == ["beside", None, "beside-data_0.pt"]
+    assert committed_saves.trainer_file_names([None, None, "data_0.pt"]) == ["beside", None, "beside-data_0.pt"]
 
 
 def test_rank_0_tells_of_all_for_the_others_may_be_waiting_for_it(client: MonitorClient, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_rank_0_tells_of_all_for_the_others_may_be_waiting_for_it(client: Monito
 def test_a_file_that_does_not_come_is_left_to_the_monitors_end(
     client: MonitorClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saves, "_OTHERS_S", 0.3)
+    monkeypatch.setattr(committed_saves, "_OTHERS_S", 0.3)
     write_tracker(tmp_path, FULL, 1)
     told = of_rank(0, client, tmp_path)
     with pytest.raises(WaitTimeout, match=r"verl's trainer did not write what step 1 lacks \(beside-data_1.pt\)"):

@@ -10,10 +10,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from tests.integrations.ranks import LIMIT
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint.daemon.process import Lifetime, connect
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.checkpoint.daemon.service import Lifetime, connect
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.saves import Commits
+from trinity_sync.integrations.verl.committed_saves import Commits
 from trinity_sync.protocol.parts import FULL
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.helpers import commit, unreadable
-from trinity_sync.checkpoint.lock import lock_as_writer, locked
+from trinity_sync.checkpoint.folder.lock import lock_as_writer, locked
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl import run as runs
-from trinity_sync.integrations.verl.run import VerlRun
+from trinity_sync.integrations.verl import program_run as runs
+from trinity_sync.integrations.verl.program_run import VerlRun
 
 
 @pytest.fixture

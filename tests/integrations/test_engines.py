@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.integrations.verl.engines import _is_last, _stays_put, through_us
+from trinity_sync.integrations.verl.engine_registry import _is_last, _stays_put, through_us
 
 
 class Verls:

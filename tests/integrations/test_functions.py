@@ -12,9 +12,10 @@ import pytest
 import ray
 
 from tests.integrations.ranks import LIMIT, WORLD, every, merged, outcomes
-from trinity_sync.checkpoint import CheckpointCoordinator, catalog
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
-from trinity_sync.integrations.verl.run import VerlRun
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
+from trinity_sync.integrations.verl.program_run import VerlRun
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.sync.stream import join_group, receive
 from trinity_sync.weights.tensors import state_digest

@@ -14,11 +14,11 @@ import ray
 import torch
 
 from tests.integrations.ranks import LIMIT, every, merged, outcomes
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.layout import read_manifest, read_tracker, step_dir, versions_dir, write_tracker
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker, step_dir, versions_dir, write_tracker
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl.run import VerlRun, open_run
+from trinity_sync.integrations.verl.program_run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepEvery
 

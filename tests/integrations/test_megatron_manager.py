@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError
 from tests.backends.megatron_ranks import make_models
 from tests.integrations.megatron_workers import file_hashes, start
 from tests.integrations.ranks import LIMIT, START_LIMIT, every, outcomes
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.layout import read_manifest, read_tracker, step_dir
-from trinity_sync.integrations.verl.run import VerlRun
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker, step_dir
+from trinity_sync.integrations.verl.program_run import VerlRun
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 TREES = ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt")

@@ -126,7 +126,7 @@ def test_another_version_of_verl_is_left_alone_and_that_is_said(tmp_path: Path, 
 
 
 def test_a_hook_that_fails_says_so_and_leaves_verl_as_it_is(tmp_path: Path) -> None:
-    code = "import trinity_sync.integrations.verl.engines as of; of.register = None\n"
+    code = "import trinity_sync.integrations.verl.engine_registry as of; of.register = None\n"
     ended = said(code + RESUMES + "import verl.workers.engine.fsdp.transformer_impl\n", ON)
     assert ended.returncode == 0
     said_so = [line for line in ended.stderr.splitlines() if line.startswith("trinity-sync: verl.workers.engine.fsdp")]

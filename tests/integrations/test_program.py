@@ -13,8 +13,8 @@ import ray
 import torch.distributed as dist
 
 from tests.integrations.ranks import LIMIT
-from trinity_sync.checkpoint.daemon.process import connect
-from trinity_sync.checkpoint.lock import has_no_monitor
+from trinity_sync.checkpoint.daemon.service import connect
+from trinity_sync.checkpoint.folder.lock import has_no_monitor
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import local_run
 from trinity_sync.integrations.verl.local_run import RunMonitor, this_program

@@ -14,14 +14,14 @@ import pytest
 
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, commit, save, wait_until_let_go
 from trinity_sync.actors.local.handle import LocalHandle
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.checkpoint.daemon.process import connect
-from trinity_sync.checkpoint.layout import MANIFEST, step_dir
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.checkpoint.daemon.service import connect
+from trinity_sync.checkpoint.folder.contents import MANIFEST, step_dir
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl import local_run, reading, remote_copies
+from trinity_sync.integrations.verl.committed_saves import Commits, follow_with_copy
 from trinity_sync.integrations.verl.local_run import Program
-from trinity_sync.integrations.verl.saves import Commits, follow_with_copy
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, save, wait_until_let_go
 from tests.checkpoint.test_daemon import commit as commit_through
-from trinity_sync.checkpoint.daemon import process
-from trinity_sync.checkpoint.daemon.process import Lifetime
-from trinity_sync.checkpoint.layout import read_manifest, step_dir, write_tracker
+from trinity_sync.checkpoint.daemon import service
+from trinity_sync.checkpoint.daemon.service import Lifetime
+from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import local_run, resuming
@@ -43,8 +43,8 @@ def test_what_was_committed_and_is_gone_or_unreadable_stops_the_start_unless_the
 def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(process, "_SILENT_S", 0.1)
-    before = process.connect(
+    monkeypatch.setattr(service, "_SILENT_S", 0.1)
+    before = service.connect(
         tmp_path,
         program="one",
         may_start=True,
@@ -65,7 +65,7 @@ def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from
 
 def test_a_monitor_at_work_is_not_waited_for(tmp_path: Path) -> None:
     config = MonitorConfig(timeout_s=LIMIT, fsync=False)
-    at_work = process.connect(
+    at_work = service.connect(
         tmp_path, program="one", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME, config=config
     )
     commit_through(at_work, 10)

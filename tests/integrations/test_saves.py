@@ -13,15 +13,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from trinity_sync.checkpoint.daemon.process import Lifetime, connect
-from trinity_sync.checkpoint.layout import read_manifest, step_dir, write_tracker
-from trinity_sync.checkpoint.leases import leased
+from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
+from trinity_sync.checkpoint.folder.leases import leased
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.integrations.verl import local_run, saves
+from trinity_sync.integrations.verl import committed_saves, local_run
 from trinity_sync.integrations.verl.at_exit import SIGNAL_S
+from trinity_sync.integrations.verl.committed_saves import CommittedSaves
 from trinity_sync.integrations.verl.local_run import Program, RunMonitor, finish_saves_of_workers
-from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 WORLD, LIMIT = 2, 15.0
@@ -132,7 +132,7 @@ class Ranks:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, roles: tuple[str, ...] = ()) -> None:
         self.root, self.group = root, Group()
-        monkeypatch.setattr(saves, "together", self.group.together)
+        monkeypatch.setattr(committed_saves, "together", self.group.together)
         self.handles: list[Any] = []
         self.opened: list[tuple[str, str | None]] = []
         self._roles = roles

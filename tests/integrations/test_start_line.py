@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trinity_sync.integrations.verl import start_line
-from trinity_sync.integrations.verl.engines import RETENTION
+from trinity_sync.integrations.verl.engine_registry import RETENTION
 
 
 class Mode(Enum):

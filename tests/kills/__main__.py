@@ -25,7 +25,7 @@ from tests.kills.running import SMALL, Launch
 from tests.kills.sharing import SharedServer, Stranger
 from tests.kills.table import render
 from tests.kills.trial import Trial
-from trinity_sync.tracking import jsonl
+from trinity_sync.tracking import json_lines
 
 REFERENCE_S = 1800.0
 
@@ -42,7 +42,7 @@ class Campaign:
         self._home = out.with_suffix("")
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._references: dict[str, threading.Lock] = {}
-        done = [line for line in jsonl.read(out) if line["seed"] == seed]
+        done = [line for line in json_lines.read(out) if line["seed"] == seed]
         self._next = 1 + max((line["chain"] for line in done), default=-1) if only is None else only
         self._made: list[Trial] = []
         self._mounts = False
@@ -74,7 +74,7 @@ class Campaign:
         finally:
             self._server.close()
             places.remove_orphans(self._home)
-        print(render(jsonl.read(self._out)))
+        print(render(json_lines.read(self._out)))
         if self._stop.is_set():
             return 130
         return 1 if any(trial.problems for trial in self._made) else 0
@@ -169,7 +169,7 @@ class Campaign:
                     pass
                 if launch.code != 0 and not self._stop.is_set():
                     raise RuntimeError(f"the undisturbed run failed: {checks.error_of(launch.text)}; see {home}")
-            events = jsonl.read(spots.run / "events.jsonl")
+            events = json_lines.read(spots.run / "events.jsonl")
             print(f"reference of {setup.backend} in {time.monotonic() - began:.0f} s", flush=True)
             return {event["version"]: event["digest"] for event in events if event["event"] == "publish"}
         finally:
@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the table of what is there, and do nothing")
     options = parser.parse_args()
     if options.table:
-        print(render(jsonl.read(options.out)))
+        print(render(json_lines.read(options.out)))
         return 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     return Campaign(options.seed, options.out.absolute(), options.trials, options.chain).run(options.parallel)

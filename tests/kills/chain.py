@@ -20,8 +20,8 @@ from tests.kills.processes import Member, own_mark
 from tests.kills.running import SMALL, Launch
 from tests.kills.sharing import Stranger, Visits
 from tests.kills.trial import LEFT, LOSS, LOST, REFUSED, RESUMED, SURVIVED, Trial
-from trinity_sync.checkpoint import catalog, leases
-from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir, tracker_path
+from trinity_sync.checkpoint.folder import catalog, leases
+from trinity_sync.checkpoint.folder.contents import MANIFEST, read_manifest, step_dir, tracker_path
 from trinity_sync.protocol.parts import FULL
 
 STEPS = 320

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.kills.trial import LABEL, LEFT, LOSS, TAKEN
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.layout import STEP_PREFIX, read_tracker
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import STEP_PREFIX, read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
-from trinity_sync.tracking import jsonl
+from trinity_sync.tracking import json_lines
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ledger:
 
     def look(self, run: Path, root: Path) -> list[str]:
         """Compare the checkpoint folder and the events with what is known, and learn what is new. No process writes."""
-        events = jsonl.read(run / "events.jsonl")
+        events = json_lines.read(run / "events.jsonl")
         since = math.inf if self.tracker_damaged is None else self.tracker_damaged
         attempt = self.attempt = attempts(run)[-1][0]
         found = {info.step: info for info in catalog.scan(root)}
@@ -246,7 +246,7 @@ def signal_problems(run: Path, recorded_before: int, newest: int, *, saves: bool
     status = json.loads((run / "run.json").read_text())["status"]
     if status != "interrupted":
         yield f"{LABEL}: the status of the run is {status} instead of interrupted"
-    trained = max((line["step"] for line in jsonl.read(run / "metrics.jsonl")), default=0)
+    trained = max((line["step"] for line in json_lines.read(run / "metrics.jsonl")), default=0)
     if saves and newest != trained:
         yield f"{LOSS}: the signal came in step {trained}, and the newest checkpoint is that of step {newest}"
 
@@ -259,7 +259,7 @@ def attempts(run: Path) -> list[tuple[int, int | None]]:
 
 def metrics_problems(run: Path, *, first: int = 1) -> list[str]:
     """Each step once, and in order."""
-    steps = [line["step"] for line in jsonl.read(run / "metrics.jsonl")]
+    steps = [line["step"] for line in json_lines.read(run / "metrics.jsonl")]
     if steps == list(range(first, first + len(steps))):
         return []
     twice = [step for step, count in Counter(steps).items() if count > 1]

@@ -24,8 +24,8 @@ from tests.kills.plan import Setup
 from tests.kills.processes import MARK, own_mark
 from tests.kills.running import SMALL, Launch
 from tests.kills.trial import LABEL, LEFT, TAKEN
-from trinity_sync.checkpoint import catalog, owner
-from trinity_sync.tracking import jsonl
+from trinity_sync.checkpoint.folder import catalog, owner
+from trinity_sync.tracking import json_lines
 
 SECOND_UID = 4242
 """Of a second user, who owns nothing else on the host. May read the interpreter, wherever it lies."""
@@ -77,7 +77,7 @@ class Stranger:
                 raise RuntimeError(
                     f"the other run ended with {launch.code}: {checks.error_of(launch.text)}; see {home}"
                 )
-        events = jsonl.read(home / "run" / "events.jsonl")
+        events = json_lines.read(home / "run" / "events.jsonl")
         return cls(home, frozenset(event["digest"] for event in events if event["event"] == "publish"))
 
     def copy(self, to: Path) -> Path:

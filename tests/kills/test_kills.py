@@ -22,8 +22,8 @@ from tests.kills.processes import MARK, Member, own_mark
 from tests.kills.running import Launch
 from tests.kills.table import render
 from tests.kills.trial import kind_of
-from trinity_sync.checkpoint import commits, owner, resume_point
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder import commits, owner, resume_point
+from trinity_sync.checkpoint.folder.contents import (
     MANIFEST,
     Manifest,
     read_manifest,

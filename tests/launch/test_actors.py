@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import trinity_sync.sync
-import trinity_sync.trainer.spec
+import trinity_sync.trainer.worker_spec
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.rank import Digested, RankInfo, Untrained
-from trinity_sync.checkpoint.lock import locked, writer_of
+from trinity_sync.actors.rank_client import Digested, RankInfo, Untrained
+from trinity_sync.checkpoint.folder.lock import locked, writer_of
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import actors as module
@@ -83,7 +83,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         made.start(None)
 
     monkeypatch.setattr(trinity_sync.sync.Synchronizer, "get_actor", lambda *_: SimpleNamespace(client=None))
-    monkeypatch.setattr(trinity_sync.trainer.spec, "check_whole", lambda *_: None)
+    monkeypatch.setattr(trinity_sync.trainer.worker_spec, "check_whole", lambda *_: None)
     monkeypatch.setattr(module, "start_agents", agents_come)
     with locked(tmp_path / "checkpoints", tmp_path):
         yield started

@@ -28,8 +28,8 @@ from ray import cluster_utils
 from ray.exceptions import AuthenticationError
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.hardware import RAYS_HOOK, for_workers, own_modules_found
 from trinity_sync.host.interrupts import ENDING
-from trinity_sync.host.memory import RAYS_HOOK, for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 from trinity_sync.launch import node_watch, own_ray
 from trinity_sync.launch.cluster import Cluster, cluster
@@ -391,7 +391,7 @@ def struck(root: Path, blow: str, work: str, victim: str = "raylet") -> subproce
 import signal
 from types import SimpleNamespace
 import psutil, ray
-from trinity_sync.host.memory import for_workers, own_modules_found
+from trinity_sync.host.hardware import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 from trinity_sync.launch import node_watch, own_ray, ray_end
 ray_end._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
@@ -490,7 +490,7 @@ def test_a_raylet_that_dies_while_ray_starts_is_named(root: Path) -> None:
 import threading, time
 from types import SimpleNamespace
 import psutil
-from trinity_sync.host.memory import for_workers, own_modules_found
+from trinity_sync.host.hardware import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
 
 def kill():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.config import compose
-from trinity_sync.launch.data import _numbering, validation_times
+from trinity_sync.launch.sample_source import _numbering, validation_times
 from trinity_sync.launch.start import Start
 from trinity_sync.samples.position import GroupId, Numbering, Position
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.checkpoint.owner import MARK
+from trinity_sync.checkpoint.folder.owner import MARK
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.start import Start
-from trinity_sync.tracking.record import read_record
+from trinity_sync.tracking.run_record import read_record
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(

@@ -27,7 +27,7 @@ from tests.launch.test_cluster import lives, marked, remove_when_left, settings
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.process import driver_lifeline
-from trinity_sync.launch import forked_worker, own_ray
+from trinity_sync.launch import own_ray, worker_fork
 from trinity_sync.launch.cluster import cluster
 from trinity_sync.launch.own_ray import ray_kept
 
@@ -354,7 +354,7 @@ def test_a_ray_that_is_started_begins_its_workers_as_forks(monkeypatch: pytest.M
     monkeypatch.setattr(Node, "start_raylet", lambda self: "started")
     with own_ray.workers_forked():
         assert Node.start_raylet(node) == "started"  # type: ignore[arg-type]
-    assert node._ray_params.setup_worker_path == forked_worker.__file__
+    assert node._ray_params.setup_worker_path == worker_fork.__file__
 
 
 def test_a_server_that_is_importing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,18 +19,18 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from tests.checkpoint.mirror_places import OTHER, OWNER, marked
-from trinity_sync.checkpoint import catalog, commits, resume_point
-from trinity_sync.checkpoint.layout import Base, Manifest, write_tracker
-from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
-from trinity_sync.checkpoint.owner import MARK, write_mark
-from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder import catalog, commits, resume_point
+from trinity_sync.checkpoint.folder.contents import Base, Manifest, write_tracker
+from trinity_sync.checkpoint.folder.lock import lock_as_writer, locked, writer_of
+from trinity_sync.checkpoint.folder.owner import MARK, write_mark
+from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.start import Resume, Start, committed_steps, copied_to, look_before_resume, run_mirror
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.tracking.run_record import RunFolder
 
 
 def config(*overrides: str) -> Any:
@@ -493,7 +493,7 @@ def test_what_cannot_be_gone_on_from_is_named(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from trinity_sync.checkpoint.lock import locked\n"
+        "import sys; from pathlib import Path; from trinity_sync.checkpoint.folder.lock import locked\n"
         "with locked(Path(sys.argv[1]), Path('first')): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "checkpoints")]
@@ -512,7 +512,7 @@ def test_two_runs_do_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
 
 def test_a_run_waits_until_the_monitor_of_a_killed_one_has_ended(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from trinity_sync.checkpoint.lock import lock_as_writer\n"
+        "import sys; from pathlib import Path; from trinity_sync.checkpoint.folder.lock import lock_as_writer\n"
         "held = lock_as_writer(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -20,7 +20,7 @@ from transformers import (
 
 from tests.families import FAMILIES, WITH_IMAGES
 from trinity_sync.checkpoint.export import export_checkpoint
-from trinity_sync.config.lora import Adapter
+from trinity_sync.config.lora_settings import Adapter
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.hf import add_adapter
 from trinity_sync.models.adapter_layers import adapter_layers

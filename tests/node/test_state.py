@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.agent import StatePart
+from trinity_sync.actors.agent_client import StatePart
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.durable import digest_file
-from trinity_sync.node.agent import StateSlots
+from trinity_sync.sync.node_agent import StateSlots
 from trinity_sync.weights import shard_file
 from trinity_sync.weights.slots import map_segment
 

@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.e2e.runs import launch
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, random_weights, remote_agent
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 SHAPES = {"embed.weight": (4096, 1024), "layers.0.mlp.weight": (24, 10)}

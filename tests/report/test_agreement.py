@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.report.agreement import agreement
-from trinity_sync.report.data import Run
+from trinity_sync.report.run_data import Run
 
 DIGESTS = {"0": "aa", "1": "bb", "2": "cc"}
 

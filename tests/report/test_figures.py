@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.report.charts import marks
-from trinity_sync.report.data import Run
 from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail, figure, figures, fold
+from trinity_sync.report.run_data import Run
 from trinity_sync.tracking import units
 
 NUMBERS = st.floats(1e-6, 1e6)

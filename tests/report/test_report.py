@@ -11,9 +11,9 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.errors import ConfigError
 from trinity_sync.report import render_table, write_report
-from trinity_sync.report.data import Run, load, smooth, steps_to
 from trinity_sync.report.figures import COLUMNS
 from trinity_sync.report.run_charts import step_parts
+from trinity_sync.report.run_data import Run, load, smooth, steps_to
 
 VOID = {"meta"}
 NO_TEXT = {"style", "script"}

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.report import run_charts
-from trinity_sync.report.data import Run, Sweep
 from trinity_sync.report.figures import figures
+from trinity_sync.report.run_data import Run, Sweep
 from trinity_sync.report.sweep_page import compare
 
 CURVES = st.lists(

@@ -13,8 +13,8 @@ import pytest
 from tests.report.test_report import Page
 from tests.tracking import synthetic
 from trinity_sync.report import load, render_json, render_table, write_report
-from trinity_sync.report.data import Sweep
 from trinity_sync.report.figures import COLUMNS
+from trinity_sync.report.run_data import Sweep
 
 MODES = {"checkpoint": 2.5, "memory": 1.0, "nccl": 1.02}
 

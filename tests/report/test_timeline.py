@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.report.test_activity import AT, event, step
-from trinity_sync.report.data import Run
+from trinity_sync.report.run_data import Run
 from trinity_sync.report.timeline import timeline
 
 

@@ -13,8 +13,8 @@ from tests.report.test_activity import AT, event, step
 from tests.tracking import synthetic
 from tests.tracking.synthetic import START, Clock
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.report import data, trace, write_trace
-from trinity_sync.report.data import Run
+from trinity_sync.report import run_data, trace, write_trace
+from trinity_sync.report.run_data import Run
 
 
 def read(run: Run) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def names(events: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return data.load_run(synthetic.whole_run(tmp_path_factory.mktemp("outputs") / "run"))
+    return run_data.load_run(synthetic.whole_run(tmp_path_factory.mktemp("outputs") / "run"))
 
 
 def test_those_who_worked_are_named_processes_and_threads(finished: Run) -> None:
@@ -124,7 +124,7 @@ def test_a_resumed_run_has_its_attempts_one_after_the_other(tmp_path: Path) -> N
     clock.pass_(100)
     with synthetic.recording(tmp_path, clock, resumed_from=20) as recorder:
         synthetic.steps(recorder, clock, 21, 22)
-        events = read(data.load_run(tmp_path))  # it is going on
+        events = read(run_data.load_run(tmp_path))  # it is going on
     attempts = [one for one in events if one["name"].startswith("attempt ")]
     assert [(one["ts"], one["dur"]) for one in attempts] == [(0, 62_500_000), (162_500_000, 5_000_000)]
     assert sum(one["name"] == "step" for one in events) == 22

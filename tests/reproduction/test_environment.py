@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity_sync.reproduction.outcome import differences
-from trinity_sync.tracking.record import RunJson
+from trinity_sync.tracking.run_record import RunJson
 
 HERE: RunJson = {
     "packages": {"python": "3.11.2", "torch": "2.9.0"},

@@ -11,8 +11,8 @@ import ray
 
 from tests import local_ray
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 

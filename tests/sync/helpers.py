@@ -13,9 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
-from trinity_sync.node.agent import AgentConfig, NodeAgent
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
@@ -23,6 +22,7 @@ from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.in_place import InPlace, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryTransport
+from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import stage

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.node.agent import AgentConfig, NodeAgent
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
+from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 
 
 class Member:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import LoadReport
-from trinity_sync.actors.rank import Broadcast
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.explorer_client import LoadReport
+from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl

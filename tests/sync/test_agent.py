@@ -15,7 +15,7 @@ import ray
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
@@ -228,6 +228,8 @@ def test_a_node_without_shared_memory_is_told_and_files_are_used(
 
 
 def test_it_loads_no_torch() -> None:
-    program = "import sys, trinity_sync.node.agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
+    program = (
+        "import sys, trinity_sync.sync.node_agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

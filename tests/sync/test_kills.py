@@ -21,10 +21,10 @@ import ray
 
 from tests import local_ray
 from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.explorer import ExplorerClient
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.explorer_client import ExplorerClient
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version

@@ -17,8 +17,8 @@ import torch
 from tests.checkpoint.helpers import unreadable
 from tests.sync.helpers import BUCKET_BYTES, LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version

@@ -16,8 +16,8 @@ import torch
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, random_weights
 from tests.sync.members import Receiver, Sender
-from trinity_sync.actors.explorer import ExplorerClient
-from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.explorer_client import ExplorerClient
+from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.sync import nccl

@@ -25,7 +25,7 @@ from tests.sync.trinity_configs import RunningStatus, SyncMethod, config
 from trinity_sync.actors import handles
 from trinity_sync.actors.calls import this_process
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, SynchronizerConfig, handover

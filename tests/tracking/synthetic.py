@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trinity_sync.tracking.record import RunFolder
 from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_record import RunFolder
 
 START = 1_700_000_000.0
 

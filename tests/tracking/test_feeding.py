@@ -26,8 +26,8 @@ from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import start_child
-from trinity_sync.tracking import feeding
-from trinity_sync.tracking.feeding import Trackers
+from trinity_sync.tracking import tracker_feed
+from trinity_sync.tracking.tracker_feed import Trackers
 from trinity_sync.tracking.trackers import TrackedRun
 
 SHORT_S = 0.3
@@ -88,7 +88,7 @@ def test_after_a_signal_a_slow_tracker_leaves_time_for_the_rest(
     trackers = Trackers([slow], run)
     began = time.monotonic()
     monkeypatch.setattr(interrupts, "_deadline", math.inf)
-    threading.Timer(0.1, setattr, [interrupts, "_deadline", began + feeding._REST_S + 0.2]).start()
+    threading.Timer(0.1, setattr, [interrupts, "_deadline", began + tracker_feed._REST_S + 0.2]).start()
     trackers.close("interrupted")
     assert 0.15 < time.monotonic() - began < LIMIT_S / 2
     assert slow.abandoned
@@ -167,7 +167,7 @@ def test_a_tracker_that_stands_still_holds_up_neither_the_steps_nor_the_end(
 def test_what_waits_for_a_tracker_is_bounded(
     run: TrackedRun, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeding, "_PENDING", 5)
+    monkeypatch.setattr(tracker_feed, "_PENDING", 5)
     standing = Standing("log", stopped)
     trackers = Trackers([standing], run)
     told: list[str] = []
@@ -241,7 +241,7 @@ def test_a_tracker_apart_that_dies_or_stands_still_is_a_fault_and_gone(run: Trac
 def test_a_tracker_apart_is_closed_as_failed_when_the_process_of_the_run_is_killed(tmp_path: Path) -> None:
     code = (
         "import os\nfrom pathlib import Path\n"
-        "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking.feeding import Trackers\n"
+        "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking.tracker_feed import Trackers\n"
         "from trinity_sync.tracking.trackers import TrackedRun\n"
         f"Trackers([FileTracker()], TrackedRun(folder=Path({str(tmp_path)!r}), name='copy'))\n"
         "os.kill(os.getpid(), 9)\n"
@@ -256,7 +256,7 @@ def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_p
     code = (
         "from pathlib import Path\n"
         "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking import apart\n"
-        "from trinity_sync.tracking.feeding import Trackers\n"
+        "from trinity_sync.tracking.tracker_feed import Trackers\n"
         "from trinity_sync.tracking.trackers import TrackedRun\napart._LAST_S = 1.0\n"
         f"trackers = Trackers([FileTracker('log', 'stop')], TrackedRun(folder=Path({str(tmp_path)!r}), name='copy'))\n"
         "trackers.log(1, {'a': 1})\n"
@@ -344,7 +344,7 @@ class Unknown(FileTracker):
 
 
 def test_a_large_tracker_apart_has_the_time_of_the_start(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "start_child", partial(start_child, message_s=0.01))
+    monkeypatch.setattr(tracker_feed, "start_child", partial(start_child, message_s=0.01))
     tracker = FileTracker()
     tracker.data = bytes(5_000_000)  # type: ignore[attr-defined]
     Trackers([tracker], run).close("completed")
@@ -380,7 +380,7 @@ def test_nobody_waits_for_ever_for_a_process_that_a_dead_disk_holds(
     trackers = Trackers([FileTracker("close", "stop")], run)
     trackers._feeds[0]._limit_s = SHORT_S
     child = psutil.Process(process(run.folder))
-    monkeypatch.setattr(feeding, "_LAST_S", SHORT_S)
+    monkeypatch.setattr(tracker_feed, "_LAST_S", SHORT_S)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     over = threading.Thread(target=trackers.close, args=["completed"], daemon=True)
     over.start()

@@ -9,9 +9,9 @@ import pytest
 from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.tracking import follow, jsonl
+from trinity_sync.tracking import follow, json_lines
 from trinity_sync.tracking.follow import FollowedRun, ReplacedError, Tail, standing
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.tracking.run_record import RunFolder
 
 
 def add(path: Path, text: str) -> None:
@@ -153,4 +153,4 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_lines_of_two_logs_come_in_the_order_of_their_times() -> None:
     first, second = [{"time": 1.0}, {"time": 4.0}], [{"time": 2.0}, {"time": 3.0}, {"time": 5.0}]
-    assert [line["time"] for line in jsonl.by_time(first, second)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [line["time"] for line in json_lines.by_time(first, second)] == [1.0, 2.0, 3.0, 4.0, 5.0]

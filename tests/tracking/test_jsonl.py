@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.errors import RunError
-from trinity_sync.tracking import jsonl
+from trinity_sync.tracking import json_lines
 
 RECORDS = st.lists(
     st.dictionaries(st.text(max_size=4), st.one_of(st.integers(), st.text(max_size=6), st.booleans()), max_size=3),
@@ -21,7 +21,7 @@ RECORDS = st.lists(
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:
-    writer = jsonl.JsonlWriter(path)
+    writer = json_lines.JsonlWriter(path)
     for record in records:
         writer.append(record)
     writer.close()
@@ -31,7 +31,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
 def test_what_was_appended_is_read_in_order(tmp_path_factory: pytest.TempPathFactory, records: list[dict]) -> None:
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
     write(path, records)
-    assert jsonl.read(path) == records
+    assert json_lines.read(path) == records
 
 
 @given(records=RECORDS, torn=st.integers(0, 200))
@@ -43,7 +43,7 @@ def test_a_log_cut_anywhere_reads_as_its_whole_lines(
     data = path.read_bytes()
     data = data[: len(data) - min(torn, len(data))]
     path.write_bytes(data)
-    found = jsonl.read(path)
+    found = json_lines.read(path)
     assert found == records[: len(found)]
     assert len(found) >= data.count(b"\n")
 
@@ -60,7 +60,7 @@ def test_a_whole_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}')
     write(path, [{"step": 2}])
-    assert jsonl.read(path) == [{"step": 1}, {"step": 2}]
+    assert json_lines.read(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_torn_line_longer_than_one_block_is_cut_whole(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_last_lines_are_read_without_the_others(
     write(path, [{**record, "long": "x" * long} for record in records])
     with path.open("ab") as file:
         file.write(torn.replace(b"\n", b"") if records else b"")
-    everything, last = jsonl.read(path), jsonl.read_last(path, count)
+    everything, last = json_lines.read(path), json_lines.read_last(path, count)
     assert last == everything[len(everything) - len(last) :]
     assert len(last) >= min(count, len(records))
     assert len(last) * long <= (count + 1) * long + (1 << 14)
@@ -87,14 +87,14 @@ def test_the_last_lines_are_read_without_the_others(
 def test_damage_among_the_last_lines_is_told_by_its_place(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"x": "{"x" * 20000}"}}\n' * 3 + "nonsense\n{}\n")
     with pytest.raises(RunError, match=r"a\.jsonl, line 2 from its end is not a JSON object"):
-        jsonl.read_last(tmp_path / "a.jsonl", 2)
+        json_lines.read_last(tmp_path / "a.jsonl", 2)
 
 
 def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(RunError, match=r"a\.jsonl, line 2"):
-        jsonl.read(path)
+        json_lines.read(path)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_damaged_lines_that_would_be_whole_together_are_damaged(tmp_path: Path, 
     path = tmp_path / "a.jsonl"
     path.write_text(f'{lines}\n{{"step": 1}}\n')
     with pytest.raises(RunError, match=r"a\.jsonl, line 1"):
-        jsonl.read(path)
+        json_lines.read(path)
 
 
 def test_a_log_that_does_not_exist_is_empty(tmp_path: Path) -> None:
-    assert jsonl.read(tmp_path / "none.jsonl") == []
+    assert json_lines.read(tmp_path / "none.jsonl") == []
 
 
 def test_numbers_that_json_does_not_know_become_null_and_numpy_ones_plain(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_numbers_that_json_does_not_know_become_null_and_numpy_ones_plain(tmp_pa
 
 
 def test_a_full_disk_is_an_error_that_names_the_file() -> None:
-    writer = jsonl.JsonlWriter(Path("/dev/full"))
+    writer = json_lines.JsonlWriter(Path("/dev/full"))
     with pytest.raises(RunError, match="/dev/full cannot be written: No space left"):
         writer.append({"step": 1})
 
@@ -127,25 +127,25 @@ def test_a_line_that_was_half_written_on_a_full_disk_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jsonl"
-    writer = jsonl.JsonlWriter(path)
+    writer = json_lines.JsonlWriter(path)
     writer.append({"step": 1})
-    real = jsonl.os.write
+    real = json_lines.os.write
 
     def full(handle: int, data: memoryview) -> int:
         if len(data) < 8:
             raise OSError(28, "No space left on device")
         return real(handle, data[:-4])
 
-    monkeypatch.setattr(jsonl.os, "write", full)
+    monkeypatch.setattr(json_lines.os, "write", full)
     with pytest.raises(RunError):
         writer.append({"step": 2})
     monkeypatch.undo()
     writer.append({"step": 3})
-    assert jsonl.read(path) == [{"step": 1}, {"step": 3}]
+    assert json_lines.read(path) == [{"step": 1}, {"step": 3}]
 
 
 def test_a_closed_writer_refuses(tmp_path: Path) -> None:
-    writer = jsonl.JsonlWriter(tmp_path / "a.jsonl")
+    writer = json_lines.JsonlWriter(tmp_path / "a.jsonl")
     writer.close()
     writer.close()
     with pytest.raises(RunError, match="closed"):
@@ -154,7 +154,7 @@ def test_a_closed_writer_refuses(tmp_path: Path) -> None:
 
 def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    writer = jsonl.JsonlWriter(path)
+    writer = json_lines.JsonlWriter(path)
     threads = [
         threading.Thread(target=lambda name=name: [writer.append({"from": name, "n": n}) for n in range(50)])
         for name in range(4)
@@ -163,7 +163,7 @@ def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = jsonl.read(path)
+    found = json_lines.read(path)
     assert len(found) == 200
     for name in range(4):
         assert [record["n"] for record in found if record["from"] == name] == list(range(50))
@@ -172,8 +172,8 @@ def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:
 def test_a_resume_cuts_the_metrics_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": step} for step in range(1, 9)])
-    assert jsonl.cut_after(path, 5, key=jsonl.metrics_step) == 3
-    assert [line["step"] for line in jsonl.read(path)] == [1, 2, 3, 4, 5]
+    assert json_lines.cut_after(path, 5, key=json_lines.metrics_step) == 3
+    assert [line["step"] for line in json_lines.read(path)] == [1, 2, 3, 4, 5]
 
 
 EVENTS = [
@@ -194,19 +194,19 @@ EVENTS = [
 def test_a_resume_cuts_the_events_of_later_versions_and_steps_but_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, EVENTS)
-    jsonl.cut_after(path, 5, key=jsonl.event_step)
-    assert jsonl.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8, 10)]
+    json_lines.cut_after(path, 5, key=json_lines.event_step)
+    assert json_lines.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8, 10)]
 
 
 def test_cutting_leaves_the_kept_lines_as_they_are_and_removes_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,  "x": 0.10}\n{"step": 2}\n{"step": 1, "x')
-    jsonl.cut_after(path, 1, key=jsonl.metrics_step)
+    json_lines.cut_after(path, 1, key=json_lines.metrics_step)
     assert path.read_bytes() == b'{"step":1,  "x": 0.10}\n'
 
 
 def test_cutting_a_missing_log_leaves_it_missing(tmp_path: Path) -> None:
-    assert jsonl.cut_after(tmp_path / "a.jsonl", 3, key=jsonl.metrics_step) == 0
+    assert json_lines.cut_after(tmp_path / "a.jsonl", 3, key=json_lines.metrics_step) == 0
     assert not (tmp_path / "a.jsonl").exists()
 
 
@@ -214,5 +214,5 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("a last line without an end")
     (tmp_path / "log").symlink_to(tmp_path / "theirs")
     with pytest.raises(RunError, match="log cannot be written"):
-        jsonl.JsonlWriter(tmp_path / "log")
+        json_lines.JsonlWriter(tmp_path / "log")
     assert (tmp_path / "theirs").read_text() == "a last line without an end"

@@ -13,7 +13,7 @@ import pytest
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import trackers
-from trinity_sync.tracking.feeding import Trackers
+from trinity_sync.tracking.tracker_feed import Trackers
 from trinity_sync.tracking.trackers import OF_VERL, TrackedRun, build_trackers, named
 
 STEP = {"loss": 0.5, "lr": 1e-3, "reward/mean": 0.25, "actor/ppo_kl": 0.0, "timing/generate": 2.0, "timing/load": 3.0}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tracking.synthetic import START, Clock
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.record import RunRecord, git_state, read_record, run_id
+from trinity_sync.tracking.run_record import RunRecord, git_state, read_record, run_id
 
 
 def new(path: Path, clock: Clock, **other: Any) -> RunRecord:
@@ -121,7 +121,7 @@ def test_git_names_the_commit_and_whether_tracked_files_differ(tmp_path: Path) -
 
 def test_versions_are_known_without_importing_the_packages() -> None:
     code = (
-        "import sys\nfrom trinity_sync.tracking.record import package_versions\n"
+        "import sys\nfrom trinity_sync.tracking.run_record import package_versions\n"
         "found = package_versions()\nassert {'python', 'torch', 'ray'} <= found.keys()\n"
         "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )

@@ -21,9 +21,9 @@ from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.logs import LogFile
 from trinity_sync.host.origin import _KEPT, Origin
-from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import RunFolder
+from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.recorder import EVENT_FIELDS, Recorder
+from trinity_sync.tracking.run_record import RunFolder
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "publish": synthetic.publish(1),
@@ -72,7 +72,7 @@ def test_a_line_of_metrics_carries_attempt_step_and_time(tmp_path: Path) -> None
     with synthetic.recording(tmp_path, clock) as recorder:
         clock.pass_(2)
         recorder.metrics(1, {"reward/mean": 0.5}, loss=1.5)
-    assert jsonl.read(tmp_path / "metrics.jsonl") == [
+    assert json_lines.read(tmp_path / "metrics.jsonl") == [
         {"attempt": 0, "step": 1, "time": START + 2, "reward/mean": 0.5, "loss": 1.5}
     ]
 
@@ -81,7 +81,9 @@ def test_a_line_of_metrics_carries_attempt_step_and_time(tmp_path: Path) -> None
 def test_an_event_carries_its_name_time_and_attempt(tmp_path: Path, name: str) -> None:
     with synthetic.recording(tmp_path) as recorder:
         recorder.event(name, **EXAMPLES[name])
-    assert jsonl.read(tmp_path / "events.jsonl") == [{"event": name, "time": START, "attempt": 0, **EXAMPLES[name]}]
+    assert json_lines.read(tmp_path / "events.jsonl") == [
+        {"event": name, "time": START, "attempt": 0, **EXAMPLES[name]}
+    ]
 
 
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name in EVENT_FIELDS for field in EVENT_FIELDS[name]])
@@ -92,7 +94,7 @@ def test_an_event_without_one_of_its_fields_is_refused(tmp_path: Path, name: str
         pytest.raises(ValueError, match=f"{name} event needs the fields {field}"),
     ):
         recorder.event(name, **fields)
-    assert jsonl.read(tmp_path / "events.jsonl") == []
+    assert json_lines.read(tmp_path / "events.jsonl") == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_an_event_that_readers_would_not_understand_is_refused(tmp_path: Path, n
 def test_a_fault_of_an_exception_without_text_names_its_kind(tmp_path: Path) -> None:
     with synthetic.recording(tmp_path) as recorder:
         recorder.fault("explorer-0", TimeoutError())
-    assert jsonl.read(tmp_path / "events.jsonl")[0]["error"] == "TimeoutError"
+    assert json_lines.read(tmp_path / "events.jsonl")[0]["error"] == "TimeoutError"
 
 
 def test_events_of_many_threads_are_all_recorded(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_events_of_many_threads_are_all_recorded(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(jsonl.read(tmp_path / "events.jsonl")) == 80
+    assert len(json_lines.read(tmp_path / "events.jsonl")) == 80
 
 
 def test_a_late_event_is_dropped_with_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,17 +154,17 @@ def test_a_resume_goes_on_in_the_same_files_without_the_abandoned_steps(tmp_path
         recorder.fault("trainer", "died")
         recorder.finish("failed", "died")
     resume(tmp_path, clock, 10)
-    lines = jsonl.read(tmp_path / "metrics.jsonl")
+    lines = json_lines.read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 16))
     assert [line["attempt"] for line in lines] == [0] * 10 + [1] * 5
-    events = jsonl.read(tmp_path / "events.jsonl")
+    events = json_lines.read(tmp_path / "events.jsonl")
     published = [event["version"] for event in events if event["event"] == "publish"]
     assert published == list(range(1, 16))
     assert sum(event["event"] == "fault" for event in events) == 1
     summary = read_json(tmp_path / "summary.json")
     assert (summary["status"], summary["steps"]) == ("completed", 15)
     assert summary["wall_s"] == 17 * 2.5 + 5 * 2.5
-    samples = jsonl.read(tmp_path / "samples.jsonl")
+    samples = json_lines.read(tmp_path / "samples.jsonl")
     assert [(line["attempt"], line["step"], line["text"]) for line in samples] == [
         (0, step, text) for step in (5, 10) for text in ("1=", "2=")
     ]
@@ -176,7 +178,7 @@ def test_samples_that_are_damaged_stop_no_resume(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("nonsense\n{}\n")
     resume(tmp_path, clock, 2)
     assert (tmp_path / "samples.jsonl.damaged").read_text() == "nonsense\n{}\n"
-    assert jsonl.read(tmp_path / "samples.jsonl") == []
+    assert json_lines.read(tmp_path / "samples.jsonl") == []
 
 
 def test_where_there_are_no_samples_trackers_are_not_asked(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_where_there_are_no_samples_trackers_are_not_asked(tmp_path: Path) -> No
 
     with synthetic.recording(tmp_path, Clock(), trackers=[Takes()]) as recorder:
         recorder.samples(1, [])
-    assert [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "fault"] == []
+    assert [event for event in json_lines.read(tmp_path / "events.jsonl") if event["event"] == "fault"] == []
 
 
 def test_a_disk_that_refuses_samples_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +226,7 @@ def test_what_is_only_to_be_watched_does_not_end_a_run_on_a_full_disk(
 
     with synthetic.recording(tmp_path) as recorder:
         with monkeypatch.context() as patch:
-            patch.setattr(jsonl.JsonlWriter, "append", full)
+            patch.setattr(json_lines.JsonlWriter, "append", full)
             tell(recorder)
         recorder.metrics(1, {"loss": 0.5})
     assert read_json(tmp_path / "run.json")["status"] == "completed"
@@ -261,7 +263,7 @@ def test_trackers_get_every_step_and_are_closed(tmp_path: Path) -> None:
 def test_a_tracker_that_fails_is_a_fault_of_the_run(tmp_path: Path, at: str) -> None:
     with synthetic.recording(tmp_path, trackers=[Fake(at)]) as recorder:
         recorder.metrics(1, {"loss": 0.5})
-    [fault] = [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "fault"]
+    [fault] = [event for event in json_lines.read(tmp_path / "events.jsonl") if event["event"] == "fault"]
     assert (fault["where"], fault["attempt"]) == ("tracker Fake", 0)
     assert "no network" in str(fault["error"])
     assert read_json(tmp_path / "summary.json")["faults"] == 1
@@ -354,7 +356,7 @@ def test_the_log_tells_the_whole_run_in_order(tmp_path: Path, caplog: pytest.Log
         assert str(part) in told[0]
     assert told[-2].endswith("\nTraceback of theirs")
     assert told[-1].endswith(": trainer rank 1 died")
-    assert jsonl.read(tmp_path / "events.jsonl")[-1]["traceback"] == "Traceback of theirs"
+    assert json_lines.read(tmp_path / "events.jsonl")[-1]["traceback"] == "Traceback of theirs"
 
 
 def test_the_log_is_written_when_a_run_has_ended(tmp_path: Path) -> None:

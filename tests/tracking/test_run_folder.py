@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking import record
-from trinity_sync.tracking.record import RunFolder, RunFolderInUse, lock_owner
+from trinity_sync.tracking import run_record
+from trinity_sync.tracking.run_record import RunFolder, RunFolderInUse, lock_owner
 
 
 def test_a_fresh_run_makes_its_folder(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_looking_for_a_holder_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom trinity_sync.tracking.record import RunFolder\n"
+        "import sys, time\nfrom trinity_sync.tracking.run_record import RunFolder\n"
         "held = RunFolder.open(sys.argv[1], resume=False)\nprint('held', flush=True)\ntime.sleep(600)\n"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -89,7 +89,7 @@ def test_a_disk_that_takes_no_write_is_a_configuration_error_and_the_folder_is_l
     def refuse(handle: int, data: memoryview) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(record.os, "write", refuse)
+    monkeypatch.setattr(run_record.os, "write", refuse)
     with pytest.raises(ConfigError, match=f"{tmp_path} does not take writes: {words}"):
         RunFolder.open(tmp_path, resume=False)
     monkeypatch.undo()

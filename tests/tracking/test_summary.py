@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.tracking import synthetic
-from trinity_sync.tracking.closing import lay_out, render_summary
+from trinity_sync.tracking.run_end import lay_out, render_summary
 from trinity_sync.tracking.summary import copies_taken, kept_checkpoints, mismatches, spread, summarise, wall_seconds
 
 EXAMPLES = {"publish": synthetic.publish, "load": synthetic.load, "commit": synthetic.commit}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.tracking.test_recorder import EXAMPLES
-from trinity_sync.tracking.closing import told_event, told_step
 from trinity_sync.tracking.recorder import EVENT_FIELDS
+from trinity_sync.tracking.run_end import told_event, told_step
 
 LINES: list[tuple[str, dict[str, Any], str]] = [
     (

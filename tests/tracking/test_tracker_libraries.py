@@ -19,8 +19,8 @@ import pytest
 
 from tests.tracking import pretend
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.mlflow import MlflowTracker, _database
+from trinity_sync.tracking.tracker_feed import Trackers
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, build_trackers
 
 LIMIT_S = 120.0

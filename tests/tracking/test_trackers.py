@@ -10,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.mlflow import MlflowTracker, _name
 from trinity_sync.tracking.swanlab import SwanlabTracker
 from trinity_sync.tracking.tensorboard import TensorBoardTracker
+from trinity_sync.tracking.tracker_feed import Trackers
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers, kept_id
 from trinity_sync.tracking.trackio import TrackioTracker
 from trinity_sync.tracking.wandb import WandbTracker

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trinity_sync.config.schema import RolloutCorrectionConfig
-from trinity_sync.trainer.batch import grpo_batch
+from trinity_sync.trainer.training_batch import grpo_batch
 
 LENGTHS = ((3, 2), (2, 3), (4, 1), (1, 5))
 ADVANTAGES = np.array([1.5, 0.7, -0.9, -2.0])

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.actors.rank_client import RankClient, RankInfo
 
 
 class Asked(RankClient):

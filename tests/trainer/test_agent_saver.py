@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 
 from tests import local_ray
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call
 from trinity_sync.backends.meetings import Meetings
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, catalog
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
+from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
-from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
+from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 from trinity_sync.trainer.saver import AgentSaver
 
 LIMIT = 60.0

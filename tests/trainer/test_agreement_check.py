@@ -11,7 +11,7 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync import config
-from trinity_sync.actors.rank import RankClient, Recomputed
+from trinity_sync.actors.rank_client import RankClient, Recomputed
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound

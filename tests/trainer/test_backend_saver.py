@@ -18,7 +18,7 @@ from tests import local_ray
 from tests.trainer.test_agent_saver import LIMIT, Saves, meetings
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.errors import RunError
 from trinity_sync.trainer.saver import BackendSaver
 from trinity_sync.weights.staging import Copying

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.written import small_model
 from trinity_sync.backends.base import HeldBase
-from trinity_sync.backends.saved import on_the_wire
+from trinity_sync.backends.saved_tensors import on_the_wire
 from trinity_sync.checkpoint.reading import Weights
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.base_model import BaseModel, check_held

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.errors import RunError
-from trinity_sync.trainer.batch import check_fits, grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.training_batch import check_fits, grpo_batch, micro_batch_size, sft_batch, share
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))

@@ -12,8 +12,8 @@ import pytest
 
 from tests.samples.helpers import sample
 from tests.trainer.ranks import Asked
-from trinity_sync.actors.rank import RankClient
-from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
+from trinity_sync.actors.rank_client import RankClient
+from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn

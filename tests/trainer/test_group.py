@@ -13,7 +13,7 @@ import pytest
 from tests import local_ray
 from tests.trainer.ranks import PretendSpec, PretendWorker
 from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.trainer.group import TrainerGroup
 

@@ -23,9 +23,9 @@ import torch
 
 from tests import local_ray
 from tests.trainer.test_agent_saver import LIMIT, PretendBackend, Saves
-from trinity_sync.checkpoint import catalog, resume_point
-from trinity_sync.checkpoint.layout import read_tracker
-from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.folder import catalog, resume_point
+from trinity_sync.checkpoint.folder.contents import read_tracker
+from trinity_sync.checkpoint.folder.lock import locked
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 

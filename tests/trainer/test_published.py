@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import RunError
-from trinity_sync.trainer.saves import EXPLORER, published_step
+from trinity_sync.trainer.full_saves import EXPLORER, published_step
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
 from trinity_sync.weights.shards import Shard, row_slice

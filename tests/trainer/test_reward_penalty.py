@@ -12,14 +12,14 @@ import torch
 
 from tests.samples.helpers import sample
 from tests.trainer.ranks import Asked
-from trinity_sync.actors.rank import Divergences, RankClient
+from trinity_sync.actors.rank_client import Divergences, RankClient
 from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import RunError
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.trainer.batch import grpo_batch, share, with_advantages
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.steps import RewardPenalty
+from trinity_sync.trainer.training_batch import grpo_batch, share, with_advantages
 from trinity_sync.trainer.worker import adapted, divergences
 
 LENGTHS = (3, 1, 5, 2)

@@ -19,17 +19,18 @@ import ray
 from tests import local_ray
 from tests.trainer.ranks import Asked
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.actors.rank import RankClient
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, catalog
-from trinity_sync.checkpoint.layout import read_manifest, read_tracker
+from trinity_sync.actors.monitor_client import MonitorClient
+from trinity_sync.actors.rank_client import RankClient
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.threads import Yielding, in_background
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
-from trinity_sync.trainer import saves as module
-from trinity_sync.trainer.saves import FullSaves, SaveSettings, WeightSaves
+from trinity_sync.trainer import full_saves as module
+from trinity_sync.trainer.full_saves import FullSaves, SaveSettings, WeightSaves
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
 from trinity_sync.weights.shards import whole

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.test_agent_saver import LIMIT, PART, PretendBackend
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer import member as stager_module

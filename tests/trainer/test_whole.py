@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_sync.actors.rank import RankInfo
+from trinity_sync.actors.rank_client import RankInfo
 from trinity_sync.errors import ConfigError
-from trinity_sync.trainer.spec import check_whole
+from trinity_sync.trainer.worker_spec import check_whole
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import Shard, row_slice, whole
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.backends.packing import ATTENTION
+from trinity_sync.backends.sequence_packing import ATTENTION
 from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import make_model
-from trinity_sync.trainer.spec import worker_spec
 from trinity_sync.trainer.worker import worker_config
+from trinity_sync.trainer.worker_spec import worker_spec
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ _COPIES = 0
 
 
 def slow() -> None:
-    from trinity_sync.integrations.verl.engines import SavesThroughUs
+    from trinity_sync.integrations.verl.engine_registry import SavesThroughUs
     from trinity_sync.weights.staging import Copying
 
     asked, stepped = threading.Event(), threading.Event()

@@ -9,16 +9,16 @@ if __name__ == "__main__":  # verl's own saves start processes that import this
     from verl.workers.engine import EngineRegistry
 
     from tests.verl_programs.on_cpu import meet
-    from trinity_sync.backends.megatron import engine
+    from trinity_sync.backends.megatron import megatron_engine
     from trinity_sync.integrations.verl.vendor import VENDOR, is_on
 
     verl_distributed.initialize_global_process_group = meet
-    engine.prepare()
+    megatron_engine.prepare()
     if is_on():
-        from trinity_sync.integrations.verl.engines import through_us
+        from trinity_sync.integrations.verl.engine_registry import through_us
 
-        ours = through_us(engine.MegatronEngine)
-        EngineRegistry.register("language_model", ["megatron"], device=engine.DEVICE, vendor=VENDOR)(ours)
+        ours = through_us(megatron_engine.MegatronEngine)
+        EngineRegistry.register("language_model", ["megatron"], device=megatron_engine.DEVICE, vendor=VENDOR)(ours)
 
     from verl.trainer import sft_trainer
 

@@ -17,9 +17,9 @@ from tests.verl_programs.ppo_rollout import NAME, VERSIONS
 from tests.verl_programs.programs import PLUGIN, Program
 from tests.verl_programs.test_ray import END_S, MODULES, ON_CPU, events
 from tests.verl_programs.test_sft import assert_whole
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.layout import MANIFEST, step_dir
-from trinity_sync.checkpoint.lock import has_no_monitor
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.contents import MANIFEST, step_dir
+from trinity_sync.checkpoint.folder.lock import has_no_monitor
 from trinity_sync.integrations.verl.vendor import CALLBACK
 
 pytestmark = [

@@ -14,9 +14,9 @@ import pytest
 from tests.chat_models import make_chat_model
 from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, prepare
 from tests.verl_programs.test_sft import assert_goes_on, assert_whole, make
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
-from trinity_sync.checkpoint.lock import has_no_monitor
-from trinity_sync.integrations.verl.engines import RETENTION
+from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
+from trinity_sync.checkpoint.folder.lock import has_no_monitor
+from trinity_sync.integrations.verl.engine_registry import RETENTION
 from trinity_sync.integrations.verl.vendor import CALLBACK
 
 ON_CPU = "tests.verl_programs.on_cpu"

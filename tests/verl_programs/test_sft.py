@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, prepare
-from trinity_sync.checkpoint import catalog
-from trinity_sync.checkpoint.catalog import verify
-from trinity_sync.checkpoint.daemon import process
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
-from trinity_sync.checkpoint.lock import has_no_monitor
+from trinity_sync.checkpoint.daemon import service as process
+from trinity_sync.checkpoint.folder import catalog
+from trinity_sync.checkpoint.folder.catalog import verify
+from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
+from trinity_sync.checkpoint.folder.lock import has_no_monitor
 from trinity_sync.weights.snapshot import tensors
 
 

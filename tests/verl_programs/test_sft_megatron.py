@@ -10,7 +10,7 @@ import pytest
 
 from tests.verl_programs.programs import MEGATRON, PLUGIN, Program
 from tests.verl_programs.test_sft import assert_goes_on, assert_whole, make, prepared
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.folder.contents import step_dir
 
 __all__ = ["prepared"]
 

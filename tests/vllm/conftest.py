@@ -12,7 +12,7 @@ from tests.explorer.helpers import ARCHITECTURE
 from tests.sync.conftest import cluster, make_agent, make_synchronizer, synchronizer
 from tests.sync.helpers import PretendTrainer, node_id
 from tests.vllm.helpers import Weights
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.models.architecture import make_model
 from trinity_sync.sync import Synchronizer
 

@@ -26,8 +26,8 @@ from tests.explorer.helpers import loaded
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # noqa: F401
 from tests.vllm.helpers import PROMPTS, TASK, Weights, log_probs_of_transformers
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.host.interrupts import ENDING

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.vllm.server import HttpControl, lock_server
 

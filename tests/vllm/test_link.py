@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.vllm import link as link_module
 from trinity_sync.integrations.vllm.link import WorkerAddress, WorkerHello, WorkerLink, serve

@@ -22,8 +22,8 @@ from tests.sync.helpers import LIMIT, PretendTrainer, node_id
 from tests.vllm.helpers import PROMPTS, TASK, Weights, log_probs_of_transformers
 from tests.vllm.servers import PLUG_IN, RealServer, serving
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm_server import VLLMServerEngine
 from trinity_sync.host.locks import own_name

@@ -13,7 +13,7 @@ from tests.sync.helpers import LIMIT, PretendTrainer
 from tests.vllm.helpers import Weights, log_probs_of_transformers
 from tests.vllm.test_engine import generated, make_loader
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.sync.checkpoint import CheckpointMode

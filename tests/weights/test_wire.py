@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from trinity_sync.backends.saved import on_the_wire
+from trinity_sync.backends.saved_tensors import on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.apply import MismatchError, Receiver
 from trinity_sync.weights.digests import version_digest

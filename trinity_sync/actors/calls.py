@@ -25,9 +25,9 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, ended
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.hardware import look_there
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
 from trinity_sync.host.logs import log_failure
-from trinity_sync.host.memory import look_there
 from trinity_sync.host.origin import told
 from trinity_sync.host.process import DRIVER, end_with_driver
 from trinity_sync.host.threads import in_background

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from trinity_sync.backends.option import BackendOption
 from trinity_sync.config import Check, Get, Problem
-from trinity_sync.config.lora import adapter_of
+from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.config.schema import BackendConfig, BytesConfig, Config
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.memory import available_memory
+from trinity_sync.host.hardware import available_memory
 from trinity_sync.models.shapes import SIZES, bytes_by_layers, cut, read_shapes, saved_shapes
 
 

@@ -28,12 +28,12 @@ from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.torch_dtypes import PrecisionType
 
 from trinity_sync.backends import fsdp_state
+from trinity_sync.backends.adapters import HeldPart, HeldSources, MergedSources, SavedParts, adapter_by
 from trinity_sync.backends.base import Deadline, Format, HeldBase
-from trinity_sync.backends.engines import FsdpEngine
+from trinity_sync.backends.engine_types import FsdpEngine
 from trinity_sync.backends.fsdp_state import FsdpState, adapter_fields, peft_config, write_adapter_config
-from trinity_sync.backends.lora import HeldPart, HeldSources, MergedSources, SavedParts, adapter_by
 from trinity_sync.backends.meetings import RankMeeting
-from trinity_sync.backends.saved import meta_model, on_the_wire
+from trinity_sync.backends.saved_tensors import meta_model, on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.models.model_folder import local_folder

@@ -16,7 +16,7 @@ from trinity_sync.backends.option import (
     refused,
     shared_fields,
 )
-from trinity_sync.backends.packing import unpackable
+from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, FsdpConfig

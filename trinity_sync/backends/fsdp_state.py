@@ -45,7 +45,7 @@ from verl.utils.fsdp_utils import (
 )
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
-from trinity_sync.backends.engines import FsdpEngine
+from trinity_sync.backends.engine_types import FsdpEngine
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.errors import RunError

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.packing import unpackable
+from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import BackendConfig, Config
@@ -46,7 +46,7 @@ class BackendOption(ABC):
         takes_weights: whether it can begin with the weights of a checkpoint that it cannot load.
         trains_adapters: whether it trains a LoRA adapter in place of the weights (`model.lora`).
         no_adapters: of one that does not, what is said of it.
-        worker: class of the ranks, made of a `trinity_sync.trainer.spec.WorkerSpec`; as text, since it lies above.
+        worker: class of the ranks, made of a `trainer.worker_spec.WorkerSpec`; as text, since it lies above.
         writes_own_files: its checkpoints are more than one object per file, so it writes them itself.
     """
 

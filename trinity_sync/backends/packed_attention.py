@@ -26,7 +26,7 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
-from trinity_sync.backends.packing import ATTENTION
+from trinity_sync.backends.sequence_packing import ATTENTION
 
 _LONGER = 1.25
 """How many times as long as another a sequence may be that is padded together with it."""

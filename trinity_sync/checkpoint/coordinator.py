@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from trinity_sync.actors.monitor import Committed, Facts, MonitorClient
+from trinity_sync.actors.monitor_client import Committed, Facts, MonitorClient
 from trinity_sync.actors.pending import ANSWER_S, CallTransport, Pending
-from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
+from trinity_sync.checkpoint.folder.contents import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.origin import described

@@ -13,10 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.actors.monitor import Committed
-from trinity_sync.checkpoint import catalog, commits, deletion, owner, recovery
-from trinity_sync.checkpoint.deletion import read_deletion, unlink_notes
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.actors.monitor_client import Committed
+from trinity_sync.checkpoint.folder import catalog, commits, deletion, owner, recovery
+from trinity_sync.checkpoint.folder.contents import (
     STAGING,
     Base,
     Manifest,
@@ -33,8 +32,9 @@ from trinity_sync.checkpoint.layout import (
     write_committed,
     write_tracker,
 )
-from trinity_sync.checkpoint.lock import lock_as_writer
-from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.folder.deletion import read_deletion, unlink_notes
+from trinity_sync.checkpoint.folder.lock import lock_as_writer
+from trinity_sync.checkpoint.folder.prune import Pruned, prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story

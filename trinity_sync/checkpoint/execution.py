@@ -11,12 +11,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 
-from trinity_sync.actors.monitor import Committed, Event
+from trinity_sync.actors.monitor_client import Committed, Event
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
-from trinity_sync.checkpoint.mirror.run import MirrorSettings, Uploads
-from trinity_sync.checkpoint.owner import Owner
-from trinity_sync.checkpoint.prune import Pruned
+from trinity_sync.checkpoint.folder.owner import Owner
+from trinity_sync.checkpoint.folder.prune import Pruned
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, Uploads
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story
 from trinity_sync.host.origin import origin, told

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from trinity_sync.checkpoint.layout import BASE_NOTE, Base, step_of
-from trinity_sync.checkpoint.leases import check_free
+from trinity_sync.checkpoint.folder.contents import BASE_NOTE, Base, step_of
+from trinity_sync.checkpoint.folder.leases import check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.verl_shards import INDEX, Stored, is_hugging_face, made_of, open_hugging_face
 from trinity_sync.errors import ConfigError, RunError

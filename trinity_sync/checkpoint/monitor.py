@@ -31,18 +31,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.actors.calls import failures_logged
-from trinity_sync.actors.monitor import MONITOR, Committed, Event, Facts, PrunedStep, StepReport
+from trinity_sync.actors.monitor_client import MONITOR, Committed, Event, Facts, PrunedStep, StepReport
 from trinity_sync.actors.pending import ANSWER_S, Changes, Host
-from trinity_sync.checkpoint.catalog import has_written
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.execution import EventLog, Execution
-from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.lock import writer_of
-from trinity_sync.checkpoint.mirror.run import MirrorSettings
-from trinity_sync.checkpoint.owner import Owner
+from trinity_sync.checkpoint.folder.catalog import has_written
+from trinity_sync.checkpoint.folder.contents import step_dir
+from trinity_sync.checkpoint.folder.lock import writer_of
+from trinity_sync.checkpoint.folder.owner import Owner
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.choices import plain, trinity_field
@@ -708,7 +708,7 @@ def _announce(namespace: str, committed: Committed) -> None:
     import ray  # as in `CheckpointMonitor.get_actor`
     from ray.exceptions import RayError
 
-    from trinity_sync.actors.synchronizer import SYNCHRONIZER, SynchronizerClient
+    from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, SynchronizerClient
 
     with contextlib.suppress(ValueError, RayError, AttributeError):  # none, none that can be reached, or none of ours
         client = SynchronizerClient(ray.get_actor(SYNCHRONIZER, namespace=namespace), ANSWER_S)

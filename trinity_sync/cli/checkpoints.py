@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint import leases
-from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
-from trinity_sync.checkpoint.layout import read_tracker
-from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.folder import leases
+from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
+from trinity_sync.checkpoint.folder.contents import read_tracker
+from trinity_sync.checkpoint.folder.prune import Pruned, prune, prune_plan
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.cli.tables import print_json, print_line, print_table
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -25,7 +25,7 @@ from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.tracking import units
 from trinity_sync.tracking.afterwards import note_prunes
-from trinity_sync.tracking.record import read_record, recorded_checkpoints
+from trinity_sync.tracking.run_record import read_record, recorded_checkpoints
 from trinity_sync.tracking.units import Progress, progress_bar
 
 _VERDICTS = {

@@ -86,7 +86,7 @@ def _candidates(before: Sequence[str], word: str, parser: argparse.ArgumentParse
     if (choices := _subcommands(inner)) and inner is not _subcommands(parser).get("run"):
         return list(choices)
     if command == "explain":
-        from trinity_sync.config.described import described
+        from trinity_sync.config.description import described
 
         return [one.key for one in described()]
     if command == "completion":

@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.config.overrides import as_numbers
-from trinity_sync.config.recorded import NOTHING, Recorded
-from trinity_sync.config.saved import Places
+from trinity_sync.config.saved_config import Places
+from trinity_sync.config.user_record import NOTHING, Recorded
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.memory import own_modules_found
+from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.launch.messages import explain
 from trinity_sync.launch.start import used_places
 

@@ -130,7 +130,7 @@ def _roots(folder: Path | None) -> list[Path]:
 
 def _run_row(run: RunLine, name: str) -> tuple[str, ...]:
     from trinity_sync.tracking import units
-    from trinity_sync.tracking.closing import shorten
+    from trinity_sync.tracking.run_end import shorten
 
     return (
         shorten(run.path),
@@ -146,7 +146,7 @@ def _run_row(run: RunLine, name: str) -> tuple[str, ...]:
 
 def _sweep_row(sweep: SweepLine) -> tuple[str, ...]:
     from trinity_sync.tracking import units
-    from trinity_sync.tracking.closing import shorten
+    from trinity_sync.tracking.run_end import shorten
 
     walls = [job.wall_s for job in sweep.jobs if job.wall_s is not None]
     states = ", ".join(f"{count} {status}" for status, count in sweep.states.items())

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync import __version__
-from trinity_sync.cli import completion, listing, reproduce, runs, verl, watch
+from trinity_sync.cli import completion, listing, reproduce, runs, verl_commands, watch
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.host.memory import own_modules_found
+from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.terminal import output_lost, safe_streams
 
 if TYPE_CHECKING:
-    from trinity_sync.config.described import Described
+    from trinity_sync.config.description import Described
 
 
 _DESCRIPTION = """\
@@ -116,14 +116,14 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     add_trace(commands)
     add_explain(commands)
     add_doctor(commands)
-    verl.add_commands(commands)
+    verl_commands.add_commands(commands)
     completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for
-        from trinity_sync.cli import checkpoints, weights
+        from trinity_sync.cli import checkpoints, weights_commands
 
-        weights.add_commands(checkpoints.add_commands(ckpt))
+        weights_commands.add_commands(checkpoints.add_commands(ckpt))
     return parser
 
 
@@ -160,7 +160,7 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from trinity_sync.config.described import described, group_comments
+    from trinity_sync.config.description import described, group_comments
 
     key = options.key.lstrip("+~").partition("=")[0].rstrip(".").replace("/", ".")
     settings = described()
@@ -224,7 +224,7 @@ def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _trace(options: argparse.Namespace) -> int:
     from trinity_sync.report import load, write_trace
-    from trinity_sync.report.data import Sweep
+    from trinity_sync.report.run_data import Sweep
 
     run = load(options.run)
     if isinstance(run, Sweep):

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_sync import config
 from trinity_sync.cli.invocation import Invocation, Recomposed, explained, merge_overrides, readable, saved_settings
 from trinity_sync.config.overrides import as_numbers, parse
-from trinity_sync.config.saved import (
+from trinity_sync.config.saved_config import (
     ABSENT,
     EARLIER_LOCATIONS,
     LOCATIONS,
@@ -31,7 +31,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.reproduction.bundle import read_bundle
 from trinity_sync.reproduction.outcome import Outcome, read_outcome
-from trinity_sync.tracking.record import RunFolderInUse, RunJson, lock_owner, read_record
+from trinity_sync.tracking.run_record import RunFolderInUse, RunJson, lock_owner, read_record
 
 _WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
 _BEGAN_WITH = "checkpoint.resume_from"

@@ -85,7 +85,7 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
 
     from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.cli.replay import check_digest, split_places, without_secret
-    from trinity_sync.config.saved import bundled, without_places
+    from trinity_sync.config.saved_config import bundled, without_places
     from trinity_sync.host.masking import masked_override
     from trinity_sync.reproduction.bundle import Bundle
 
@@ -200,9 +200,9 @@ def _take_as_many_threads(source: ReplaySource) -> None:
 
 def _say_what_differs(source: ReplaySource, settings: Replay) -> list[EnvironmentDifference]:
     """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
-    from trinity_sync.host import memory
+    from trinity_sync.host import hardware
     from trinity_sync.reproduction.outcome import differences
-    from trinity_sync.tracking.record import git_state, package_versions
+    from trinity_sync.tracking.run_record import git_state, package_versions
 
     found = os.environ.get("OMP_NUM_THREADS", "")
     differs = differences(
@@ -211,7 +211,7 @@ def _say_what_differs(source: ReplaySource, settings: Replay) -> list[Environmen
             "packages": package_versions(),
             "git": git_state(Path.cwd()),
             "threads": int(found) if found.isdecimal() else None,
-            "hardware": memory.describe(),
+            "hardware": hardware.describe(),
         },
     )
     digests = {attempt.get("config_digest") for attempt in source.record.get("attempts") or []}
@@ -248,7 +248,7 @@ def _repeat(
 ) -> int:
     from trinity_sync.cli.replay import RESULT
     from trinity_sync.reproduction.outcome import compare
-    from trinity_sync.tracking.jsonl import write_json
+    from trinity_sync.tracking.json_lines import write_json
 
     print(f"reproducing steps 1 to {steps} of {source.place} in {folder}", file=sys.stderr)
     code = _run(settings.recomposed, folder, steps)
@@ -303,7 +303,7 @@ def _told(one: Unequal | None) -> dict[str, object] | None:
 
 def _outcome(folder: Path) -> Outcome:
     from trinity_sync.reproduction.outcome import read_outcome
-    from trinity_sync.tracking.record import read_record
+    from trinity_sync.tracking.run_record import read_record
 
     return read_outcome(folder, read_record(folder / "run.json"))
 
@@ -311,7 +311,7 @@ def _outcome(folder: Path) -> Outcome:
 def _repeat_with_seeds(source: ReplaySource, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
     from trinity_sync.cli.replay import RESULT
     from trinity_sync.reproduction.outcome import Interval, end_of, judged
-    from trinity_sync.tracking.jsonl import write_json
+    from trinity_sync.tracking.json_lines import write_json
 
     old = source.outcome.up_to(steps)
     name = judged(old)

@@ -109,7 +109,7 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
             f"{folder} is a sweep, which goes on as it was; to change a setting or begin again, name one of its jobs, "
             f"such as {folder / '0'}"
         )
-    from trinity_sync.cli.sweeps import resume_sweep
+    from trinity_sync.cli.sweep_jobs import SweepJob, resume_sweep
     from trinity_sync.launch.own_ray import ray_kept
 
     def begin(job: SweepJob) -> int:
@@ -128,7 +128,7 @@ def _which_run() -> str:
     from trinity_sync.cli.listing import runs_below
     from trinity_sync.launch.start import resume_command
     from trinity_sync.report.run_page import SweepLine
-    from trinity_sync.tracking.closing import shorten
+    from trinity_sync.tracking.run_end import shorten
 
     runs = [run for line in runs_below(None) for run in (line.jobs if isinstance(line, SweepLine) else [line])]
     cut_off = [run for run in runs if run.status in ("interrupted", "failed")]
@@ -182,7 +182,7 @@ def _go_on(
     from trinity_sync import config
     from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.launch.start import PLACES, check_owned, checkpoint_folder, committed_steps, look_before_resume
-    from trinity_sync.tracking.record import RunFolderInUse, lock_owner, read_record
+    from trinity_sync.tracking.run_record import RunFolderInUse, lock_owner, read_record
 
     read_record(folder / "run.json")
     before = saved_settings(folder)

@@ -46,7 +46,7 @@ def _seconds(text: str) -> float:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from trinity_sync.report.data import is_run
+    from trinity_sync.report.run_data import is_run
     from trinity_sync.tracking.live import LiveView
 
     folder = options.folder.absolute() if options.folder is not None else _newest()

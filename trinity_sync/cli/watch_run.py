@@ -14,17 +14,17 @@ from time import monotonic, sleep, time
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trinity_sync.cli.sweeps import SETTINGS, read_jobs
+from trinity_sync.cli.sweep_jobs import SETTINGS, read_jobs
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.terminal import output_ended, printable
 from trinity_sync.launch.start import resume_command
-from trinity_sync.report.data import is_run, job_order, load_run
+from trinity_sync.report.run_data import is_run, job_order, load_run
 from trinity_sync.report.run_page import RunLine, SweepLine, run_line
 from trinity_sync.tracking import units
-from trinity_sync.tracking.closing import render_summary, shorten
 from trinity_sync.tracking.follow import FollowedRun, ReplacedError, Standing, standing
 from trinity_sync.tracking.live import LiveView
+from trinity_sync.tracking.run_end import render_summary, shorten
 from trinity_sync.tracking.run_state import RunState
 
 _POLL_S = 0.5

@@ -14,8 +14,8 @@ from trinity_sync.config.objects import typed
 from trinity_sync.config.overrides import quote
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.registration import register
-from trinity_sync.config.retention import build_policy, retention_policies
-from trinity_sync.config.saved import (
+from trinity_sync.config.retention_policies import build_policy, retention_policies
+from trinity_sync.config.saved_config import (
     ABSENT,
     Difference,
     Trust,

@@ -32,7 +32,7 @@ from trinity_sync.config.lookup import (
     own_labels,
     own_targets,
 )
-from trinity_sync.config.lora import check_lora
+from trinity_sync.config.lora_settings import check_lora
 from trinity_sync.config.model_checks import (
     check_attention,
     check_model,
@@ -43,7 +43,7 @@ from trinity_sync.config.model_checks import (
     check_workload,
 )
 from trinity_sync.config.problems import Check, Get, Problem
-from trinity_sync.config.retention import build_policy
+from trinity_sync.config.retention_policies import build_policy
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 

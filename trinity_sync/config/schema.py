@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from trinity_sync.config.retention import policy_schema
+from trinity_sync.config.retention_policies import policy_schema
 from trinity_sync.protocol.retention import POLICIES
 
 # The fields of the dataclasses that type the configuration: the range of each, and never a default.

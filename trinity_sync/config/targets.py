@@ -15,7 +15,7 @@ from trinity_sync.config.checks import check_own_classes
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import TARGET, build, load, missing, own_options
 from trinity_sync.config.model_checks import KEY, ROWS, validates
-from trinity_sync.config.retention import retention_policies
+from trinity_sync.config.retention_policies import retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import ended, origin
 from trinity_sync.tasks.rewards import Judging

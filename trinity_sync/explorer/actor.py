@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import ray
 
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.explorer import EngineDied, ExplorerProcess, LoadFailed, LoadReport, Produced
-from trinity_sync.actors.rank import Broadcast
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.explorer_client import EngineDied, ExplorerProcess, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.explorer.explorer_spec import ExplorerSpec
+from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_memory_with_children
 from trinity_sync.host.origin import told
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
@@ -234,7 +234,7 @@ def _lease_folder(
     """Keep a version's folder while it is read; without this a newer version's commit may delete it. The hold ends
     `sync.timeout_s` after the last bytes that were read.
     """
-    from trinity_sync.checkpoint.leases import lease_checkpoint
+    from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 
     seconds, renewed = spec.timeout_s, clock()
 

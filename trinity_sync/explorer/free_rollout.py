@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer import LOAD_TRIES, Beside, ExplorerClient, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge

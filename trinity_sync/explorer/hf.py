@@ -29,7 +29,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from trinity_sync.config import dtype_name
-from trinity_sync.config.lora import Adapter
+from trinity_sync.config.lora_settings import Adapter
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.texts import Responses, Texts, scored

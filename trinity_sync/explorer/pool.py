@@ -14,13 +14,13 @@ from functools import partial
 
 import ray
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied, ended, failures_logged, results
-from trinity_sync.actors.explorer import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
-from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.rounds import RoundMember

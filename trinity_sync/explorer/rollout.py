@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.explorer_client import LoadReport
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge

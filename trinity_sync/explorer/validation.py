@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer import LOAD_TRIES, LoadReport
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.explorer_client import LOAD_TRIES, LoadReport
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.rounds import RoundMember

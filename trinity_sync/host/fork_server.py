@@ -10,7 +10,7 @@ for the first time, in the environment that they say: native libraries keep what
 Who asks with another one is refused. The server ends when its standard input does, that is with whoever started it;
 what it began goes on.
 
-Who asks is `trinity_sync/launch/forked_worker.py`; `_ForkRequest` says for what.
+Who asks is `trinity_sync/launch/worker_fork.py`; `_ForkRequest` says for what.
 """
 
 from __future__ import annotations

@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig
 
-from trinity_sync.actors.monitor import Event, MonitorClient
+from trinity_sync.actors.monitor_client import Event, MonitorClient
 from trinity_sync.actors.pending import Pending
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, resume_point
-from trinity_sync.checkpoint.layout import Base, read_manifest
-from trinity_sync.checkpoint.lock import writer_of
-from trinity_sync.checkpoint.lora_resume import OF_ADAPTER, check_base, check_same, noted_base
-from trinity_sync.checkpoint.mirror.run import MirrorSettings, RunMirror
-from trinity_sync.checkpoint.owner import Owner
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
+from trinity_sync.checkpoint.folder import resume_point
+from trinity_sync.checkpoint.folder.contents import Base, read_manifest
+from trinity_sync.checkpoint.folder.lock import writer_of
+from trinity_sync.checkpoint.folder.lora_resume import OF_ADAPTER, check_base, check_same, noted_base
+from trinity_sync.checkpoint.folder.owner import Owner
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import TARGET, load_class, retention_policies, typed
-from trinity_sync.config.lora import travels
+from trinity_sync.config.lora_settings import travels
 from trinity_sync.config.schema import CheckpointConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host import interrupts
@@ -40,24 +41,24 @@ from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST
-from trinity_sync.tracking.record import RunFolder
 from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_record import RunFolder
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.agent_client import AgentClient
     from trinity_sync.actors.calls import Call
-    from trinity_sync.actors.monitor import MonitorClient
+    from trinity_sync.actors.monitor_client import MonitorClient
     from trinity_sync.actors.pending import Pending
-    from trinity_sync.actors.rank import RankClient, RankInfo
-    from trinity_sync.actors.synchronizer import SynchronizerClient
+    from trinity_sync.actors.rank_client import RankClient, RankInfo
+    from trinity_sync.actors.synchronizer_client import SynchronizerClient
     from trinity_sync.checkpoint import CheckpointCoordinator
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.protocol.parts import Compared, LeftOut
     from trinity_sync.trainer.group import TrainerGroup
-    from trinity_sync.trainer.spec import WorkerSpec
+    from trinity_sync.trainer.worker_spec import WorkerSpec
     from trinity_sync.weights.layout import PartLayout
 
 
@@ -164,7 +165,7 @@ class Actors:
         """
 
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
-        from trinity_sync.trainer.spec import check_whole
+        from trinity_sync.trainer.worker_spec import check_whole
         from trinity_sync.weights.shards import listed
 
         cfg, start = self._cfg, self._start
@@ -284,7 +285,7 @@ class Actors:
 
     def _make_trainer(self) -> TrainerGroup:
         from trinity_sync.trainer.group import TrainerGroup
-        from trinity_sync.trainer.spec import worker_spec
+        from trinity_sync.trainer.worker_spec import worker_spec
 
         cfg = self._cfg
         self._spec = worker_spec(self._typed, self.model_path, self._logs, self._given)
@@ -297,7 +298,7 @@ class Actors:
         )
 
     def _make_monitor(self, mirror: RunMirror | None) -> MonitorClient:
-        from trinity_sync.actors.monitor import MonitorClient
+        from trinity_sync.actors.monitor_client import MonitorClient
         from trinity_sync.checkpoint.monitor import MonitorConfig
 
         cfg = self._cfg
@@ -323,8 +324,8 @@ class Actors:
         return client
 
     def _make_pool(self) -> ExplorerPool:
+        from trinity_sync.explorer.explorer_spec import explorer_spec
         from trinity_sync.explorer.pool import ExplorerPool
-        from trinity_sync.explorer.spec import explorer_spec
         from trinity_sync.trainer.steps import record_generated
 
         cfg = self._cfg
@@ -559,9 +560,9 @@ def start_agents(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.agent_client import AgentClient
     from trinity_sync.actors.calls import failures_logged, results
-    from trinity_sync.node.agent import AgentConfig, NodeAgent
+    from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 
     layouts: dict[str, dict[str, PartLayout]] = {}
     for info in infos:

@@ -29,14 +29,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
-from trinity_sync.config.recorded import FILE
-from trinity_sync.config.saved import Trust, record_of
+from trinity_sync.config.saved_config import Trust, record_of
+from trinity_sync.config.user_record import FILE
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import replace_file
+from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.masking import hide, hide_typed
-from trinity_sync.host.memory import own_modules_found
 from trinity_sync.host.origin import origin, told
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
@@ -50,7 +50,7 @@ from trinity_sync.launch.sweeps import (
     sweep_jobs,
     sweep_problem,
 )
-from trinity_sync.tracking.record import hold, holds_run, let_go, lock_owner
+from trinity_sync.tracking.run_record import hold, holds_run, let_go, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.hardware import RAYS_HOOK, ScriptFolder, for_workers
 from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
-from trinity_sync.host.memory import RAYS_HOOK, ScriptFolder, for_workers
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
 from trinity_sync.launch.own_ray import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_sync.config import build, config_digest, plain, typed
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.data import (
+from trinity_sync.launch.sample_source import (
     free_data,
     lockstep_data,
     loss_validation_of,
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.agreement_check import AgreementCheck
     from trinity_sync.trainer.free_loop import FreeLoop
+    from trinity_sync.trainer.full_saves import FullSaves, PublishedState, SaveSettings
     from trinity_sync.trainer.loop import TrainingLoop
-    from trinity_sync.trainer.saves import FullSaves, PublishedState, SaveSettings
     from trinity_sync.trainer.steps import LossValidation, RewardPenalty
 
 # How long a run that ends early waits for a save that is on its way to the disk.
@@ -71,7 +71,7 @@ class Job:
             TrinityError: the run failed.
             KeyboardInterrupt: it was told to stop.
         """
-        from trinity_sync.trainer.saves import FullSaves
+        from trinity_sync.trainer.full_saves import FullSaves
 
         actors, settings = self.actors, self._save_settings()
         published = self._published()
@@ -95,8 +95,8 @@ class Job:
             raise KeyboardInterrupt
 
     def _save_settings(self) -> SaveSettings:
-        from trinity_sync.trainer.saves import SaveSettings
-        from trinity_sync.trainer.spec import published_wire
+        from trinity_sync.trainer.full_saves import SaveSettings
+        from trinity_sync.trainer.worker_spec import published_wire
 
         cfg, base = self._cfg, self.actors.base
         return SaveSettings(
@@ -117,7 +117,7 @@ class Job:
         )
 
     def _published(self) -> PublishedState:
-        from trinity_sync.trainer.saves import PublishedState
+        from trinity_sync.trainer.full_saves import PublishedState
 
         actors = self.actors
         holders = {info.node for info in actors.infos if info.layout is not None}
@@ -126,7 +126,7 @@ class Job:
 
     def _publisher(self, saves: SaveSettings) -> Publisher:
         from trinity_sync.sync.base import SyncMode, TrainerSide
-        from trinity_sync.trainer.saves import WeightSaves
+        from trinity_sync.trainer.full_saves import WeightSaves
 
         cfg, actors = self._cfg.sync, self.actors
         side = TrainerSide(
@@ -182,7 +182,7 @@ class Job:
     def _penalty(self, timeout_s: float) -> RewardPenalty | None:
         """What takes the divergence from a reference from rewards; None: nothing does."""
         from trinity_sync.trainer.algorithms.base import algorithm_of
-        from trinity_sync.trainer.saves import driver_state
+        from trinity_sync.trainer.full_saves import driver_state
         from trinity_sync.trainer.steps import RewardPenalty
 
         asked = None if self._cfg.workload.kind == "bytes" else algorithm_of(typed(self._cfg).algorithm).in_reward
@@ -228,7 +228,7 @@ class Job:
         """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that
         version, and what fills a slot with it. None where that cannot be restored.
         """
-        from trinity_sync.trainer.saves import EXPLORER, published_step
+        from trinity_sync.trainer.full_saves import EXPLORER, published_step
 
         folder = self._start.folder
         if folder is None or not self.actors.explores or not (folder / EXPLORER).is_dir():

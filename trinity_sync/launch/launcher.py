@@ -21,12 +21,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.backends.platform import accelerator_count, platform_env
-from trinity_sync.checkpoint import recovery
-from trinity_sync.checkpoint.lock import has_no_monitor, locked
-from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.owner import MARK, Owner, check, write_mark
+from trinity_sync.checkpoint.folder import recovery
+from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
+from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
+from trinity_sync.checkpoint.mirror.run_mirror import RunMirror
 from trinity_sync.config import config_digest, plain, typed
-from trinity_sync.config.lora import adapter_of
+from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until
@@ -55,11 +55,11 @@ from trinity_sync.launch.start import (
 from trinity_sync.models.architecture import check_vocabulary
 from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
 from trinity_sync.models.model_folder import check_named
-from trinity_sync.tracking.record import RunFolder, holds_run, run_id
 from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_record import RunFolder, holds_run, run_id
 from trinity_sync.tracking.trackers import Tracker, build_trackers
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
-from trinity_sync.trainer.spec import lora_fields
+from trinity_sync.trainer.worker_spec import lora_fields
 from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE
 from trinity_sync.weights.slots import remove_stale
 
@@ -380,7 +380,7 @@ def _check_adapter(cfg: DictConfig, lora: Mapping[str, Any]) -> None:
     import torch
     from transformers import AutoConfig
 
-    from trinity_sync.backends.lora import adapter_targets
+    from trinity_sync.backends.adapters import adapter_targets
     from trinity_sync.models.architecture import architecture_config, unfilled_model
     from trinity_sync.models.shapes import cut, model_config, read_shapes
 

@@ -32,7 +32,7 @@ from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
 from trinity_sync.host.process import driver_lifeline, environment
 from trinity_sync.host.threads import in_background
-from trinity_sync.launch import forked_worker
+from trinity_sync.launch import worker_fork
 from trinity_sync.launch.node_watch import starting_raylets_watched
 
 logger = logging.getLogger(__name__)
@@ -493,7 +493,7 @@ def fork_server(folder: Path) -> Iterator[Forks]:
     assert server.stdin is not None
     try:
         with ends_noted_in(noted):
-            yield Forks({forked_worker.SOCKET: str(path), forked_worker.SETUP: _setup_worker()}, server.stdin.close)
+            yield Forks({worker_fork.SOCKET: str(path), worker_fork.SETUP: _setup_worker()}, server.stdin.close)
     finally:
         server.stdin.close()
         server.kill()  # it has nothing to tidy up, and may be importing, or stand still
@@ -517,7 +517,7 @@ def workers_forked() -> Iterator[None]:
     start: Callable[..., Any] = Node.start_raylet
 
     def start_raylet(self: Node, *args: Any, **kwargs: Any) -> Any:
-        self._ray_params.setup_worker_path = forked_worker.__file__
+        self._ray_params.setup_worker_path = worker_fork.__file__
         return start(self, *args, **kwargs)
 
     Node.start_raylet = start_raylet

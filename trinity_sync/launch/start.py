@@ -12,19 +12,19 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.backends.option import backend_option
-from trinity_sync.checkpoint import catalog, owner, recovery, resume_point
-from trinity_sync.checkpoint.deletion import noted_deletions
-from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, read_manifest, read_tracker, step_of
-from trinity_sync.checkpoint.lora_resume import check_adapter, check_kind
-from trinity_sync.checkpoint.mirror.run import MirrorSettings, RunMirror
-from trinity_sync.checkpoint.owner import Owner, Recorded
+from trinity_sync.checkpoint.folder import catalog, owner, recovery, resume_point
+from trinity_sync.checkpoint.folder.contents import Manifest, NewerFormatError, read_manifest, read_tracker, step_of
+from trinity_sync.checkpoint.folder.deletion import noted_deletions
+from trinity_sync.checkpoint.folder.lora_resume import check_adapter, check_kind
+from trinity_sync.checkpoint.folder.owner import Owner, Recorded
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import asked_again, plain, typed
-from trinity_sync.config.lora import adapter_of
+from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import read_record
+from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.run_record import read_record
 from trinity_sync.tracking.units import progress_bar
 
 
@@ -420,7 +420,7 @@ def recorded_commits(path: Path) -> owner.Recorded:
     Raises:
         RunError: the events cannot be read.
     """
-    events = [event for event in jsonl.read(path) if event.get("event") == "commit"]
+    events = [event for event in json_lines.read(path) if event.get("event") == "commit"]
     return {
         commit
         for commit in (
@@ -436,7 +436,7 @@ def copied_to(events: Path) -> set[str]:
     Raises:
         RunError: the events cannot be read.
     """
-    copies = [event for event in jsonl.read(events) if event.get("event") == "mirror"]
+    copies = [event for event in json_lines.read(events) if event.get("event") == "mirror"]
     return {str(event.get("url")) for event in copies if event.get("state") == "copied"}
 
 
@@ -451,8 +451,8 @@ def committed_steps(events: Path, checkpoints: Path) -> list[int]:
     """
     steps: set[int] = set()
     gone = noted_deletions(checkpoints)
-    for event in jsonl.read(events):
-        step = jsonl.event_step(event)
+    for event in json_lines.read(events):
+        step = json_lines.event_step(event)
         if step is None:
             continue
         if event.get("event") == "commit" and event.get("kind") == "full":

@@ -34,13 +34,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import anchored, check, check_inputs
-from trinity_sync.config.recorded import OF_SWEEP
-from trinity_sync.config.saved import Trust, record_of
+from trinity_sync.config.saved_config import Trust, record_of
+from trinity_sync.config.user_record import OF_SWEEP
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.interrupts import SAME_S, ending_signals, handling
 from trinity_sync.host.urls import absolute, local_folder, shown
-from trinity_sync.tracking.record import holds_run, lock_owner
+from trinity_sync.tracking.run_record import holds_run, lock_owner
 
 
 @dataclass(frozen=True, kw_only=True)

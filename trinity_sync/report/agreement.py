@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trinity_sync.report.data import Run
+from trinity_sync.report.run_data import Run
 from trinity_sync.tracking import units
 
 # What numbers do not depend on: how versions travel, what is kept, where the run lives and how it is shown.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trinity_sync.report.data import TARGET_REWARD, Run, steps_to
+from trinity_sync.report.run_data import TARGET_REWARD, Run, steps_to
 from trinity_sync.tracking import units
 from trinity_sync.tracking.summary import REWARD_STEPS, quantile, training_spans
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from trinity_sync.report import charts, timeline
 from trinity_sync.report.charts import Series
-from trinity_sync.report.data import Run, smooth
+from trinity_sync.report.run_data import Run, smooth
 from trinity_sync.tracking import units
 from trinity_sync.tracking.summary import ABS_DIFF, ABS_DIFF_MAX, EXACT, K3_KL, LOSS, REWARD, training_spans
 

@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.host.masking import masked_override
 from trinity_sync.report import charts, run_charts, timeline
-from trinity_sync.report.data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
-from trinity_sync.tracking import jsonl, units
-from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.record import RunJson, read_record
+from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
+from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.run_record import RunJson, read_record
 from trinity_sync.tracking.summary import (
     REWARD_STEPS,
     Spread,
@@ -347,9 +347,9 @@ def _last_lines(folder: Path, record: RunJson) -> tuple[list[dict[str, object]],
     names = ("metrics.jsonl", "events.jsonl")
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
-        metrics, events = (jsonl.read(folder / name) for name in names)
+        metrics, events = (json_lines.read(folder / name) for name in names)
     else:
-        metrics, events = (jsonl.read_last(folder / name, REWARD_STEPS) for name in names)
+        metrics, events = (json_lines.read_last(folder / name, REWARD_STEPS) for name in names)
     return metrics, events
 
 

@@ -11,9 +11,9 @@ from markupsafe import Markup
 from trinity_sync.report import charts, run_charts
 from trinity_sync.report.agreement import Agreement, agreement
 from trinity_sync.report.charts import COLOURS, RULE, Mark, Series, marks
-from trinity_sync.report.data import TARGET_REWARD, Run, Sweep
 from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail, figures, fold
 from trinity_sync.report.run_charts import Point, metric_text
+from trinity_sync.report.run_data import TARGET_REWARD, Run, Sweep
 from trinity_sync.tracking import units
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from trinity_sync.report.charts import render, ticks
-from trinity_sync.report.data import Run
+from trinity_sync.report.run_data import Run
 from trinity_sync.tracking import units
-from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.units import finite
 
 _MOST_STEPS = 12

@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trinity_sync.report import timeline
-from trinity_sync.report.data import Run
+from trinity_sync.report.run_data import Run
 from trinity_sync.report.timeline import AGENT, MIRROR, SAVES, TRAINER, TimelineSpan
 from trinity_sync.tracking import summary
-from trinity_sync.tracking.jsonl import Record, plain
+from trinity_sync.tracking.json_lines import Record, plain
 from trinity_sync.tracking.units import finite
 
 Event = Mapping[str, object]

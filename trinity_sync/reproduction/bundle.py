@@ -17,8 +17,8 @@ import xxhash
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.outcome import Number, Outcome
-from trinity_sync.tracking.jsonl import plain, write_json
-from trinity_sync.tracking.record import RunJson, check_shape
+from trinity_sync.tracking.json_lines import plain, write_json
+from trinity_sync.tracking.run_record import RunJson, check_shape
 
 FORMAT = 1
 _KEYS = {"bundle", "run", "config_name", "overrides", "config", "digests", "metrics", "constraints", "self"}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import RunJson
+from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.run_record import RunJson
 from trinity_sync.tracking.summary import version_digests
 
 Number = int | float | None
@@ -134,14 +134,14 @@ def read_outcome(folder: Path, record: RunJson) -> Outcome:
         ConfigError: a log cannot be read, or is damaged.
     """
     try:
-        metrics, events = jsonl.read(folder / "metrics.jsonl"), jsonl.read(folder / "events.jsonl")
+        metrics, events = json_lines.read(folder / "metrics.jsonl"), json_lines.read(folder / "events.jsonl")
     except RunError as error:
         raise ConfigError(str(error)) from error
     digests = {int(step): digest for step, digest in version_digests(events).items()}
     last = record.get("last_version")
     if last is not None:  # where the logs are not there, or were cut since
         digests.setdefault(last["step"], last["digest"])
-    lines = [(jsonl.metrics_step(line), line) for line in metrics]
+    lines = [(json_lines.metrics_step(line), line) for line in metrics]
     return Outcome(digests=digests, metrics={step: computed(line) for step, line in lines if step is not None})
 
 

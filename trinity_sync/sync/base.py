@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, results
-from trinity_sync.actors.explorer import ExplorerClient, LoadReport
-from trinity_sync.actors.rank import Broadcast, RankClient
-from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
+from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
+from trinity_sync.actors.rank_client import Broadcast, RankClient
+from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.layouts import LayoutCache

@@ -9,9 +9,9 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from trinity_sync.actors.calls import results
-from trinity_sync.actors.explorer import ExplorerClient
-from trinity_sync.actors.rank import Broadcast
-from trinity_sync.actors.synchronizer import Sealed
+from trinity_sync.actors.explorer_client import ExplorerClient
+from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version

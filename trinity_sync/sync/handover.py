@@ -23,9 +23,9 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.handles import asked, fetched, forwarded
-from trinity_sync.actors.monitor import MONITOR, MonitorClient
+from trinity_sync.actors.monitor_client import MONITOR, MonitorClient
 from trinity_sync.actors.pending import Changes
-from trinity_sync.actors.synchronizer import StoredState, SynchronizerClient
+from trinity_sync.actors.synchronizer_client import StoredState, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import MANIFEST, STATE_DICT

@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from trinity_sync.actors.explorer import LoadReport
-from trinity_sync.actors.rank import Broadcast
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.explorer_client import LoadReport
+from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.hardware import peak_rss
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Transport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.explorer import ExplorerClient
-from trinity_sync.actors.rank import Broadcast
-from trinity_sync.actors.synchronizer import Sealed
+from trinity_sync.actors.explorer_client import ExplorerClient
+from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (

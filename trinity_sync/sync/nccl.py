@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import ray
 
 from trinity_sync.actors.calls import Call, MemberDied, results
-from trinity_sync.actors.explorer import ExplorerClient, LoadReport
-from trinity_sync.actors.rank import Broadcast
-from trinity_sync.actors.synchronizer import Sealed
+from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
+from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version

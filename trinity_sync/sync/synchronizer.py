@@ -28,10 +28,10 @@ from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import Call, MemberDied, failures_logged
 from trinity_sync.actors.handles import asked, forwarded
-from trinity_sync.actors.synchronizer import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
+from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.parts import PartInfo

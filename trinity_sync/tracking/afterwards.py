@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import RunFolder, RunFolderInUse, read_record
+from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.run_record import RunFolder, RunFolderInUse, read_record
 from trinity_sync.tracking.summary import checkpoint_figures, write_summary
 
 
@@ -30,7 +30,7 @@ def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: 
     try:
         with RunFolder.open(run, resume=True) as folder:
             attempt = read_record(folder.run_json)["attempt"]
-            writer = jsonl.JsonlWriter(folder.events)
+            writer = json_lines.JsonlWriter(folder.events)
             try:
                 for step, reason, freed in pruned:
                     fields = {"step": step, "reason": reason, "freed_bytes": freed}
@@ -40,7 +40,7 @@ def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: 
             if folder.summary.exists():
                 with contextlib.suppress(ValueError):  # a damaged one says nothing of checkpoints
                     summary = dict(json.loads(folder.summary.read_bytes()))
-                    summary["checkpoint"] = checkpoint_figures(jsonl.read(folder.events), checkpoints)
+                    summary["checkpoint"] = checkpoint_figures(json_lines.read(folder.events), checkpoints)
                     write_summary(folder.summary, summary)
     except RunFolderInUse:
         return False

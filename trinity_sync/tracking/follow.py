@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import RunError
-from trinity_sync.tracking import jsonl, units
-from trinity_sync.tracking.jsonl import Record
-from trinity_sync.tracking.record import LockOwner, RunJson, lock_owner, read_record
+from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.run_record import LockOwner, RunJson, lock_owner, read_record
 
 Stand = Literal["not begun", "starting", "running", "killed", "completed", "failed", "interrupted", "unreadable"]
 """``starting`` is also a run that resumes or is about to let go of its folder; one ``killed`` could not say how it
@@ -145,7 +145,7 @@ class FollowedRun:
 
     def lines(self) -> Iterator[Record]:
         """Return the lines of steps and events that are new, by time; raises as `Tail.read`."""
-        return jsonl.by_time(self._events.read(), self._metrics.read())
+        return json_lines.by_time(self._events.read(), self._metrics.read())
 
     @property
     def notes(self) -> list[str]:

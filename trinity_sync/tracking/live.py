@@ -30,7 +30,7 @@ from rich.text import Text
 
 from trinity_sync.tracking import units
 from trinity_sync.tracking.console import PlainConsole
-from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_state import RunState
 
 logger = logging.getLogger(__name__)

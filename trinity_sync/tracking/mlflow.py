@@ -16,7 +16,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.masking import without_secrets
 from trinity_sync.host.process import environment
-from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.run_record import Status
 from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, name_of, read_id
 
 if TYPE_CHECKING:

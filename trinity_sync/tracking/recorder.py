@@ -17,13 +17,15 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 
 from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.host.hardware import peak_rss
 from trinity_sync.host.interrupts import shielded
 from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.masking import without_hidden
-from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.origin import origin, told
-from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.closing import (
+from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.json_lines import plain
+from trinity_sync.tracking.live import LiveView, Mode
+from trinity_sync.tracking.run_end import (
     ResumeCommand,
     render_summary,
     told_beginning,
@@ -31,12 +33,10 @@ from trinity_sync.tracking.closing import (
     told_event,
     told_step,
 )
-from trinity_sync.tracking.feeding import Trackers
-from trinity_sync.tracking.jsonl import plain
-from trinity_sync.tracking.live import LiveView, Mode
-from trinity_sync.tracking.record import RunFolder, RunRecord, Status, VersionJson
+from trinity_sync.tracking.run_record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
+from trinity_sync.tracking.tracker_feed import Trackers
 from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
@@ -102,12 +102,12 @@ class Recorder:
             clock,
         )
         self._checkpoints, self._resume = checkpoints, resume
-        self._metrics = jsonl.JsonlWriter(folder.metrics)
-        self._events = jsonl.JsonlWriter(folder.events)
-        self._samples = jsonl.JsonlWriter(folder.samples)
+        self._metrics = json_lines.JsonlWriter(folder.metrics)
+        self._events = json_lines.JsonlWriter(folder.events)
+        self._samples = json_lines.JsonlWriter(folder.samples)
         self._lock = threading.Lock()
         self._finished = False
-        self._late: list[jsonl.Record] = []
+        self._late: list[json_lines.Record] = []
         trackers.tell_faults(self._tracker_fault)
 
     @classmethod
@@ -176,14 +176,14 @@ class Recorder:
         started = Trackers(trackers, tracked)
         try:
             if resumed_from is not None:
-                jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
-                jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
+                json_lines.cut_after(folder.metrics, resumed_from, key=json_lines.metrics_step)
+                json_lines.cut_after(folder.events, resumed_from, key=json_lines.event_step)
                 _cut_samples(folder.samples, resumed_from)
             record.start()
             story.info("%s", told_beginning(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
-                for line in jsonl.by_time(jsonl.read(folder.events), jsonl.read(folder.metrics)):
+                for line in json_lines.by_time(json_lines.read(folder.events), json_lines.read(folder.metrics)):
                     state.take(line, record.started or 0.0)
             state.begin(record.attempt, clock())
             return cls(
@@ -315,7 +315,7 @@ class Recorder:
 
         def conclude() -> None:
             nonlocal summary
-            metrics, events = jsonl.read(self.folder.metrics), jsonl.read(self.folder.events)
+            metrics, events = json_lines.read(self.folder.metrics), json_lines.read(self.folder.events)
             wall = wall_seconds(self._record.to_json(), metrics, events)
             peaks = {**(peak_memory or {}), "driver": peak_rss()}
             summary = summarise(metrics, events, status, wall, peaks, self._checkpoints)
@@ -378,7 +378,7 @@ class Recorder:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)
 
-    def _record_event(self, line: jsonl.Record) -> bool:
+    def _record_event(self, line: json_lines.Record) -> bool:
         """Record an event; False where the run has ended."""
         with self._lock:
             if self._finished:
@@ -398,7 +398,7 @@ class Recorder:
             self._late.append(line)
 
     def _add_late(self) -> None:
-        events = jsonl.JsonlWriter(self.folder.events)
+        events = json_lines.JsonlWriter(self.folder.events)
         try:
             for line in self._late:
                 events.append(line)
@@ -407,7 +407,7 @@ class Recorder:
 
     def _last_version(self) -> VersionJson | None:
         try:
-            digests = version_digests(jsonl.read(self.folder.events))
+            digests = version_digests(json_lines.read(self.folder.events))
         except RunError:
             return None  # that the events cannot be read is said where they are needed
         return [VersionJson(step=int(step), digest=digest) for step, digest in digests.items()][-1] if digests else None
@@ -430,7 +430,7 @@ class Recorder:
 def _cut_samples(path: Path, step: int) -> None:
     """Drop samples of steps after `step`. A damaged file, which nothing depends on, is put aside."""
     try:
-        jsonl.cut_after(path, step, key=jsonl.metrics_step)
+        json_lines.cut_after(path, step, key=json_lines.metrics_step)
     except RunError as error:
         aside = path.with_name(f"{path.name}.damaged")
         story.warning("%s; it is put aside as %s", error, aside.name)

@@ -9,8 +9,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from trinity_sync.tracking import jsonl, units
-from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.summary import is_late
 
 _TIMED_STEPS = 20
@@ -116,7 +116,7 @@ class RunState:
             self._take_step(line, at)
 
     def _take_step(self, line: Record, at: float) -> None:
-        step = jsonl.metrics_step(line)
+        step = json_lines.metrics_step(line)
         if step is None or is_late(line):
             return
         if self.stepped is not None and at >= self.stepped:
@@ -131,7 +131,7 @@ class RunState:
         self.dropped += units.finite(line.get("samples/dropped")) or 0.0
 
     def _take_event(self, event: Record, at: float) -> None:
-        step = jsonl.event_step(event)
+        step = json_lines.event_step(event)
         match event["event"]:
             case "phase":
                 self.phases.append((str(event.get("what")), at))
@@ -153,7 +153,7 @@ class RunState:
     @property
     def newest(self) -> int | None:
         """The step of the newest version that was published."""
-        return jsonl.event_step(self.published) if self.published else None
+        return json_lines.event_step(self.published) if self.published else None
 
     def behind(self, version: int) -> int:
         """Count the steps from a version to the newest one."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.tracking import jsonl, units
-from trinity_sync.tracking.jsonl import Record, write_json
-from trinity_sync.tracking.record import AttemptJson, RunJson
+from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.json_lines import Record, write_json
+from trinity_sync.tracking.run_record import AttemptJson, RunJson
 
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
@@ -172,7 +172,7 @@ def summarise(
     events = [event for event in events if event.get("event") != "generate"]  # there are many, and no figure of them
     return {
         "status": status,
-        "steps": max(_known(map(jsonl.metrics_step, metrics)), default=0),
+        "steps": max(_known(map(json_lines.metrics_step, metrics)), default=0),
         "wall_s": wall_s,
         "reward_first": _mean(rewards[:REWARD_STEPS]),
         "reward_last": _mean(rewards[-REWARD_STEPS:]),
@@ -196,7 +196,7 @@ def version_digests(events: Iterable[Record]) -> dict[str, str]:
     published: dict[int, str] = {}
     committed: dict[int, str] = {}
     for event in events:
-        step, digest = jsonl.event_step(event), event.get("digest")
+        step, digest = json_lines.event_step(event), event.get("digest")
         if step is not None and isinstance(digest, str) and digest:
             if event["event"] == "publish":
                 published[step] = digest
@@ -253,7 +253,7 @@ def kept_checkpoints(events: Iterable[Record], checkpoints: Path | None = None) 
 def _kept(events: Iterable[Record], checkpoints: Path | None) -> dict[int, Record]:
     kept: dict[int, Record] = {}
     for event in events:
-        step = jsonl.event_step(event)
+        step = json_lines.event_step(event)
         if step is None:
             continue
         if event.get("event") == "commit":
@@ -344,7 +344,7 @@ def _rows(events: Sequence[Record]) -> RowFigures | None:
 def _sync(events: Sequence[Record]) -> SyncFigures:
     publishes = [event for event in events if event.get("event") == "publish"]
     loads = [event for event in events if event.get("event") == "load"]
-    versions = _known(map(jsonl.event_step, publishes))
+    versions = _known(map(json_lines.event_step, publishes))
     return {
         "mode": _text(publishes[-1].get("mode")) if publishes else None,
         "encoding": _text(publishes[-1].get("encoding")) if publishes else None,
@@ -391,14 +391,14 @@ def copies_taken(metrics: Iterable[Record], events: Iterable[Record]) -> list[fl
     """List the time of each version's publish and load, in copies of its bytes by one thread, as fast as the metrics of
     its step say (``memcpy_gb_s``). Of several loads the median counts.
     """
-    speeds = {jsonl.metrics_step(line): units.finite(line.get("memcpy_gb_s")) for line in metrics}
+    speeds = {json_lines.metrics_step(line): units.finite(line.get("memcpy_gb_s")) for line in metrics}
     publishes: dict[int | None, Record] = {}
     loads: dict[int | None, list[object]] = {}
     for event in events:
         if event.get("event") == "publish":
-            publishes[jsonl.event_step(event)] = event
+            publishes[json_lines.event_step(event)] = event
         elif event.get("event") == "load":
-            loads.setdefault(jsonl.event_step(event), []).append(event.get("total_s"))
+            loads.setdefault(json_lines.event_step(event), []).append(event.get("total_s"))
     found = []
     for step, event in publishes.items():
         nbytes, publish = units.finite(event.get("bytes_full")), units.finite(event.get("total_s"))
@@ -505,7 +505,8 @@ def validation_figures(metrics: Sequence[Record]) -> ValidationFigures | None:
         found = {
             step: value
             for line in metrics
-            if (step := jsonl.metrics_step(line)) is not None and (value := units.finite(line.get(name))) is not None
+            if (step := json_lines.metrics_step(line)) is not None
+            and (value := units.finite(line.get(name))) is not None
         }
         if found:
             values = [found[step] for step in sorted(found)]
@@ -520,7 +521,7 @@ def was_validated(metrics: Path, step: int) -> bool:
     Raises:
         RunError: it is damaged.
     """
-    lines = (line for line in jsonl.read(metrics) if jsonl.metrics_step(line) == step)
+    lines = (line for line in json_lines.read(metrics) if json_lines.metrics_step(line) == step)
     return any(name.startswith("val/") for line in lines for name in line)
 
 
@@ -540,7 +541,7 @@ def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
     found: list[Record] = []
     places: dict[int | None, int] = {}
     for line in metrics:
-        step = jsonl.metrics_step(line)
+        step = json_lines.metrics_step(line)
         if is_late(line) and step in places:
             found[places[step]] = {**line, **found[places[step]]}
         else:

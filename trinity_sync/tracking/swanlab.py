@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.run_record import Status
 from trinity_sync.tracking.trackers import TrackedRun, kept_id, markdown, name_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
-from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.run_record import Status
 
 _KNOWN = {
     "tensorboard": "trinity_sync.tracking.tensorboard.TensorBoardTracker",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.run_record import Status
 from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, kept_id, name_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.actors.rank import Digested
+from trinity_sync.actors.rank_client import Digested
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from trinity_sync.actors.rank import RankInfo
-from trinity_sync.backends.bytes import BytesBackend
+from trinity_sync.actors.rank_client import RankInfo
+from trinity_sync.backends.bytes_backend import BytesBackend
 from trinity_sync.host.logs import story
 from trinity_sync.models.shapes import SIZES, check_made_of
 from trinity_sync.tracking import units
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.rendezvous import join_group
-from trinity_sync.trainer.spec import WorkerSpec
+from trinity_sync.trainer.worker_spec import WorkerSpec
 
 _PROBE_BYTES = 64 << 20
 

@@ -16,14 +16,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trinity_sync.actors.calls import Call, failures_logged, results
-from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.actors.rank_client import RankClient, RankInfo
 from trinity_sync.config import load
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.logs import own_log
-from trinity_sync.trainer.spec import WorkerSpec
+from trinity_sync.trainer.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
-    from trinity_sync.trainer.spec import WorkerSpec
+    from trinity_sync.trainer.worker_spec import WorkerSpec
 
 
 T = TypeVar("T")

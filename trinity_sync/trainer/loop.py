@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_sync.actors.explorer import LoadReport
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.explorer_client import LoadReport
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn
@@ -26,8 +26,8 @@ from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.agreement_check import AgreementCheck
+from trinity_sync.trainer.full_saves import FullSaves
 from trinity_sync.trainer.group import TrainerGroup
-from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, RewardPenalty, Staged, Steps, Timing, record_load
 
 

@@ -16,25 +16,25 @@ from typing import Any
 import ray
 import torch
 
-from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import this_process
-from trinity_sync.actors.rank import Broadcast, RankInfo
-from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.actors.rank_client import Broadcast, RankInfo
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.backends.base import Backend
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.checkpoint.lock import writer_of
+from trinity_sync.checkpoint.folder.lock import writer_of
 from trinity_sync.config import build
 from trinity_sync.errors import WaitTimeout
+from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, story
-from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.origin import told
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.tracking import units
 from trinity_sync.trainer.saver import AgentSaver, BackendSaver, Saver
-from trinity_sync.trainer.spec import WorkerSpec
+from trinity_sync.trainer.worker_spec import WorkerSpec
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import Sources, pin_segment, stage
@@ -162,7 +162,7 @@ class Member:
         story.info("restored %s in %s", folder, units.seconds(time.perf_counter() - started))
 
     def writer_of(self, folder: str) -> str | None:
-        """See `trinity_sync.checkpoint.lock.writer_of`: the driver is told whether this rank sees the folder."""
+        """See `trinity_sync.checkpoint.folder.lock.writer_of`: the driver is told whether this rank sees the folder."""
         return writer_of(Path(folder))
 
     def finish_saves(self) -> None:

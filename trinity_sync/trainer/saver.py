@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.actors.agent import AgentClient, StatePart
+from trinity_sync.actors.agent_client import AgentClient, StatePart
 from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Deadline, Format, SelfWritingBackend
 from trinity_sync.backends.meetings import Meetings, RankMeeting

@@ -14,8 +14,8 @@ import numpy as np
 import ray
 
 from trinity_sync.actors.calls import ANSWER_S
-from trinity_sync.actors.explorer import Generated, LoadReport
-from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
+from trinity_sync.actors.explorer_client import Generated, LoadReport
+from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts

@@ -32,12 +32,12 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import response_from_nested
 
-from trinity_sync.actors.rank import Divergences, LossSum, RankInfo, Recomputed, Untrained
+from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Recomputed, Untrained
 from trinity_sync.backends import log_probs, packed_attention
-from trinity_sync.backends.engines import Engine, FsdpEngine
-from trinity_sync.backends.lora import adapter_off, adapter_targets
-from trinity_sync.backends.packing import ATTENTION
-from trinity_sync.backends.saved import check_class, left_out_by
+from trinity_sync.backends.adapters import adapter_off, adapter_targets
+from trinity_sync.backends.engine_types import Engine, FsdpEngine
+from trinity_sync.backends.saved_tensors import check_class, left_out_by
+from trinity_sync.backends.sequence_packing import ATTENTION
 from trinity_sync.checkpoint.export import digest_left_out
 from trinity_sync.checkpoint.reading import WeightsError
 from trinity_sync.checkpoint.reading.verl_shards import open_hugging_face
@@ -54,7 +54,9 @@ from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.algorithms.base import MISMATCH
 from trinity_sync.trainer.algorithms.policy_loss import as_means
 from trinity_sync.trainer.base_model import check_held
-from trinity_sync.trainer.batch import (
+from trinity_sync.trainer.member import Member
+from trinity_sync.trainer.rendezvous import join_group
+from trinity_sync.trainer.training_batch import (
     Batching,
     check_fits,
     grpo_batch,
@@ -63,9 +65,7 @@ from trinity_sync.trainer.batch import (
     share,
     with_advantages,
 )
-from trinity_sync.trainer.member import Member
-from trinity_sync.trainer.rendezvous import join_group
-from trinity_sync.trainer.spec import WorkerSpec
+from trinity_sync.trainer.worker_spec import WorkerSpec
 
 
 class TrinityWorker(Member, TrainingWorker):

@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from trinity_sync.actors.rank import Broadcast
+from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.versions import Lease
 from trinity_sync.sync.base import Bucket, ExplorerSide, FindDestination

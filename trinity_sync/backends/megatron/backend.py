@@ -15,16 +15,16 @@ from megatron.core import dist_checkpointing, parallel_state
 from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
 
 from trinity_sync.backends.base import Deadline
-from trinity_sync.backends.engines import MegatronEngineProtocol
+from trinity_sync.backends.engine_types import MegatronEngineProtocol
 from trinity_sync.backends.fsdp_state import settings_kept
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import writer
 from trinity_sync.backends.megatron.bridges import Geometry, LocalShard, dtypes_of, pieces
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
-from trinity_sync.backends.megatron.families import saved_layout
+from trinity_sync.backends.megatron.megatron_families import saved_layout
 from trinity_sync.backends.megatron.writer import PlannedWrite, finalise, gather_parameters, gathers_late
 from trinity_sync.backends.safe_loading import nothing_runs
-from trinity_sync.backends.saved import saved_by
+from trinity_sync.backends.saved_tensors import saved_by
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.models.model_folder import local_folder

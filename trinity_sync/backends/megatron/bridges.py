@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
+from trinity_sync.backends.megatron.megatron_families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import Rect, Shard, listed, row_slice, whole
 from trinity_sync.weights.wire import FP32, WireFormat

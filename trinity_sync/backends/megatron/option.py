@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
+from trinity_sync.backends.megatron.megatron_families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
 from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, check_unpadded, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
@@ -215,7 +215,7 @@ class MegatronOption(MegatronConfig, BackendOption):
         return check_layout(self, checkpoint)
 
     def prepare(self) -> None:
-        from trinity_sync.backends.megatron.engine import prepare
+        from trinity_sync.backends.megatron.megatron_engine import prepare
 
         prepare()
 

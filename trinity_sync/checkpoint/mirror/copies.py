@@ -30,8 +30,8 @@ from glob import has_magic
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.checkpoint import catalog, commits, deletion, leases
-from trinity_sync.checkpoint.layout import (
+from trinity_sync.checkpoint.folder import catalog, commits, deletion, leases
+from trinity_sync.checkpoint.folder.contents import (
     MANIFEST,
     STAGING,
     STEP_PREFIX,
@@ -46,8 +46,8 @@ from trinity_sync.checkpoint.layout import (
     step_of,
     write_manifest,
 )
-from trinity_sync.checkpoint.owner import MARK, Owner, Recorded, refusal
-from trinity_sync.checkpoint.prune import facts_of
+from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
+from trinity_sync.checkpoint.folder.prune import facts_of
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import digest_file, make_folder, replace_file, sync_folder
 from trinity_sync.host.urls import local_folder

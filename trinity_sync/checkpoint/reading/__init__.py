@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.checkpoint.layout import Manifest, NoManifestError, read_manifest
-from trinity_sync.checkpoint.leases import find_adapter_config, find_config, weights_folder
+from trinity_sync.checkpoint.folder.contents import Manifest, NoManifestError, read_manifest
+from trinity_sync.checkpoint.folder.leases import find_adapter_config, find_config, weights_folder
 from trinity_sync.checkpoint.reading.distributed import megatron_folder, open_distributed, open_megatron
 from trinity_sync.checkpoint.reading.pieces import TensorInfo, TensorReader, WeightsError
 from trinity_sync.checkpoint.reading.verl_shards import (

@@ -10,12 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trinity_sync.integrations.verl.fsdp import fsdp_save_state_dict
-    from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
-    from trinity_sync.integrations.verl.megatron import megatron_save_state_dict
-    from trinity_sync.integrations.verl.megatron_manager import MegatronCheckpointManager, use_in_megatron
-    from trinity_sync.integrations.verl.run import open_run
-    from trinity_sync.integrations.verl.weights import (
+    from trinity_sync.integrations.verl.engine_weights import (
         fsdp_state_dict_meta,
         fsdp_sync_weight_nccl,
         fsdp_upload_state_dict,
@@ -23,6 +18,11 @@ if TYPE_CHECKING:
         megatron_sync_weight_nccl,
         megatron_upload_state_dict,
     )
+    from trinity_sync.integrations.verl.fsdp_functions import fsdp_save_state_dict
+    from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
+    from trinity_sync.integrations.verl.megatron_functions import megatron_save_state_dict
+    from trinity_sync.integrations.verl.megatron_manager import MegatronCheckpointManager, use_in_megatron
+    from trinity_sync.integrations.verl.program_run import open_run
 
 _HOME = {
     "FSDPCheckpointManager": "manager",

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl.trainer.ppo import checkpoint_callback
 
-from trinity_sync.actors.monitor import Committed
+from trinity_sync.actors.monitor_client import Committed
 from trinity_sync.actors.pending import ANSWER_S as MARGIN_S
 from trinity_sync.checkpoint.execution import EventLog
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
@@ -25,7 +25,7 @@ from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, RunMonitor, join_alone
 from trinity_sync.integrations.verl.vendor import is_on, say
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking.jsonl import JsonlWriter
+from trinity_sync.tracking.json_lines import JsonlWriter
 
 EVENTS = "events.jsonl"
 """In the checkpoint folder: ``commit``, ``prune`` and ``fault``, one JSON object a line."""

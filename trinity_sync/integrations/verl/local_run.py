@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import CallTransport
-from trinity_sync.checkpoint.daemon import process
-from trinity_sync.checkpoint.daemon.process import connect, wait_until_ended
-from trinity_sync.checkpoint.layout import step_of
+from trinity_sync.checkpoint.daemon import service
+from trinity_sync.checkpoint.daemon.service import connect, wait_until_ended
+from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.ranks import together
@@ -76,7 +76,7 @@ def finish_saves_of_workers(timeout_s: float) -> None:
     said = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
     if said is not None:
         wait_until_ended(said.decode(), timeout_s=timeout_s, on_wait=say)
-        if process.find(Path(said.decode())) is not None:
+        if service.find(Path(said.decode())) is not None:
             join_alone(said.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
 
 

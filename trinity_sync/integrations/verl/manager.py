@@ -40,12 +40,12 @@ from trinity_sync.checkpoint.export import plan_files, write_file, write_index
 from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import interfaces
+from trinity_sync.integrations.verl.committed_saves import CommittedSaves
+from trinity_sync.integrations.verl.engine_weights import Pairs
 from trinity_sync.integrations.verl.interfaces import OpensMonitor
 from trinity_sync.integrations.verl.model_files import model_files
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import check_files
-from trinity_sync.integrations.verl.saves import CommittedSaves
-from trinity_sync.integrations.verl.weights import Pairs
 from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.indexed_file import INDEX
 from trinity_sync.protocol.parts import FULL, FileTuple
@@ -56,8 +56,8 @@ from trinity_sync.weights.tensors import from_torch, saved_list
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trinity_sync.backends.engines import FsdpEngine
-    from trinity_sync.integrations.verl.weights import Pairs
+    from trinity_sync.backends.engine_types import FsdpEngine
+    from trinity_sync.integrations.verl.engine_weights import Pairs
 
 
 class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):

@@ -26,18 +26,18 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.backends.megatron import writer
-from trinity_sync.backends.megatron.families import saved_layout
+from trinity_sync.backends.megatron.megatron_families import saved_layout
 from trinity_sync.backends.megatron.writer import finalise
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import interfaces
+from trinity_sync.integrations.verl.committed_saves import CommittedSaves
+from trinity_sync.integrations.verl.engine_weights import Pairs
 from trinity_sync.integrations.verl.interfaces import OpensMonitor
 from trinity_sync.integrations.verl.model_files import model_files
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import held_throughout
-from trinity_sync.integrations.verl.saves import CommittedSaves
-from trinity_sync.integrations.verl.weights import Pairs
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
 from trinity_sync.weights.staging import Copying
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
-    from trinity_sync.backends.engines import MegatronEngineProtocol
+    from trinity_sync.backends.engine_types import MegatronEngineProtocol
 
 
 class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):

@@ -53,9 +53,9 @@ def _remote_copies(module: ModuleType) -> None:
 
 
 def _engines(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import engines
+    from trinity_sync.integrations.verl import engine_registry
 
-    engines.register(module)
+    engine_registry.register(module)
 
 
 def _start_line(module: ModuleType) -> None:

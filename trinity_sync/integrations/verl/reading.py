@@ -9,8 +9,8 @@ from pathlib import Path
 
 from verl.utils.fs import is_non_local
 
-from trinity_sync.checkpoint.layout import MANIFEST, step_dir, step_of
-from trinity_sync.checkpoint.leases import lease_checkpoint
+from trinity_sync.checkpoint.folder.contents import MANIFEST, step_dir, step_of
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 from trinity_sync.errors import RunError, TrinityError
 
 _LEASE_S = 300.0

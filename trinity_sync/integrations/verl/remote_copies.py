@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from trinity_sync.checkpoint.daemon import process
-from trinity_sync.checkpoint.layout import step_of
+from trinity_sync.checkpoint.daemon import service
+from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
+from trinity_sync.integrations.verl.committed_saves import Commits, follow_with_copy
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, RunMonitor, join_alone, under_ray
-from trinity_sync.integrations.verl.saves import Commits, follow_with_copy
 
 
 class Awaits(Protocol):
@@ -106,7 +106,7 @@ def follow(path: str, copy: Callable[[], None]) -> bool:
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent
-    if step is None or not under_ray() or process.find(root) is None:
+    if step is None or not under_ray() or service.find(root) is None:
         return False
     if root not in _of_folders:
         _of_folders[root] = DriverCopies(root, join_alone(root, ANSWER_S))

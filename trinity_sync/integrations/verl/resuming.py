@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint.daemon.process import wait_until_ended
-from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.resume_point import check_all_seen, find
+from trinity_sync.checkpoint.daemon.service import wait_until_ended
+from trinity_sync.checkpoint.folder.contents import step_dir
+from trinity_sync.checkpoint.folder.resume_point import check_all_seen, find
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.integrations.verl.vendor import say
 

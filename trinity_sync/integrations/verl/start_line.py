@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trinity_sync.integrations.verl.engines import RETENTION
+from trinity_sync.integrations.verl.engine_registry import RETENTION
 from trinity_sync.integrations.verl.vendor import say
 
 Method = Callable[..., Any]

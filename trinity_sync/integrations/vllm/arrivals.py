@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from trinity_sync.actors.rank import Broadcast
+from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import MappedPart, PartMaps, Transport

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as LateError
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.origin import told
 from trinity_sync.integrations.vllm.link import WorkerAddress

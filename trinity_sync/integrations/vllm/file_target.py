@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.actors.explorer import EngineDied
-from trinity_sync.actors.rank import Broadcast
+from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.checkpoint.export import by_width, header, nbytes
 from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import RunError

@@ -20,7 +20,7 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import NamedTuple
 
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import told
 from trinity_sync.host.threads import in_background

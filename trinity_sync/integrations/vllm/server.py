@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import story
 from trinity_sync.host.origin import told

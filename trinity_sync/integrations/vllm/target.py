@@ -17,8 +17,8 @@ from typing import cast
 
 import torch
 
-from trinity_sync.actors.explorer import EngineDied
-from trinity_sync.actors.rank import Broadcast, receivers
+from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.rank_client import Broadcast, receivers
 from trinity_sync.errors import RunError
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes

@@ -22,6 +22,7 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from trinity_sync.errors import RunError, take_back
+from trinity_sync.integrations.verl.engine_weights import each_once
 from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
 from trinity_sync.integrations.verl.weight_sync.base import Mode
 from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointTransfer
@@ -38,7 +39,6 @@ from trinity_sync.integrations.verl.weight_sync.memory import MemoryTransfer
 from trinity_sync.integrations.verl.weight_sync.nccl import NcclTransfer
 from trinity_sync.integrations.verl.weight_sync.sending import Exported, Gathering, Sent, own_shards, send, travelling
 from trinity_sync.integrations.verl.weight_sync.session import Named, Session, Stream, tensors, told
-from trinity_sync.integrations.verl.weights import each_once
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 

@@ -1,0 +1,114 @@
+"""What the versions of every backend have to consist of: what `save_pretrained` of an engine's model would write,
+without a vision tower.
+
+Worked out from the architecture alone, on a model without storage, so that what a backend does not know to map is
+missed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from trinity_sync.backends.engine_types import EngineModel
+from trinity_sync.errors import ConfigError
+from trinity_sync.models.architecture import unfilled_model
+from trinity_sync.models.families import auto_class, class_problem
+from trinity_sync.models.model_folder import LeftOutNames, left_out
+from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.tensors import kept_by_class, saved_list, version_list
+from trinity_sync.weights.wire import WireFormat, kept_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def saved_by(model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
+    """Return the tensors of a version (`version_list`) by name, in the dtypes in which they travel.
+
+    Args:
+        model_config: the model config of verl's engine.
+        wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
+        keep_fp32: which of them travel in fp32 nevertheless, by names or parts of names (`found_in`); None: those that
+            the model's class keeps in fp32 when it is loaded in the wire dtype.
+
+    Raises:
+        ConfigError: an entry of `keep_fp32` means no tensor.
+    """
+    return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
+
+
+def left_out_by(model_config: EngineModel, folder: Path) -> LeftOutNames:
+    """Return names of the tensors of the model's folder that are in no version; see `left_out`.
+
+    Args:
+        model_config: the model config of verl's engine, which need not be initialised.
+        folder: the model's.
+
+    Raises:
+        ConfigError: the folder lacks some of the model's tensors or has some that belong to nothing.
+    """
+    model = meta_model(model_config)
+    return left_out(folder, model, saved_list(model))
+
+
+def meta_model(model_config: EngineModel) -> PreTrainedModel:
+    """Make the engine's model without storage.
+
+    Args:
+        model_config: the model config of verl's engine.
+    """
+    config = copy.deepcopy(model_config.hf_config)
+    # it computes nothing, so it does without the kernels that the engine's config may name
+    return unfilled_model(
+        config,
+        config.dtype or torch.float32,
+        "meta",
+        attn_implementation="eager",
+        trust_remote_code=model_config.trust_remote_code,
+    )
+
+
+def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
+    """Return what a version of a model consists of, in the dtypes in which it travels; as `saved_by`."""
+    kept = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
+    return travelling(version_list(model), wire_dtype, kept, strict=keep_fp32 is not None)
+
+
+def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str], *, strict: bool) -> dict[str, Saved]:
+    """Return tensors in the dtypes in which they travel.
+
+    Args:
+        saved: by name.
+        wire_dtype: that of floating ones, as safetensors names it.
+        kept: which of them travel in fp32 nevertheless; see `kept_names`, also for `strict`.
+
+    Raises:
+        ConfigError: `strict`, and an entry of `kept` means no tensor.
+    """
+    wire = WireFormat(wire_dtype, kept_names(kept, saved, strict=strict))
+    return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
+
+
+def check_class(model_config: EngineModel) -> None:
+    """Check that verl makes the model with the class that explorers and checks choose, its output layer included.
+
+    Args:
+        model_config: the model config of verl's engine, which need not be initialised.
+
+    Raises:
+        ConfigError: it would make something else.
+    """
+    from verl.utils.model import get_hf_auto_model_class
+
+    config = model_config.hf_config
+    fields = config.to_dict()
+    if problem := class_problem(fields):
+        raise ConfigError(f"model.path: its {problem}")
+    made, chosen = get_hf_auto_model_class(hf_config=config).__name__, auto_class(fields)
+    if made != chosen:
+        raise ConfigError(f"model.path: verl makes {config.architectures[0]} with {made}, but explorers with {chosen}")

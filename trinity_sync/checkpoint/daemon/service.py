@@ -1,0 +1,610 @@
+"""The process of a checkpoint monitor without Ray. `connecting` starts it, and it ends when the program has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+from trinity_sync.actors.calls import failures_logged
+from trinity_sync.actors.local.handle import SECRET_BYTES, ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
+from trinity_sync.checkpoint import CheckpointMonitor
+from trinity_sync.checkpoint.folder import recovery
+from trinity_sync.checkpoint.folder.lock import FolderLock, InUseError, locked, word_of, writer_of
+from trinity_sync.checkpoint.folder.resume_point import put_in_order
+from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
+from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.host.child_process import KilledError, Report, start_detached
+from trinity_sync.host.durable import replace_file
+from trinity_sync.host.locks import ForeignFileError, open_lock
+from trinity_sync.host.logs import flush_logs, log_failure, own_log, story
+from trinity_sync.host.origin import told
+
+_LOG = ".monitor"
+#: After a SIGTERM callers have so long to finish a save and end, as a batch system signals all processes of a job.
+_TERM_S = 21.0
+#: From then on, the monitor has so long for everything. A batch system kills after 30 s.
+_KILL_S = 28.0
+_ATTEMPT = re.compile(r"attempt (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetime:
+    """When a monitor ends.
+
+    Attributes:
+        first_s: so long it waits for its first caller, seconds.
+        grace_s: for so long nobody has been connected, seconds.
+        return_s: one that goes on in the place of another waits so long for the callers of that one, seconds.
+        end_s: then the last commits have so long, seconds. The process ends after that, also where a disk hangs.
+    """
+
+    first_s: float = 15.0
+    grace_s: float = 2.0
+    return_s: float = 15.0
+    end_s: float = 14.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonSettings:
+    """What the process is started with.
+
+    Attributes:
+        root: the checkpoint folder, absolute.
+        program: word of the program whose monitor it is.
+        attempt: which attempt it is to go on with; None: whichever it is.
+        resume_step: see `resume_point.put_in_order`.
+        save_strategy, config: of the monitor. `attempt` and `writer` are filled in.
+        address: where it listens.
+        lifetime: when it ends.
+    """
+
+    root: Path
+    program: str
+    attempt: int | None
+    resume_step: int | None
+    save_strategy: str
+    config: MonitorConfig
+    address: str
+    lifetime: Lifetime = field(default_factory=Lifetime)
+
+
+class DaemonHello(TypedDict):
+    """What a caller is told first."""
+
+    program: str
+    root: str
+    attempt: int
+    members: int
+    ending: bool
+
+
+def serve(given: bytes, report: Report) -> None:
+    """Be the monitor, from the folder's lock to the last commit.
+
+    Args:
+        given: the pickled `DaemonSettings`.
+        report: gets the pickled error, or None when callers are answered.
+    """
+    settings: DaemonSettings = pickle.loads(given)
+    monitor = _MonitorProcess(settings)
+    try:
+        with locked(settings.root, settings.root, word=monitor.sign) as lock:
+            failures = _logged(settings)
+            try:
+                asyncio.run(monitor.run(lock, partial(report, pickle.dumps(None))))
+            except Exception as error:
+                log_failure("the checkpoint monitor", error)
+                raise
+            finally:
+                _forget_log(settings, failures)
+    except Exception as error:
+        report(_pickled(error))
+
+
+class _MonitorProcess:
+    def __init__(self, settings: DaemonSettings) -> None:
+        self._settings = settings
+        self._attempt: int | None = None  # that goes on
+        self._ending = False
+
+    def sign(self, before: str) -> str:
+        """Return the word of the lock. That of this program's own monitor, killed or at its end, stays: its attempt
+        goes on.
+
+        Raises:
+            RunError: that attempt is over, for another program has written here since.
+        """
+        settings = self._settings
+        program, _, rest = before.partition("\n")
+        found = _ATTEMPT.fullmatch(rest)
+        if program == settings.program and found is not None:
+            self._attempt = int(found[1])
+        if settings.attempt is not None and settings.attempt != self._attempt:
+            raise RunError(
+                f"{settings.root} has been taken over by another run since; attempt {settings.attempt} does not go on"
+            )
+        return self._word(self._attempt)
+
+    def _word(self, attempt: int | None) -> str:
+        return self._settings.program if attempt is None else f"{self._settings.program}\nattempt {attempt}"
+
+    async def run(self, lock: FolderLock, on_up: Callable[[], None]) -> None:
+        """Serve from here to the last commit.
+
+        Args:
+            lock: the folder's.
+            on_up: called when callers are answered.
+        """
+        settings = self._settings
+        secret = secrets.token_bytes(SECRET_BYTES)
+        server = LocalServer(secret)
+        try:
+            port = await server.listen(settings.address)
+        except OSError as error:
+            raise RunError(f"the checkpoint monitor cannot listen at {settings.address}: {error.strerror}") from error
+        said = publish(settings.root, settings.program, settings.address, port, secret)
+        try:
+            body, attempt = await self._open(lock)
+            server.serve(body, partial(self._hello, server, attempt))
+            on_up()
+            left_s = await self._members_gone(server)
+            _end_in(left_s)
+            self._ending = True
+            server.take_no_more()
+            await body.end("all processes of the program have ended", left_s)
+        finally:
+            await server.close()
+            withdraw(settings.root, said)
+        await asyncio.to_thread(recovery.clean_versions, settings.root, now=time.time())
+        story.info("all processes of the program have ended, and so does the checkpoint monitor")
+
+    async def _open(self, lock: FolderLock) -> tuple[CheckpointMonitor, int]:
+        settings = self._settings
+        restarted, attempt = self._attempt is not None, self._attempt
+        if attempt is None:
+            start = await asyncio.to_thread(put_in_order, settings.root, settings.resume_step, settings.config.roles)
+            attempt = start.attempt
+            lock.sign(self._word(attempt))
+        else:
+            story.warning("goes on with attempt %d, in the place of a monitor that is gone", attempt)
+        config = replace(settings.config, attempt=attempt, log_dir=None, writer=writer_of(settings.root))
+        body = failures_logged(CheckpointMonitor)(
+            settings.save_strategy, str(settings.root), None, config, host=LocalHost(restarted=restarted)
+        )
+        return body, attempt
+
+    async def _members_gone(self, server: LocalServer) -> float:
+        """Return when no caller is left: how long the end may take, seconds."""
+        lifetime = self._settings.lifetime
+        gone = asyncio.ensure_future(
+            server.members_gone(
+                first_s=lifetime.first_s,
+                grace_s=lifetime.grace_s,
+                least_s=0.0 if self._attempt is None else lifetime.return_s,
+            )
+        )
+        told_to_end = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+        told = asyncio.ensure_future(told_to_end.wait())
+        await asyncio.wait([gone, told], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if gone.done():
+            return lifetime.end_s
+        story.warning("told to end (SIGTERM)")
+        gone.cancel()
+        until = time.monotonic() + _KILL_S
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.members_gone(first_s=0.0, grace_s=0.0), _TERM_S)
+        return min(lifetime.end_s, until - time.monotonic())
+
+    def _hello(self, server: LocalServer, attempt: int) -> DaemonHello:
+        return {
+            "program": self._settings.program,
+            "root": str(self._settings.root),
+            "attempt": attempt,
+            "members": server.members,
+            "ending": self._ending,
+        }
+
+
+def _end_in(seconds: float) -> None:
+    """End this process then, whatever it does: Python waits for threads, and a thread may wait for a disk."""
+
+    def end() -> None:
+        log_failure("the end of the checkpoint monitor", WaitTimeout("the checkpoint monitor", "end", seconds))
+        flush_logs()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+class _Failures(logging.Handler):
+    """Counts what went wrong."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__(logging.WARNING)
+        self.any = before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.any = True
+
+
+def _logged(settings: DaemonSettings) -> _Failures:
+    """Log from now on; return what knows whether there is anything in the log that somebody has to read."""
+    log_dir, path = settings.config.log_dir, _log(settings)
+    before = path.is_file() and path.stat().st_size > 0
+    own_log(log_dir or settings.root, ACTOR_NAME if log_dir else _LOG)
+    failures = _Failures(before)
+    logging.getLogger().addHandler(failures)
+    return failures
+
+
+def _forget_log(settings: DaemonSettings, failures: _Failures) -> None:
+    flush_logs()
+    if settings.config.log_dir is None and not failures.any:
+        _log(settings).unlink(missing_ok=True)
+
+
+def _log(settings: DaemonSettings) -> Path:
+    return settings.root / f"{_LOG}.log"
+
+
+def _pickled(error: Exception) -> bytes:
+    foreseen = error if isinstance(error, TrinityError) else RunError(f"the checkpoint monitor failed: {told(error)}")
+    try:
+        data = pickle.dumps(foreseen)
+        pickle.loads(data)
+    except Exception:
+        return pickle.dumps(RunError(str(foreseen)))
+    return data
+
+
+# Finding the checkpoint monitor of a program without Ray, and starting it where it is not there.
+
+
+logger = logging.getLogger(__name__)
+
+WHO = "the checkpoint monitor"
+
+#: Another program has so long to be gone, or to show that it is ending, seconds.
+LOOK_S = 10.0
+_POLL_S = 0.1
+#: Where the folder is held, that is how often a process is started to look again.
+_START_AGAIN_S = 1.0
+#: One that is killed while it starts is started so often.
+_MOST_KILLED = 3
+#: A wait for the end of another program's is said when it has lasted so long, seconds.
+_SILENT_S = 1.0
+#: A start that has begun has so long at least.
+_LEAST_S = 1.0
+
+
+def connect(
+    root: str | os.PathLike[str],
+    *,
+    program: str,
+    may_start: bool,
+    timeout_s: float,
+    resume_step: int | None = None,
+    save_strategy: str = "unrestricted",
+    config: MonitorConfig | None = None,
+    address: str = "127.0.0.1",
+    lifetime: Lifetime | None = None,
+) -> LocalHandle:
+    """Connect to the checkpoint monitor of a program. It lives until nobody is connected to it any more, and what is
+    whole is committed. Where it is killed before that, one of those that may start it starts another one, which goes on
+    where it was, and all calls are made again.
+
+    Every rank calls this; rank 0 of each role with `may_start`. Where this fails for rank 0, others wait for the whole
+    time: let them call it when rank 0 is connected.
+
+    Args:
+        root: the checkpoint folder, by the same path on all nodes.
+        program: a word that tells the program from all others, such as a random one that its ranks share.
+        may_start: start it where there is none. Else it is waited for.
+        timeout_s: limit of each wait, seconds.
+        resume_step: the step whose checkpoint the program has loaded, 0: none; see `resume_point.put_in_order`. For
+            the first one who starts a monitor of this program; later steps are set aside then. None: the newest.
+        save_strategy, config: of a monitor that is started; attempt and writer are filled in.
+        address: of this machine, where a monitor that is started listens: one by which all ranks reach it.
+        lifetime: when a monitor that is started ends.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another program that lives writes in it, or what is said there of
+            a monitor cannot be trusted.
+        RunError: the step to go on from is not a full checkpoint, or what was committed cannot be seen.
+        WaitTimeout: there is none, after all this time; or that of a program before does not end.
+    """
+    if not program or not program.isprintable():
+        raise ConfigError(f"program={program!r} has to be a word on one line")
+    place = Path(root).absolute()
+    settings = DaemonSettings(
+        root=place,
+        program=program,
+        attempt=None,
+        resume_step=resume_step,
+        save_strategy=save_strategy,
+        config=config or MonitorConfig(),
+        address=address,
+        lifetime=lifetime or Lifetime(),
+    )
+    search = _Search(settings, may_start=may_start, timeout_s=timeout_s)
+    link = search.link()
+    hello: DaemonHello = link.hello
+    search.settings = replace(settings, attempt=hello["attempt"])
+
+    def again(why: str) -> Link:
+        logger.warning("%s of %s is gone (%s); it is looked for again", WHO, place, why)
+        return search.link()
+
+    return LocalHandle(link, again)
+
+
+def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait: Callable[[str], None]) -> None:
+    """Return when no monitor that listens for a checkpoint folder is ending, so that what an earlier program has
+    written is committed, or gone. One that is at work is not waited for. For a process of a program without a monitor.
+
+    Args:
+        root: the checkpoint folder.
+        timeout_s: limit of the wait, seconds.
+        on_wait: gets a sentence, once, where it lasts.
+
+    Raises:
+        ConfigError: what is said there of a monitor cannot be trusted.
+        WaitTimeout: it does not end.
+    """
+    place = Path(root).absolute()
+    nobody = DaemonSettings(
+        root=place,
+        program="",
+        attempt=None,
+        resume_step=None,
+        save_strategy="unrestricted",
+        config=MonitorConfig(),
+        address="",
+    )
+    search = _Search(nobody, may_start=False, timeout_s=timeout_s)
+    begun, told = time.monotonic(), False
+    while (seen := search.look(timeout_s)).ending:
+        waited = time.monotonic() - begun
+        if waited > timeout_s:
+            raise WaitTimeout(seen.what, f"end its work in {place}", timeout_s)
+        if waited > _SILENT_S and not told:
+            on_wait(f"waiting for {seen.what} to end its work in {place}")
+            told = True
+        time.sleep(_POLL_S)
+
+
+@dataclass
+class _Seen:
+    """What is there.
+
+    Attributes:
+        what: in words, for who waits.
+        link: to the monitor of this program.
+        lives: somebody is at work there.
+        ending: they will be gone when they have done what is left.
+    """
+
+    what: str
+    link: Link | None = None
+    lives: bool = False
+    ending: bool = False
+
+
+@dataclass
+class _Search:
+    settings: DaemonSettings
+    may_start: bool
+    timeout_s: float
+    _since: float | None = field(default=None, init=False)
+    _not_before: float = field(default=0.0, init=False)
+    _killed: int = field(default=0, init=False)
+
+    def link(self) -> Link:
+        """Look until there is one; errors as for `connect`."""
+        deadline, self._since, self._killed = time.monotonic() + self.timeout_s, None, 0
+        while True:
+            left = max(_LEAST_S, deadline - time.monotonic())
+            seen = self.look(left)
+            if seen.link is not None:
+                return seen.link
+            if self.may_start and self._makes_way(seen) and self._start(left):
+                continue
+            if time.monotonic() > deadline:
+                raise self._late(seen)
+            time.sleep(_POLL_S)
+
+    def _makes_way(self, seen: _Seen) -> bool:
+        """Whether nobody is at work there, as far as one sees, and it is time to try."""
+        if seen.ending:
+            self._since = None
+        elif seen.lives:
+            self._bear(InUseError(f"checkpoint.dir={self.settings.root} is in use by {seen.what}"))
+        return not seen.lives and time.monotonic() > self._not_before
+
+    def _bear(self, error: InUseError) -> None:
+        """Another program is at work: it has a little time to be gone, or to show that it is ending."""
+        now = time.monotonic()
+        self._since = self._since or now
+        if now > self._since + LOOK_S:
+            raise error
+
+    def _late(self, seen: _Seen) -> WaitTimeout:
+        root = self.settings.root
+        if seen.ending:
+            return WaitTimeout(seen.what, f"end its work in {root}", self.timeout_s)
+        if self.may_start:
+            return WaitTimeout(WHO, f"start for {root} ({seen.what})", self.timeout_s)
+        return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
+
+    def look(self, left: float) -> _Seen:
+        """Look once. A monitor that is there has `left` seconds to get ready."""
+        settings = self.settings
+        found = find(settings.root)
+        if found is None:
+            return _Seen("nobody has said that it listens")
+        try:
+            link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
+        except (OSError, EOFError, ForeignPeerError) as error:
+            return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
+        hello: DaemonHello = link.hello
+        seen = self._judged(hello, found)
+        if seen is None and settings.attempt in (None, hello["attempt"]):
+            return _Seen(str(found), link)
+        link.end()
+        link.close()
+        if seen is None:
+            raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
+        return seen
+
+    def _judged(self, hello: DaemonHello, found: Rendezvous) -> _Seen | None:
+        """What a monitor is that answers; None: that of this program, at work."""
+        if not _same(hello["root"], self.settings.root):  # the file was copied
+            return _Seen(f"the one that is named there ({found}) is that of {hello['root']}")
+        ours = hello["program"] == self.settings.program
+        ending = hello["ending"] or (not ours and hello["members"] == 0)
+        if ours and not ending:
+            return None
+        whose = "this program" if ours else "another program"
+        return _Seen(f"{WHO} of {whose} ({found})", lives=True, ending=ending)
+
+    def _start(self, left: float) -> bool:
+        """Start one; False: somebody holds the folder, or has killed it."""
+        given = pickle.dumps(self.settings)
+        try:
+            error = pickle.loads(start_detached(__name__, given, who=WHO, timeout_s=left))
+        except KilledError:
+            self._killed += 1
+            if self._killed == _MOST_KILLED:
+                raise
+            return False
+        if error is None:
+            return True
+        if not isinstance(error, InUseError):
+            raise error
+        self._not_before = time.monotonic() + _START_AGAIN_S
+        if word_of(self.settings.root).partition("\n")[0] != self.settings.program:  # another rank 0 starts ours
+            self._bear(error)
+        return False
+
+
+def _same(theirs: str, ours: Path) -> bool:
+    try:
+        return ours.samefile(theirs)
+    except OSError:
+        return False
+
+
+# Where the monitor of a checkpoint folder listens: a file in it, for this user's eyes only, as the secret is in it.
+
+
+_NAME = ".monitor.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """A monitor that listens, or did when this was written.
+
+    Attributes:
+        program: whose monitor it is.
+        address, port: where it listens.
+        secret: what a caller has to know, hex.
+        pid, host: the process, for messages.
+    """
+
+    program: str
+    address: str
+    port: int
+    secret: str
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}, at {self.address}:{self.port}"
+
+
+def publish(root: Path, program: str, address: str, port: int, secret: bytes) -> Rendezvous:
+    """Say where this process listens. It has locked the folder.
+
+    Raises:
+        OSError: the disk refuses.
+        ConfigError: what is written there can be read by others.
+    """
+    said = Rendezvous(
+        program=program, address=address, port=port, secret=secret.hex(), pid=os.getpid(), host=socket.gethostname()
+    )
+    before = os.umask(0o077)
+    try:
+        replace_file(root / _NAME, json.dumps(asdict(said)), durable=False)
+    finally:
+        os.umask(before)
+    if find(root) != said:
+        raise ConfigError(f"{root / _NAME} is not what was written to it a moment ago")
+    return said
+
+
+def find(root: Path) -> Rendezvous | None:
+    """Read who listens; None: nobody says so.
+
+    Raises:
+        ConfigError: what is there was not written by this user, or others may have read it.
+    """
+    path = root / _NAME
+    try:
+        descriptor = open_lock(path, create=False, writable=False)
+    except (ForeignFileError, PermissionError) as error:
+        raise _refused(path, str(error)) from error
+    except OSError:
+        return None
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise _refused(path, f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            raise _refused(path, f"others may read or write it (mode {stat.S_IMODE(status.st_mode):o})")
+        try:
+            return _checked(json.load(file))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # no word of a monitor's; the next one writes over it
+
+
+def withdraw(root: Path, said: Rendezvous) -> None:
+    """Remove the file, as the one who wrote it."""
+    if find(root) == said:
+        with contextlib.suppress(FileNotFoundError):
+            (root / _NAME).unlink()
+
+
+def _checked(read: dict[str, object]) -> Rendezvous:
+    found = Rendezvous(**read)  # type: ignore[arg-type]
+    texts = (found.program, found.address, found.secret, found.host)
+    if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in (found.port, found.pid)):
+        raise ValueError("a field is of another type")
+    bytes.fromhex(found.secret)
+    return found
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} says where the checkpoint monitor listens, but cannot be trusted: {why}. Delete it; on a file system "
+        "without owners or modes, name another checkpoint folder"
+    )

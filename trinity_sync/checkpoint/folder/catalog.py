@@ -1,0 +1,466 @@
+"""What there is in a checkpoint folder, as manifests and names tell. Nothing is written, no contents are looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from trinity_sync.checkpoint.folder.contents import (
+    ABANDONED_PREFIX,
+    MANIFEST,
+    TRACKERS,
+    TRAINER_STATE,
+    VERSIONS,
+    Manifest,
+    ManifestError,
+    NewerFormatError,
+    State,
+    TrackerFile,
+    UnreadableError,
+    abandoned_attempt,
+    newest_finished,
+    read_error,
+    read_manifest,
+    step_dir,
+    step_of,
+)
+from trinity_sync.checkpoint.folder.owner import read_mark
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.durable import digest_file, walk
+from trinity_sync.protocol.parts import FULL, FileEntry, Kind, missing_rank_files
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A step folder.
+
+    Args:
+        manifest: what its manifest says; None where the folder is not a committed checkpoint.
+        state: what the folder is. Contents are not looked at: see `verification`.
+        problems: why it is no committed checkpoint; empty for one, but for what `with_files_seen` sees.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    state: State = "committed"
+    problems: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind | None:
+        """``full`` or ``state_dict``."""
+        return self.manifest.kind if self.manifest is not None else None
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt that made it."""
+        return self.manifest.attempt if self.manifest is not None else None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the files that the manifest lists."""
+        return self.manifest.bytes if self.manifest is not None else 0
+
+
+def locate(path: Path) -> tuple[Path, int | None]:
+    """Find the checkpoint folder that a user's path means: of a run, of its checkpoints, or of one step.
+
+    Returns:
+        The checkpoint folder, and the step where the path is a step folder, else None.
+
+    Raises:
+        ConfigError: the path is none of these.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run, a checkpoints or a step folder")
+    path = path.resolve()
+    step = step_of(path.name)
+    if step is not None:
+        return path.parent, step
+    inner = path / "checkpoints"
+    if inner.is_dir():
+        return inner, None
+    trackers = any((path / name).exists() for name in TRACKERS.values())
+    if trackers or any(step_of(child.name) is not None for child in path.iterdir()):
+        return path, None
+    raise ConfigError(f"{path} holds no checkpoints; give a run, a checkpoints or a step folder")
+
+
+def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]:
+    """List all step folders, oldest first. Reads manifests only.
+
+    Args:
+        tracker: what the tracker of full checkpoints said, by who has to decide on what it said before the folders were
+            looked at; None: it is read now.
+
+    Raises:
+        UnreadableError: the folder cannot be listed now, or its mark cannot be read now.
+    """
+    finished, run = newest_finished(root, tracker), _run_of(root)
+    try:
+        with os.scandir(root) as entries:
+            named = [(step_of(entry.name), entry) for entry in entries]
+            found = {
+                step: Path(entry.path)
+                for step, entry in named
+                if step is not None and not entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise read_error(root, error) from error
+    return [_look(step, path, finished, run) for step, path in sorted(found.items())]
+
+
+def look_at(root: Path, step: int) -> CheckpointInfo:
+    """Describe the folder of one step as `scan` does."""
+    return _look(step, step_dir(root, step), newest_finished(root), _run_of(root))
+
+
+def _run_of(root: Path) -> str | None:
+    mark = read_mark(root)
+    return mark.run if mark is not None else None
+
+
+def _look(step: int, path: Path, finished: int | None, run: str | None) -> CheckpointInfo:
+    manifest = None
+    try:
+        manifest = read_manifest(path)
+        fault = None
+    except ManifestError as error:
+        fault = error
+    try:
+        if (fault is None or fault.state == "no_manifest") and _of_verl(step, path, manifest, finished):
+            return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
+    except OSError as error:
+        fault = read_error(path, error) if manifest is None else None
+    if fault is not None:
+        return CheckpointInfo(step, path, None, fault.state, (str(fault),))
+    if manifest is not None and None is not run != manifest.run is not None:
+        problem = f"{path} is a checkpoint of another run, {manifest.run}"
+        return CheckpointInfo(step, path, None, "foreign", (problem,))
+    return CheckpointInfo(step, path, manifest)
+
+
+def with_files_seen(info: CheckpointInfo) -> CheckpointInfo:
+    """The same with what is wrong with its files at a glance: one that is missing, or of another size. What they hold
+    is not looked at: see `verification`.
+    """
+    if info.manifest is None:
+        return info
+    found = []
+    for entry in info.manifest.files:
+        try:
+            size = (info.path / entry.path).stat().st_size
+        except FileNotFoundError:
+            found.append(f"{entry.path} is missing")
+            continue
+        except OSError as error:
+            found.append(f"{entry.path} cannot be read now: {error.strerror or error}")
+            continue
+        if size != entry.bytes:
+            found.append(f"{entry.path} has {size} bytes instead of {entry.bytes}")
+    return replace(info, problems=(*info.problems, *found))
+
+
+def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | None) -> bool:
+    """Return whether verl itself saved here, where nothing or weights alone had been committed before.
+
+    verl names a step in its tracker once it is whole, so a later one is not; where nobody says, any may be.
+    """
+    if finished is not None and step > finished:
+        return False
+    if manifest is None:
+        return wrote(path)
+    return manifest.kind != FULL and wrote_over(path, manifest.paths)
+
+
+def newest_attempt(root: Path) -> int | None:
+    """Return the last attempt that committed anything here, abandoned since or not; None: there was none."""
+    attempts = [info.attempt for info in scan(root)]
+    attempts += [abandoned_attempt(path.name) for path in root.glob(f"{ABANDONED_PREFIX}*")]
+    return max((attempt for attempt in attempts if attempt is not None), default=None)
+
+
+def places(root: Path) -> list[Path]:
+    """List the folders that have step folders in them: the checkpoint folder, and those for weights beside it."""
+    return [root, *sorted((root / VERSIONS).glob("*"))]
+
+
+def committed_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of a checkpoint; None where the folder is no committed one, or cannot be read now."""
+    try:
+        return read_manifest(folder)
+    except ManifestError:
+        return None
+
+
+def files_of(folder: Path) -> Iterator[str]:
+    """Yield the relative paths of all files in a folder but the manifest, whether it lists them or not.
+
+    Raises:
+        OSError: as of `walk`.
+    """
+    for parent, names in walk(folder):
+        for name in names:
+            path = (parent / name).relative_to(folder).as_posix()
+            if path != MANIFEST and not (path.startswith(f".{MANIFEST}.") and path.endswith(".tmp")):
+                yield path
+
+
+def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None:
+    """Check that step folders may be moved out of the way.
+
+    Args:
+        others: states of those that may not be moved.
+
+    Raises:
+        RunError: one is in such a state.
+    """
+    for info in infos:
+        if info.state in others:
+            raise RunError(
+                f"{info.problems[0]}; it is left where it is, and stands in the way: move it to another folder, or "
+                "save to another one"
+            )
+
+
+# Whether checkpoints are whole and as they were committed: the files of all ranks, their sizes and digests. Reads
+# only.
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What checking all files of a checkpoint found.
+
+    Args:
+        files, bytes: how many were checked.
+        state: ``committed``: every file is as it was committed. ``damaged`` where one is not, whatever else cannot be
+            read now.
+        problems: one sentence per fault, those of the state first; empty: it is whole.
+        unlisted: files in the folder that the manifest does not know, relative paths.
+    """
+
+    path: Path
+    files: int
+    bytes: int
+    state: State
+    problems: tuple[str, ...]
+    unlisted: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every file is as it was committed."""
+        return self.state == "committed"
+
+
+def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Check sizes and digests of all files of a step folder, the manifest's digest of itself, and that it lists the
+    files of all ranks.
+
+    Args:
+        progress: called with (bytes checked, bytes in all) every few MB and after each file.
+    """
+    try:
+        manifest = read_manifest(path)
+    except ManifestError as error:
+        return VerifyReport(path, 0, 0, error.state, (str(error),), ())
+    faults: list[ManifestError] = []
+    checked = 0
+    for entry in manifest.files:
+        within = None if progress is None else partial(_report_within, progress, checked, entry.bytes, manifest.bytes)
+        fault = _fault(path, entry, within)
+        if fault is not None:
+            faults.append(fault)
+        checked += entry.bytes
+        if progress is not None:
+            progress(checked, manifest.bytes)
+    with suppress(OSError):  # a file that cannot be read is a fault already
+        needed = missing_files(path, [entry.path for entry in manifest.files])
+        faults += [ManifestError(f"{path / name} belongs to the checkpoint, but was not committed") for name in needed]
+    faults.sort(key=lambda fault: fault.state == "unreadable")
+    listed = {entry.path for entry in manifest.files}
+    unlisted: tuple[str, ...] = ()
+    with suppress(OSError):  # what others keep there need not be readable
+        unlisted = tuple(sorted(set(files_of(path)) - listed))
+    state = faults[0].state if faults else "committed"
+    return VerifyReport(path, len(manifest.files), manifest.bytes, state, tuple(map(str, faults)), unlisted)
+
+
+def newest_good(
+    root: Path,
+    *,
+    on_skip: Callable[[str], None] | None = None,
+    skip_unreadable: bool = False,
+    of_verl: bool = False,
+    roles: Collection[str] = (),
+) -> CheckpointInfo | None:
+    """Find the newest full checkpoint that verifies. Damaged ones are passed over, and folders that are no checkpoints.
+
+    Args:
+        on_skip: called with a sentence for each newer one that was passed over.
+        skip_unreadable: pass over what cannot be read now, too.
+        of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
+        roles: places, such as ``actor``, that one of verl's needs to have, too.
+
+    Raises:
+        UnreadableError: a newer one cannot be read now.
+        NewerFormatError: a newer one was written by a later version of this program.
+    """
+    for info in reversed(scan(root)):
+        state, problems = info.state, info.problems
+        if info.manifest is not None:
+            if info.kind != FULL:
+                continue
+            if info.manifest.files:
+                report = verify(info.path)
+                state, problems = report.state, report.problems
+            else:
+                state, problems = "damaged", (f"{info.path} lists no files",)
+        elif of_verl and state == "verl":
+            absent = missing(info.path, roles)
+            state, problems = ("committed", ()) if absent is None else (state, (f"{info.path / absent} is missing",))
+        if state == "committed":
+            return info
+        if state == "newer":
+            raise NewerFormatError(problems[0])
+        if state == "unreadable" and not skip_unreadable:
+            raise UnreadableError(problems[0])
+        if on_skip is not None:
+            on_skip(f"the checkpoint of step {info.step} is passed over: {problems[0]}")
+    return None
+
+
+def _report_within(progress: Callable[[int, int], None], before: int, most: int, total: int, read: int) -> None:
+    if read < most:
+        progress(before + read, total)
+
+
+def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> ManifestError | None:
+    path = folder / entry.path
+    try:
+        size, digest = digest_file(path, progress=progress)
+    except FileNotFoundError:
+        return ManifestError(f"{path} is missing")
+    except OSError as error:
+        return read_error(path, error)
+    if size != entry.bytes:
+        return ManifestError(f"{path} has {size} bytes instead of {entry.bytes}")
+    if digest != entry.xxh3_128:
+        return ManifestError(f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}")
+    return None
+
+
+# Checkpoints that verl itself wrote: step folders without a manifest, or with one of weights that were committed
+# before, told by the names of the files in them.
+
+
+_SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
+_PARTS = ("model", "optim", "extra_state")
+_STATE = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
+_MEGATRON = "ckpt_contents.json"
+_METADATA = ".metadata"
+_DISTRIBUTED = (f"/{_METADATA}", ".distcp")
+_CHUNKS = rb"__\d+_\d+\.distcp"
+
+
+def wrote(folder: Path) -> bool:
+    """Return whether verl wrote a folder that has no manifest: the files have the names that verl gives a checkpoint's.
+
+    None may be of this program's own trainer, whose engines write under the same names.
+    """
+    if (folder / TRAINER_STATE).exists():
+        return False
+    return any(_ranks(place) or (place / _MEGATRON).is_file() for place in _places(folder))
+
+
+def wrote_over(folder: Path, weights: Collection[str]) -> bool:
+    """Return whether verl has saved in full where weights had been committed alone.
+
+    Args:
+        folder: the step folder.
+        weights: the committed files, relative to the folder.
+    """
+    found = (path for place in _places(folder) for path in place.iterdir())
+    return any(
+        (path.name == _MEGATRON or _STATE.fullmatch(path.name)) and path.relative_to(folder).as_posix() not in weights
+        for path in found
+    )
+
+
+def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
+    """Return the first thing that a full checkpoint of verl's lacks, relative to the folder; None: it is whole.
+
+    That is a role of `roles`, or the file of a rank of which another one is there.
+    """
+    for role in roles:
+        if not _ranks(folder / role) and not (folder / role / _MEGATRON).is_file():
+            return role
+    files = [path.relative_to(folder).as_posix() for place in _places(folder) for path in place.glob("*.pt")]
+    return next(iter(missing_rank_files(files)), None)
+
+
+def missing_files(folder: Path, files: Collection[str]) -> list[str]:
+    """Return the files that these need: of other ranks, by name, and those that a ``.metadata`` of torch's names.
+
+    Args:
+        folder: the step folder.
+        files: paths relative to it.
+
+    Raises:
+        OSError: a ``.metadata`` file cannot be read.
+    """
+    missing = missing_rank_files(files)
+    for place in sorted({path.rpartition("/")[0] for path in files if path.endswith(_DISTRIBUTED)}):
+        named = {f"{place}/{_METADATA}"}
+        if named.issubset(files):  # a pickle, which is not loaded: it holds the names of files as they are
+            found = re.findall(_CHUNKS, (folder / place / _METADATA).read_bytes())
+            named = {f"{place}/{name.decode()}" for name in found}
+        missing += sorted(named.difference(files))
+    return missing
+
+
+def has_written(folder: Path, file: str | None) -> bool:
+    """Return whether verl's trainer has written all of a file that `torch.save` writes beside those of an engine; None:
+    nothing is asked for. What was broken off lacks the end of the archive.
+    """
+    return file is None or zipfile.is_zipfile(folder / file)
+
+
+def recognise(folder: Path) -> tuple[str, int]:
+    """Return engine and number of ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``.
+
+    Raises:
+        RunError: it is no such checkpoint.
+    """
+    actor = folder / "actor"
+    ranks = _ranks(actor)
+    if not ranks:
+        raise RunError(f"{folder} has neither {MANIFEST} nor verl's FSDP shards below actor/")
+    wanted = [f"{name}_world_size_{ranks}_rank_{rank}.pt" for name in _PARTS for rank in range(ranks)]
+    absent = [name for name in wanted if not (actor / name).exists()]
+    if absent:
+        raise RunError(f"{folder} is not whole: actor/{absent[0]} is missing")
+    try:
+        version = int(json.loads((actor / "fsdp_config.json").read_text())["FSDP_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder}: actor/fsdp_config.json cannot be read: {error}") from error
+    return ("fsdp" if version == 1 else f"fsdp{version}"), ranks
+
+
+def _places(folder: Path) -> list[Path]:
+    """List where verl's trainers let an engine save: in a folder of its role (``actor``), or in the step's (SFT)."""
+    return [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+
+
+def _ranks(place: Path) -> int:
+    """Return of how many ranks there are shards; 0: there are none."""
+    found = (_SHARD.fullmatch(path.name) for path in sorted(place.glob("model_*.pt")))
+    return next((int(match[1]) for match in found if match), 0)

@@ -1,0 +1,223 @@
+"""Who writes a checkpoint folder: one run at a time.
+
+An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names the
+run that writes, for the one who is refused.
+
+The monitor is a process of its own, which a killed driver leaves behind for a moment. So it has a second lock for as
+long as it lives, and a run that takes the folder over waits for it: else the monitor of the run before could commit a
+step, and let a tracker name it, while the resume puts the folder in order. A monitor that comes up only after that sees
+that another run writes in the folder, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from trinity_sync.checkpoint.folder.leases import make_leases_folder
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.durable import make_folder
+from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
+
+
+class InUseError(ConfigError):
+    """Another run that lives writes in the folder."""
+
+
+_LOCK = ".lock"
+_MONITOR = ".monitor.lock"
+_LOCK_S = 60.0
+
+
+class FolderLock:
+    """The lock of a checkpoint folder, while it is held.
+
+    Args:
+        descriptor: of the open file.
+        run: the run's folder.
+    """
+
+    def __init__(self, descriptor: int, run: Path) -> None:
+        self._descriptor = descriptor
+        self._run = run
+
+    def sign(self, word: str) -> None:
+        """Write what tells the run from all others, see `writer_of`.
+
+        Args:
+            word: lines of the run's own, see `word_of`.
+        """
+        os.truncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"the run in {self._run} ({_this_process()})\n{word}".encode(), 0)
+        os.fsync(self._descriptor)  # other nodes look for it
+
+
+@contextlib.contextmanager
+def locked(
+    root: Path,
+    run: Path,
+    *,
+    timeout_s: float = 60.0,
+    word: Callable[[str], str] = lambda before: secrets.token_hex(8),
+) -> Iterator[FolderLock]:
+    """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
+
+    Args:
+        run: the run's folder, for the message to others.
+        timeout_s: how long to wait for the monitor of a run that was killed, seconds.
+        word: gives the run's word; gets that of the run that wrote here last.
+
+    Raises:
+        InUseError: another run that lives writes in it.
+        ConfigError: it is no folder, or cannot be written, or the monitor of a killed run does not end.
+    """
+    try:
+        make_folder(root)
+        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who writes here
+    except FileExistsError:
+        raise ConfigError(f"checkpoint.dir={root} is a file; name a folder") from None
+    except NotADirectoryError:
+        raise ConfigError(f"checkpoint.dir={root} lies below a file; name a folder") from None
+    except OSError as error:
+        raise ConfigError(f"checkpoint.dir={root} cannot be written: {error.strerror}") from error
+    try:
+        _take(descriptor, root)
+        held = FolderLock(descriptor, run)
+        # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
+        held.sign(word(_word(_content(descriptor))))
+        try:
+            _wait_for_monitor(root, timeout_s)
+        except WaitTimeout as late:
+            monitor = _read(root / _MONITOR) or late.who
+            raise ConfigError(
+                f"checkpoint.dir={root}: the checkpoint monitor of the run before ({monitor}) "
+                f"still writes there after {timeout_s:.0f} s; end that process, or delete {root / _MONITOR} where its "
+                "machine is gone, or name another folder"
+            ) from late
+        _open_to_readers(root)
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def writer_of(root: Path) -> str | None:
+    """Return what tells the run that writes in the folder, or did last, from all others; None: none did."""
+    return _read(root / _LOCK) or None
+
+
+def word_of(root: Path) -> str:
+    """Return the word of the run that writes in the folder, or did last; empty: none did."""
+    return _word(_read(root / _LOCK))
+
+
+def has_no_monitor(root: Path, timeout_s: float) -> bool:
+    """Wait until no monitor writes in the folder. False: one still does after that time.
+
+    Raises:
+        ConfigError: the folder cannot be written or locked.
+    """
+    try:
+        if root.is_dir():
+            _wait_for_monitor(root, timeout_s)
+    except WaitTimeout:
+        return False
+    return True
+
+
+def _wait_for_monitor(root: Path, timeout_s: float) -> None:
+    try:
+        descriptor = open_lock(root / _MONITOR)
+        try:
+            wait_for_lock(descriptor, root / _MONITOR, timeout_s)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigError(f"{root / _MONITOR} cannot be locked: {error.strerror}") from error
+
+
+def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
+    """Tell runs to come that this process writes in the folder. For the monitor.
+
+    Args:
+        expected: what `writer_of` has to return, None: anything.
+
+    Returns:
+        A file to be kept open for as long as the process writes.
+
+    Raises:
+        RunError: another run writes in the folder by now, or it is not the folder that the run has locked.
+        WaitTimeout: somebody keeps the lock to themselves.
+    """
+    if expected is not None and not (root / _LOCK).exists():
+        raise RunError(
+            f"checkpoint.dir: {_this_process()} cannot see what the driver wrote to {root}; "
+            f"it must be a folder that all nodes share"
+        )
+    make_folder(root)
+    file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
+    # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
+    try:
+        wait_for_lock(file.fileno(), root / _MONITOR, _LOCK_S, shared=True)
+    except WaitTimeout:
+        file.close()
+        raise
+    except OSError:
+        pass  # a file system without flock, which `locked` refuses
+    if expected is not None and writer_of(root) != expected:
+        file.close()
+        raise RunError(f"{root} has been taken over by {_first_line(writer_of(root) or 'another run')}")
+    _open_to_readers(root)
+    with contextlib.suppress(OSError):  # a full disk: it is for a message only
+        file.truncate(0)
+        file.write(_this_process().encode())
+    return file
+
+
+def _open_to_readers(root: Path) -> None:
+    """Make the folder of leases before a reader of another user does, who may not let us write in it."""
+    with contextlib.suppress(OSError):  # who has to write there says so
+        make_leases_folder(root)
+
+
+def _take(descriptor: int, root: Path) -> None:
+    try:
+        if try_lock(descriptor):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.dir={root} cannot be locked ({error.strerror}); name a folder on a file system that has flock"
+        ) from error
+    name = _first_line(_content(descriptor)) or "another run"
+    raise InUseError(f"checkpoint.dir={root} is in use by {name}; stop that run or name another folder")
+
+
+def _read(path: Path) -> str:
+    try:
+        descriptor = open_lock(path, create=False, writable=False)
+    except OSError:
+        return ""
+    try:
+        return _content(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _content(descriptor: int) -> str:
+    return os.pread(descriptor, 4096, 0).decode(errors="replace")
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _word(text: str) -> str:
+    return text.partition("\n")[2]
+
+
+def _this_process() -> str:
+    return f"pid {os.getpid()} on {socket.gethostname()}"

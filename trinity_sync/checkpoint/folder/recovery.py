@@ -1,0 +1,126 @@
+"""Putting a checkpoint folder in order: what a crash left half done is finished or taken back, leftovers go.
+
+How that is done of a deletion or a replacement is known there (`deletion`, `replacement`). To *clean* a part of the
+folder is to delete what nobody needs any more of what is in it: staged files, weights beside the step folders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from trinity_sync.checkpoint.folder.catalog import places, scan
+from trinity_sync.checkpoint.folder.commits import finish_exchange, finish_renames
+from trinity_sync.checkpoint.folder.contents import (
+    COMMITTED,
+    LEASES,
+    PRUNED,
+    REPLACED_PREFIX,
+    STAGING,
+    TRACKERS,
+    VERSIONS,
+    journal_path,
+    partial_staging_dir,
+    staging_dir,
+    versions_dir,
+)
+from trinity_sync.checkpoint.folder.deletion import delete_folder, empty_trash, trash_checkpoint, undo_deletions
+from trinity_sync.errors import RunError
+
+
+def recover(
+    root: Path,
+    *,
+    keep: Collection[tuple[int, int]] = (),
+    attempt: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Put the folder in order after a crash: finish deletions and replacements, clean what was staged.
+
+    Args:
+        keep: (step, attempt) whose staging folders are still in use.
+        attempt: whose versions beside the step folders are still in use; None: nobody's.
+        clock: Unix seconds, by which leases end.
+
+    Raises:
+        RunError: a link stands in the place of a folder of ours. Nothing has been touched then.
+    """
+    if not root.is_dir():
+        return
+    _check_links(root)
+    undo_deletions(root, now=clock())
+    for place in places(root):
+        for path in place.glob(f"{REPLACED_PREFIX}*"):
+            finish_renames(place, path, clock)
+    kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
+    for path in (root / STAGING).iterdir() if (root / STAGING).is_dir() else ():
+        if path.is_dir():
+            finish_exchange(root, path, clock)
+        if path.is_dir() and path.name not in kept:
+            delete_folder(root, path)
+        elif path.is_file() and path.stem not in kept:
+            path.unlink(missing_ok=True)
+    clean_versions(root, attempt=attempt, now=clock())
+    for name in (*TRACKERS.values(), COMMITTED):
+        for path in root.glob(f".{name}.*.tmp"):
+            path.unlink(missing_ok=True)
+    empty_trash(root)
+
+
+def _check_links(root: Path) -> None:
+    """Refuse links in place of folders whose content is deleted: that would be the content of another folder."""
+    folders = [root / name for name in (STAGING, VERSIONS, LEASES, PRUNED)]
+    for path in [*folders, *(root / STAGING).glob("*"), *(root / VERSIONS).glob("*")]:
+        if path.is_symlink():
+            raise RunError(f"{path} is a link, and what it leads to would be deleted; delete the link")
+
+
+def finish_replacements(root: Path) -> None:
+    """Bring back what a crash left out of its place: while a fuller one was to take it, or it was about to be deleted.
+    Nothing goes by that. The caller has locked the folder.
+    """
+    undo_deletions(root, now=time.time())
+    for path in root.glob(f"{REPLACED_PREFIX}*"):
+        target = root / path.name.removeprefix(REPLACED_PREFIX)
+        if not target.exists():
+            path.rename(target)
+
+
+def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
+    """Delete what is staged of a step; not what a commit that failed has left there in place of its own."""
+    for path in (staging_dir(root, step, attempt), partial_staging_dir(root, step, attempt)):
+        if path.is_dir():
+            finish_exchange(root, path, clock)
+        if path.is_dir():
+            delete_folder(root, path)
+    journal_path(root, step, attempt).unlink(missing_ok=True)
+
+
+def clean_versions(
+    root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
+) -> None:
+    """Delete the weights that were committed beside the step folders; what somebody reads stays until the next time.
+
+    Args:
+        attempt: that is running. Its place stays, also an empty one: a commit may be about to move into it.
+        keep: told a step, whether to leave that attempt's weights of it alone.
+        now: Unix seconds.
+
+    Raises:
+        RunError: see `recover`.
+    """
+    _check_links(root)
+    running = versions_dir(root, attempt) if attempt is not None else None
+    for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
+        for info in scan(place):
+            if info.manifest is None:
+                delete_folder(place, info.path)
+            elif place != running or not keep(info.step):
+                trash_checkpoint(place, info.manifest, now=now)
+        empty_trash(place)
+        if place != running and not scan(place):
+            delete_folder(root, place)
+    with suppress(OSError):  # not empty, or not there
+        (root / VERSIONS).rmdir()

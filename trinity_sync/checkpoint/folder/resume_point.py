@@ -1,0 +1,260 @@
+"""From which checkpoint a run goes on: from no older one than was committed, unless the user says so.
+
+What was committed is known from the run's own record and from the checkpoint folder's (`tracker_files`). A checkpoint
+that is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it
+was, may be there tomorrow.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.checkpoint.folder import catalog, recovery
+from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, check_ours, newest_good, scan
+from trinity_sync.checkpoint.folder.contents import (
+    Manifest,
+    NewerFormatError,
+    UnreadableError,
+    abandoned_dir,
+    newest_finished,
+    read_committed,
+    read_tracker,
+    step_dir,
+    tracker_path,
+    write_committed,
+    write_tracker,
+)
+from trinity_sync.checkpoint.folder.deletion import unlink_notes
+from trinity_sync.checkpoint.folder.recovery import recover
+from trinity_sync.errors import RunError
+from trinity_sync.host.durable import sync_folder
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPoint:
+    """Where a verl program begins.
+
+    Attributes:
+        attempt: 0 for a fresh folder, one more for each start on it.
+        step: 0: the initial weights.
+        verified: False: verl itself wrote the checkpoint, so nobody knows whether its files are as they were.
+    """
+
+    attempt: int
+    step: int
+    verified: bool
+
+
+class UnseenError(RunError):
+    """What was committed cannot be seen; the message says what, and where it was looked for."""
+
+
+def find(
+    root: Path,
+    *,
+    skip_unreadable: bool = False,
+    of_verl: bool = False,
+    roles: Collection[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> CheckpointInfo | None:
+    """Find the newest full checkpoint that verifies; None: there is none.
+
+    Args:
+        root: the checkpoint folder; nobody writes in it meanwhile.
+        skip_unreadable: go on from an older one where a newer one cannot be read now.
+        of_verl: take one that verl itself wrote, too.
+        roles: places, such as ``actor``, that one of verl's needs to have.
+        say: gets a sentence for each one that is passed over.
+
+    Raises:
+        UnseenError: a newer one cannot be read now.
+        NewerFormatError: a newer one was written by a later version of this program.
+    """
+    try:
+        return newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
+    except UnreadableError as error:
+        raise UnseenError(str(error)) from error
+
+
+def look(root: Path) -> None:
+    """Check as `find` does, but by manifests alone and in silence: for a first look, before anything is written.
+
+    Raises:
+        UnseenError, NewerFormatError: as `find`.
+    """
+    try:
+        infos = catalog.scan(root)
+    except UnreadableError as error:
+        raise UnseenError(str(error)) from error
+    newest = max((info.step for info in infos if info.kind == FULL), default=0)
+    for info in reversed(infos):
+        if info.step > newest and info.state == "newer":
+            raise NewerFormatError(info.problems[0])
+        if info.step > newest and info.state == "unreadable":
+            raise UnseenError(info.problems[0])
+
+
+def check_all_seen(
+    root: Path,
+    found: CheckpointInfo | None,
+    recorded: Collection[int],
+    *,
+    places: str | None = None,
+    skip_missing: bool = False,
+) -> None:
+    """Compare what was found with what is known to have been committed.
+
+    Args:
+        recorded: steps of full checkpoints that the run's record says were committed, and not deleted since.
+        places: where was looked, for the user; None: the folder.
+        skip_missing: go on from `found` though newer ones are gone.
+
+    Raises:
+        UnseenError: nothing was found, or something newer is not there any more.
+    """
+    noted = read_committed(root)
+    named = noted if noted is not None else read_tracker(root, FULL).step
+    known = sorted({*recorded, *([named] if named else [])})
+    if known and found is None:
+        raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places or root}")
+    there = {info.step for info in catalog.scan(root)}
+    gone = [step for step in known if found is not None and step > found.step and step not in there]
+    if gone and found is not None and not skip_missing:
+        raise UnseenError(
+            f"{_steps(gone)} committed, but the newest checkpoint found in {places or root} is that of step "
+            f"{found.step}"
+        )
+
+
+def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = ()) -> StartPoint:
+    """Prepare a checkpoint folder for a verl program, a fresh one or one that verl or this program has saved to.
+
+    Args:
+        root: the folder; nobody writes in it meanwhile.
+        resume_step: where the user wants to begin; None: at the newest full checkpoint.
+        roles: places in a step's folder without which one of verl's is not full: verl's trainer names a step when all
+            roles were asked to save, and one of them may have been killed since.
+
+    Raises:
+        RunError: there is no such checkpoint; or what was committed cannot be seen, is of a newer version, or would be
+            in the way. Nothing was changed then, but for what a crash had left out of its place.
+    """
+    recovery.finish_replacements(root)
+    before = catalog.newest_attempt(root)
+    attempt = 0 if before is None else before + 1
+    found = _newest(root, roles) if resume_step is None else _named(root, resume_step, roles)
+    step = found.step if found is not None else 0
+    set_start(root, step, attempt, of_verl=True)
+    verified = found is None or found.manifest is not None
+    if not verified:
+        logger.warning("the run goes on from %s, which verl wrote: it is not verified", step_dir(root, step))
+    return StartPoint(attempt=attempt, step=step, verified=verified)
+
+
+def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
+    try:
+        found = find(root, of_verl=True, roles=roles, say=logger.warning)
+        check_all_seen(root, found, ())
+    except UnseenError as error:
+        raise UnseenError(
+            f"{error}. Nothing was changed. Start again when it can be read, or: resume_step=N goes on from an older "
+            "step, resume_step=0 begins with the initial weights"
+        ) from error
+    if found is not None and found.manifest is None and newest_finished(root) is None:
+        raise RunError(
+            f"{found.path} was written by verl, but no {tracker_path(root, FULL)} says whether it was finished; "
+            f"resume_step={found.step} goes on from it"
+        )
+    absent = _absent(found.manifest, roles) if found is not None and found.manifest is not None else None
+    if found is not None and absent is not None:
+        raise RunError(
+            f"{found.path} was saved by a run of other roles: it holds nothing of {absent}; resume_step={found.step} "
+            "goes on from it, resume_step=N from an older one"
+        )
+    named, step = read_tracker(root, FULL).step or 0, found.step if found is not None else 0
+    if named > step:
+        logger.warning("%s names step %d; the newest to go on from is step %d", tracker_path(root, FULL), named, step)
+    return found
+
+
+def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
+    """Return the first of the roles that a full checkpoint has no file of; None: it has all."""
+    return next((role for role in roles if not any(path.startswith(f"{role}/") for path in manifest.paths)), None)
+
+
+def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | None:
+    if step == 0:
+        return None
+    info = next((info for info in catalog.scan(root) if info.step == step), None)
+    absent = catalog.missing(info.path, roles) if info is not None and info.state == "verl" else None
+    if absent is not None:
+        raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")
+    if info is None or (info.kind != FULL and info.state != "verl"):
+        raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
+    return info
+
+
+def _steps(steps: Collection[int]) -> str:
+    newest = sorted(steps)[-5:]
+    text = ", ".join(map(str, newest)) if len(newest) == len(steps) else f"..., {', '.join(map(str, newest))}"
+    return f"step {text} was" if len(steps) == 1 else f"steps {text} were"
+
+
+# Setting a checkpoint folder back to the step that a resume goes on from. Later checkpoints are set aside.
+
+
+def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
+    """Check that a resume may go on after a step: all later ones, which it sets aside, are this program's own.
+
+    Args:
+        of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
+
+    Raises:
+        RunError: a later one was written by a newer version of this program, by another run, or by verl.
+    """
+    others = ("newer", "foreign", "verl") if of_verl else ("newer", "foreign")
+    check_ours([info for info in scan(root) if info.step > step], others)
+
+
+def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:
+    """Prepare a resume: `attempt` goes on after `step`. Later folders become ``abandoned-*``, trackers are set back.
+
+    Args:
+        step: the step that the resume starts from; 0: from the initial weights.
+        attempt: the new attempt; what is staged of others is removed.
+        of_verl: as for `check_start`.
+
+    Returns:
+        The new paths of the abandoned folders.
+
+    Raises:
+        RunError: as `check_start`; nothing has been touched then.
+    """
+    check_start(root, step, of_verl=of_verl)
+    recover(root, clock=time.time)
+    unlink_notes(root, attempt)
+    infos = scan(root)
+    # What the resume starts from may be verl's own.
+    full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
+    # Trackers first: a crash in between leaves them naming something that is there.
+    if root.is_dir():
+        write_committed(root, max((of for of in full if of <= step), default=0))
+    for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
+        write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
+    abandoned = []
+    for info in infos:
+        if info.step > step:
+            before = info.attempt if info.attempt is not None or attempt == 0 else attempt - 1
+            path = abandoned_dir(root, info.step, before)
+            info.path.rename(path)
+            abandoned.append(path)
+    if abandoned:
+        sync_folder(root)
+    return abandoned

@@ -1,0 +1,663 @@
+"""The mirror of a run: the driver asks it before a run and before a resume, the monitor fills it in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import tenacity
+
+from trinity_sync.checkpoint.folder.catalog import CheckpointInfo
+from trinity_sync.checkpoint.folder.contents import ManifestError, NewerFormatError, UnreadableError, step_dir
+from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint
+from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
+from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host import interrupts
+from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.masking import shown, without_secrets
+from trinity_sync.host.origin import shortened
+from trinity_sync.host.threads import run_when_idle
+from trinity_sync.host.urls import local_folder
+from trinity_sync.protocol.retention import Policy
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.monitor_client import MonitorClient
+
+
+T = TypeVar("T")
+
+#: A place that is asked for the first time has so long to answer.
+_FIRST_S = 60.0
+_ADVICE = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null"
+#: What the monitor may need beyond its own limit before it answers.
+_ANSWER_S = 20.0
+#: A lease is renewed until its copy is done, between its tries too; of a monitor that was killed it ends by itself.
+_LEASE_S = 90.0
+_RENEW_S = 20.0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@dataclass
+class RunMirror:
+    """Where committed checkpoints are copied to, as the driver sees it.
+
+    Args:
+        place: an absolute path, or a URL that fsspec knows.
+        settings: `checkpoint.mirror_*`; `marked` once this driver has put the mark there.
+        owner: the run.
+        log: gets the words of the copying processes that the driver starts; None: they go to standard error.
+        say: gets a sentence for all that the user should know.
+    """
+
+    place: str
+    settings: MirrorSettings
+    owner: Owner
+    log: Path | None = None
+    say: Callable[[str], object] = _say
+
+    @property
+    def name(self) -> str:
+        """The place as it may be shown."""
+        return shown(self.place)
+
+    def check(self, root: Path, recorded: Recorded = ()) -> None:
+        """Find out before a run whether the place can be written and is this run's, and put its mark there.
+
+        Args:
+            root: the local checkpoint folder.
+            recorded: commits in the run's own record.
+
+        Raises:
+            ConfigError: it cannot be used, belongs to another run, or is the checkpoint folder itself.
+        """
+        self._ask(root, partial(Mirror.claim, **_claim(root, self.settings, recorded)))
+        self.settings = replace(self.settings, marked=True)
+
+    def look(self, root: Path) -> None:
+        """Check what a new run needs, as `check`, and write nothing."""
+        self._ask(root, Mirror.check)
+
+    def unmark(self) -> None:
+        """Delete the mark that `check` put there, if it did; MirrorError where that cannot be done."""
+        if self.settings.marked:
+            self._call(Mirror.unmark)
+
+    def _ask(self, root: Path, work: Callable[[Mirror], None]) -> None:
+        self._check_apart(root)
+        try:
+            self._call(work)
+        except MirrorError as error:
+            raise self._unusable(error) from error
+
+    def _call(self, work: Callable[[Mirror], None]) -> None:
+        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _FIRST_S))
+        call(self.place, brief, self.owner, work, log=self.log)
+
+    def _unusable(self, error: MirrorError) -> ConfigError:
+        return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else _ADVICE}")
+
+    def fetch_newer(
+        self,
+        root: Path,
+        best: CheckpointInfo | None,
+        least: int = 0,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+        recorded: Recorded = (),
+    ) -> int | None:
+        """Bring the newest good checkpoint there into the local folder where it is newer than the best one here.
+
+        Args:
+            root: the local checkpoint folder, used by nobody else meanwhile.
+            best: the newest good one here; None: there is none.
+            least: nothing older than this step would do.
+            progress: called with (bytes here, bytes in all) while it is fetched.
+            recorded: commits in the run's own record.
+
+        Returns:
+            The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached
+            and there is a `best`.
+
+        Raises:
+            ConfigError: the mirror belongs to another run, or is the checkpoint folder itself.
+            NewerFormatError: what is newer there was written by a later version of this program.
+            RunError: the mirror cannot be reached and there is nothing here.
+        """
+        self._check_apart(root)
+        here = best.step if best is not None else 0
+        known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
+        work = partial(_fetch, root=root, newer_than=known, claim=_claim(root, self.settings, recorded))
+        try:
+            found = try_again(
+                self.settings,
+                partial(
+                    call, self.place, self.settings, self.owner, work, say=self.say, progress=progress, log=self.log
+                ),
+                lambda text: self.say(f"the mirror {self.name}: {text}"),
+            )
+        except MirrorError as error:
+            if error.final:
+                raise self._unusable(error) from error
+            if best is not None:
+                then = f"; going on from step {here}, which is here" if here >= least else ""
+                self.say(f"the mirror cannot be asked for a newer checkpoint{then}")
+                return None
+            raise RunError(
+                f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
+                f"try again when it can be reached, or begin again at step 1 with --from-scratch"
+            ) from error
+        self.settings = replace(self.settings, marked=True)
+        if isinstance(found, NewerFormatError):
+            raise NewerFormatError(f"the mirror {self.name}: {found}")
+        return found
+
+    def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
+        """Wait for the copies that are under way, and tell the user, also as a fault, what did not get there.
+
+        Args:
+            monitor: the checkpoint monitor.
+            limit_s: limit of the wait, seconds.
+        """
+        try:
+            missing = monitor.wait_mirrored(limit_s).result(
+                interrupts.left(limit_s + _ANSWER_S, interrupts.REST_S - 2.0)
+            )
+            text = "; ".join(f"step {step} ({reason})" for step, reason in missing.items())
+        except RunError as error:
+            text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
+        if text:
+            self.say(f"not copied to {self.name} within {limit_s:g} s: {text}")
+            fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")
+
+    def _check_apart(self, root: Path) -> None:
+        folder = local_folder(self.place)
+        if folder is not None and folder.resolve() == root.resolve():
+            raise ConfigError(f"checkpoint.mirror={self.place} is the checkpoint folder itself; name another place")
+
+
+class Uploads:
+    """Copies committed full checkpoints to a mirror, oldest first.
+
+    One that retention has deleted here before its turn came is skipped, with an event. One whose tries are used up is
+    put off until another has got through. While a step is being copied, between its tries too, it is leased.
+
+    Args:
+        root: the local checkpoint folder.
+        place: the mirror: a path, or a URL that fsspec knows.
+        settings: `checkpoint.mirror_*`. The first copy puts the mark of the run there, unless it is `marked`.
+        owner: the run.
+        policies: retention, for a mirror that keeps the same.
+        start: the step after which this attempt goes on; None: it is the first, or not known.
+        report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
+        on_idle: called there when there is nothing left to do.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        place: str,
+        settings: MirrorSettings,
+        *,
+        owner: Owner,
+        policies: Sequence[Policy],
+        start: int | None,
+        report: Callable[[str, dict[str, object]], object],
+        on_idle: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root, self._place, self._settings = root, place, settings
+        self._owner = owner
+        self._claims = True  # the driver may not have reached the place
+        self._policies = tuple(policies) if settings.keep == "same" else None
+        self._start = start
+        self._report, self._on_idle, self._clock = report, on_idle, clock
+        self._changed = threading.Condition()
+        self._waiting: deque[int] = deque()
+        self._unsure: list[int] = []
+        self._given_up: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
+        self._working = False
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+
+    def add(self, step: int) -> None:
+        """Queue a step that was committed."""
+        with self._changed:
+            if step not in self._waiting:
+                self._waiting.append(step)
+            self._changed.notify()
+
+    def catch_up(self, steps: Collection[int]) -> None:
+        """Queue steps that are here already: those of them that the mirror does not have are copied first."""
+        with self._changed:
+            self._unsure = sorted(steps)
+            self._changed.notify()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being copied or waits for it."""
+        with self._changed:
+            return bool(self._working or self._waiting or self._unsure)
+
+    def left(self) -> dict[int, str]:
+        """Return the steps that are not at the mirror, and why."""
+        with self._changed:
+            waiting = dict.fromkeys((*self._unsure, *self._waiting), "still waiting or under way")
+            return dict(sorted((self._lost | self._given_up | waiting).items()))
+
+    def stop(self) -> None:
+        """Break off what is under way."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._working and not (self._waiting or self._unsure):
+                    self._on_idle()
+                self._working = False
+                while not (self._waiting or self._unsure or self._stop.is_set()):
+                    self._changed.wait()
+                self._working = True
+                unsure, first = list(self._unsure), self._waiting[0] if self._waiting else None
+            if self._stop.is_set():
+                return
+            try:
+                if unsure:
+                    self._find_missing(unsure)
+                elif first is not None:
+                    self._copy(first)
+            except Exception as error:  # such as a lease that a full disk does not take; it must not end the thread
+                self._fault(f"copies to {shown(self._place)}", f"{type(error).__name__}: {error}")
+                self._settle(first, str(error))
+                with self._changed:
+                    self._unsure = []
+
+    def _find_missing(self, steps: list[int]) -> None:
+        where = f"copies to {shown(self._place)}"
+        missing: Iterable[int] = ()
+        try:
+            missing = self._call(partial(Mirror.missing, root=self._root, steps=steps), where)
+        except MirrorError as error:
+            with self._changed:
+                self._given_up.update(dict.fromkeys(steps, str(error)))
+        with self._changed:
+            self._unsure = []
+            self._waiting.extendleft(reversed([step for step in missing if step not in self._waiting]))
+
+    def _copy(self, step: int) -> None:
+        where = f"copy of step {step} to {shown(self._place)}"
+        started = self._clock()
+        try:
+            lease = try_again(self._settings, partial(self._lease, step), partial(self._fault, where), self._stop)
+        except MirrorError as error:
+            self._settle(step, str(error))
+            return
+        except RunError as error:
+            self._fault(where, str(error))
+            self._settle(step, str(error), final=True)
+            return
+        if lease is None:
+            reason = "retention deleted it here before its turn came"
+            self._settle(step)
+            self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
+            return
+        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
+        if self._claims:
+            work = partial(work, claim=_claim(self._root, self._settings))
+        with lease:
+            try:
+                sent, problem = self._call(work, where, lease)
+            except MirrorError as error:
+                self._settle(step, str(error), final=error.final)
+                return
+        self._claims = False
+        if problem is not None:
+            self._fault(where, without_secrets(problem, self._place, self._settings.options))
+        self._told(step, state="copied", bytes=sent, total_s=max(0.0, self._clock() - started))
+        with self._changed:
+            # The place answers again, so what was put off has another chance.
+            self._waiting.extend(other for other in self._given_up if other not in self._waiting)
+            self._given_up.clear()
+        self._settle(step)
+
+    def _lease(self, step: int) -> CheckpointLease | None:
+        """Lease a step's checkpoint; None: retention has deleted it.
+
+        Raises:
+            MirrorError: it cannot be read or leased now.
+            RunError: it is damaged, or somebody has been about to delete it for long.
+        """
+        try:
+            return lease_checkpoint(self._root, step, reader="mirror", seconds=_LEASE_S, clock=self._clock)
+        except (UnreadableError, OSError) as error:
+            raise MirrorError(str(error)) from error
+        except RunError:
+            if step_dir(self._root, step).exists():
+                raise
+            return None
+
+    def _call(self, work: Callable[[Mirror], T], where: str, lease: CheckpointLease | None = None) -> T:
+        """Have it done, in several tries; each one that fails is a fault, and the lease is renewed meanwhile."""
+
+        def tick() -> None:
+            if lease is not None:
+                lease.keep(_LEASE_S, renew_s=_RENEW_S)
+
+        once = partial(call, self._place, self._settings, self._owner, work, tick=tick, stop=self._stop)
+        return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)
+
+    def _settle(self, step: int | None, problem: str | None = None, *, final: bool = False) -> None:
+        """End a step's turn. What failed for good is not tried again, and stays among what is left."""
+        with self._changed:
+            if step is not None and step in self._waiting:
+                self._waiting.remove(step)
+            if step is not None and problem is not None:
+                (self._lost if final else self._given_up)[step] = problem
+
+    def _told(self, step: int, **fields: object) -> None:
+        self._report("mirror", {"step": step, "url": shown(self._place), **fields})
+
+    def _fault(self, where: str, text: str) -> None:
+        self._report("fault", {"where": where, "error": text})
+
+
+# ---- done at the mirror, in a process of its own
+
+
+def _claim(root: Path, settings: MirrorSettings, recorded: Recorded = ()) -> dict[str, Any]:
+    """Return the arguments of `Mirror.claim`; the commits in the checkpoint folder count as recorded."""
+    here = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
+    return {"known": {*recorded, *here}, "again": settings.marked, "named": settings.named}
+
+
+def _copy(
+    mirror: Mirror,
+    root: Path,
+    step: int,
+    start: int | None,
+    policies: Collection[Policy] | None,
+    claim: Mapping[str, Any] | None = None,
+) -> tuple[int, str | None]:
+    """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
+    starts.
+
+    Returns:
+        The bytes sent, and what hindered the deletion.
+    """
+    run_when_idle()
+    if claim is not None:
+        mirror.claim(**claim)
+    sent = mirror.upload(root, step, start=start)
+    try:
+        if policies is not None:
+            mirror.prune(policies, root, now=time.time())
+    except Exception as error:
+        return sent, f"what retention gives up could not be deleted there: {described(error)}"
+    return sent, None
+
+
+def _fetch(
+    mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: Mapping[str, Any]
+) -> int | NewerFormatError | None:
+    """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
+    mirror.claim(**claim)
+    try:
+        return mirror.download(root, newer_than=newer_than)
+    except NewerFormatError as error:
+        return error
+
+
+# Work at the mirror in a process of its own, which says over a `Connection` what comes of it.
+
+
+#: How often the child says that bytes are moving, and what is more than its own small change.
+_BEAT_S = 1.0
+_BEAT_BYTES = 1 << 16
+#: For Python to start and take the work, which names all commits of the run; shorter than the lease of a copy.
+_START_S = 60.0
+#: For the process to end after its last message.
+_END_S = 10
+_MAX_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorSettings:
+    """How a mirror is kept (`checkpoint.mirror_*`).
+
+    Args:
+        options: options of the fsspec class of the place.
+        keep: ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
+        tries: number of times that one piece of work is tried.
+        backoff_s: wait after the first failure; doubles with each one, up to a minute.
+        timeout_s: a try that moves no bytes for so long is broken off.
+        named: the user has just named the place for this run, see `Mirror.check`.
+        marked: the place has the mark of the run already.
+    """
+
+    options: Mapping[str, object] = field(default_factory=dict)
+    keep: Literal["same", "all"] = "same"
+    tries: int = 8
+    backoff_s: float = 2.0
+    timeout_s: float = 300.0
+    named: bool = False
+    marked: bool = False
+
+
+class MirrorError(RunError):
+    """A try failed.
+
+    Args:
+        final: another one would fail as well: what is to be copied is gone or damaged, or the place is another run's.
+    """
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
+
+
+def call(
+    place: str,
+    settings: MirrorSettings,
+    owner: Owner,
+    work: Callable[[Mirror], T],
+    *,
+    say: Callable[[str], object] = lambda text: None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    tick: Callable[[], object] = lambda: None,
+    stop: threading.Event | None = None,
+    log: Path | None = None,
+) -> T:
+    """Have work done in a process of its own, once.
+
+    Args:
+        place: a path, or a URL that fsspec knows.
+        owner: the run that copies there.
+        work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
+        say, progress: get what the mirror says on the way, see `Mirror`.
+        tick: called before all, and about once a second.
+        stop: set: the child is killed.
+        log: the child's own words are appended to it; None: they go to this process's standard error.
+
+    Returns:
+        What the work returned.
+
+    Raises:
+        MirrorError: it failed, moved nothing for `MirrorSettings.timeout_s`, or was stopped.
+    """
+    tick()
+    try:
+        child, channel = start_child(__name__, log)
+    except OSError as error:
+        raise MirrorError(f"the copying process could not be started: {error}") from error
+    with contextlib.closing(channel), child:
+        try:
+            _send(channel, (place, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
+            heard = time.monotonic()
+            while stop is None or not stop.is_set():
+                tick()
+                if channel.poll(_BEAT_S):
+                    heard = time.monotonic()
+                    match _receive(channel, child):
+                        case "done", result:
+                            return cast(T, result)
+                        case "failed", str(text), bool(final):
+                            raise MirrorError(without_secrets(text, place, settings.options), final=final)
+                        case "say", str(text):
+                            say(text)
+                        case "progress", int(done), int(total):
+                            progress(done, total)
+                elif time.monotonic() - heard > settings.timeout_s:
+                    raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
+            raise MirrorError("the run ended meanwhile", final=True)
+        finally:
+            child.kill()
+
+
+def _send(channel: Channel, message: tuple[object, ...], limit_s: float) -> None:
+    try:
+        channel.send(message, limit_s)
+    except TimeoutError:
+        raise MirrorError(f"the copying process has not taken its work within {limit_s:g} s") from None
+    except OSError:
+        pass  # it died at once; `_receive` finds its end
+
+
+def _receive(channel: Channel, child: subprocess.Popen[bytes]) -> tuple[object, ...]:
+    with contextlib.suppress(EOFError):
+        message: tuple[object, ...] = channel.recv()
+        return message
+    try:
+        status = child.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        raise MirrorError(f"the copying process has hung up and not ended within {_END_S} s") from None
+    raise MirrorError(f"the copying process ended with {status}")
+
+
+def try_again(
+    settings: MirrorSettings,
+    work: Callable[[], T],
+    on_failure: Callable[[str], object],
+    stop: threading.Event | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> T:
+    """Repeat work that fails with a `MirrorError` that is not final, waiting longer each time.
+
+    Args:
+        on_failure: called after each failure with a sentence.
+        stop: set: no pause is begun or waited out.
+        tick: called about once a second while the next try is waited for.
+
+    Raises:
+        MirrorError: the last failure.
+    """
+
+    def told(state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        assert state.next_action is not None
+        error, pause = state.outcome.exception(), state.next_action.sleep
+        on_failure(f"try {state.attempt_number} of {settings.tries} failed: {error}; the next is in {pause:g} s")
+
+    stop = stop or threading.Event()
+
+    def sleep(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not stop.wait(min(left, _BEAT_S)):
+            tick()
+
+    retrying = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(settings.tries) | tenacity.stop_when_event_set(stop),
+        wait=tenacity.wait_exponential(multiplier=settings.backoff_s, max=max(_MAX_BACKOFF_S, settings.backoff_s)),
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, MirrorError) and not error.final),
+        sleep=sleep,
+        before_sleep=told,
+        reraise=True,
+    )
+    try:
+        return retrying(work)
+    except MirrorError as error:
+        tries = retrying.statistics["attempt_number"]
+        on_failure(f"given up{f' after {tries} tries' if tries > 1 else ''}: {error}")
+        raise
+
+
+# ---- the child
+
+
+def serve(descriptor: int) -> None:
+    """Run as the child: do what the parent asks for, and end with it.
+
+    Args:
+        descriptor: file descriptor of the connection to the parent.
+    """
+    os.set_inheritable(descriptor, False)
+    connection, lock = Connection(descriptor), threading.Lock()
+
+    def send(*message: object) -> None:
+        with lock:
+            connection.send(message)
+
+    asked = connection.recv_bytes()
+    threading.Thread(target=_end_with_parent, args=[connection], daemon=True).start()
+    threading.Thread(target=_beat, args=[partial(send, "moving")], daemon=True).start()
+    try:
+        place, options, owner, work = pickle.loads(asked)
+        mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"))
+        send("done", work(mirror))
+    except Exception as error:
+        lasting = ImportError | ManifestError | DamagedError | ForeignError
+        final = isinstance(error, lasting) and not isinstance(error, UnreadableError)
+        send("failed", described(error), final)
+    # Clients leave threads and connections behind, for which nobody has to wait.
+    os._exit(0)
+
+
+def described(error: Exception) -> str:
+    """An error of a client in one line, with its class, which often says more than its words."""
+    text = shortened(" ".join(str(error).split()))
+    return text if isinstance(error, RunError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _end_with_parent(connection: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    os._exit(1)
+
+
+def _beat(say_so: Callable[[], object]) -> None:
+    """Say so whenever bytes have moved: all of them are read from files here, or written to some."""
+    before = _moved()
+    while True:
+        time.sleep(_BEAT_S)
+        now = _moved()
+        if now is None or before is None or now - before > _BEAT_BYTES:
+            say_so()
+            before = now
+
+
+def _moved() -> int | None:
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    figures = dict(line.split(": ") for line in lines)
+    return int(figures["rchar"]) + int(figures["wchar"])

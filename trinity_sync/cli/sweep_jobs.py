@@ -1,0 +1,118 @@
+"""Going on with a sweep: jobs that have completed stay, those that were cut off go on, those that never began begin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from trinity_sync import config
+from trinity_sync.cli.invocation import Invocation, Recomposed
+from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.launch.app import DONE, INTERRUPTED, finish_sweep
+from trinity_sync.launch.messages import explain, print_error
+from trinity_sync.launch.sweeps import split_jobs
+from trinity_sync.tracking.run_record import lock_owner, read_record
+
+SETTINGS = "multirun.yaml"
+"""What Hydra leaves in the folder of a sweep."""
+_SUBDIR = "${hydra.job.num}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepJob:
+    """One of a sweep: its folder, and how it is started."""
+
+    folder: Path
+    invocation: Invocation
+
+    def settings(self, allowed: Sequence[str]) -> Recomposed:
+        """Compose its settings.
+
+        Args:
+            allowed: packages of which the saved settings may name classes.
+
+        Raises:
+            ConfigError: they are wrong, name what may not be run, or hold paths that mean others here.
+        """
+        found = self.invocation.recompose((), allowed)
+        place = self.invocation.started_in
+        if config.anchored(found.cfg, place) != found.cfg:
+            raise ConfigError(f"it has paths that count from {place}, where the sweep was started; go on with it there")
+        return found
+
+    @property
+    def state(self) -> str:
+        """How it stands: ``completed``, ``in use``, ``begun``, or ``not begun``."""
+        if not (self.folder / "run.json").exists():
+            return "not begun"
+        if lock_owner(self.folder):
+            return "in use"
+        try:
+            status = read_record(self.folder / "run.json").get("status")
+        except ConfigError:  # to go on with it says what is wrong
+            status = None
+        return "completed" if status == "completed" else "begun"
+
+
+def resume_sweep(sweep: Path, *, begin: Callable[[SweepJob], int], go_on: Callable[[Path], int]) -> int:
+    """Go on with a sweep, one job after another, and write its report.
+
+    Args:
+        sweep: its folder.
+        begin: starts a job, and returns its exit code.
+        go_on: goes on with the run in a folder, and returns its exit code.
+
+    Returns:
+        The exit code, as of the sweep itself: 0 all have completed, 1 some have not, 130 interrupted.
+
+    Raises:
+        ConfigError: the sweep cannot be read, or its jobs are not known before they run.
+    """
+    jobs = read_jobs(sweep)
+    states = [job.state for job in jobs]
+    told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    print(f"{len(jobs)} jobs: {told}", file=sys.stderr)
+    codes: dict[Path, int] = {}
+    for job, state in zip(jobs, states, strict=True):
+        codes[job.folder] = DONE
+        if state == "completed":
+            continue
+        print(f"job {job.folder.name}: {state}", file=sys.stderr)
+        try:
+            codes[job.folder] = begin(job) if state == "not begun" else go_on(job.folder)
+        except TrinityError as error:
+            print_error(f"job {job.folder.name}: {error}")
+            codes[job.folder] = error.exit_code
+        if codes[job.folder] == INTERRUPTED:
+            return INTERRUPTED
+    return finish_sweep(sweep, codes)
+
+
+def read_jobs(sweep: Path) -> list[SweepJob]:
+    """Work out the jobs of a sweep from the settings in its folder.
+
+    Raises:
+        ConfigError: they cannot be read, or the values are chosen while the sweep runs.
+    """
+    path = sweep / SETTINGS
+    try:
+        hydra = OmegaConf.load(path).hydra
+        own_folders = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"] != _SUBDIR  # type: ignore[call-overload, index]
+        with initialize_config_dir(version_base="1.3", config_dir=str(config.conf_dir())):
+            jobs = split_jobs(hydra)
+        found = [Invocation.of_hydra(hydra, job, sweep) for job in jobs or ()]
+    except HydraException as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read: {error}; name the folder of a sweep") from error
+    if jobs is None:
+        raise ConfigError(f"{sweep} has a sweeper that chooses values as it goes; name one of its jobs to go on with")
+    if own_folders:
+        raise ConfigError(f"{sweep} has folders of its own for jobs (hydra.sweep.subdir); name one to go on with")
+    return [SweepJob(folder=sweep / str(number), invocation=one) for number, one in enumerate(found)]

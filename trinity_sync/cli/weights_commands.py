@@ -1,0 +1,317 @@
+"""`trinity-sync ckpt export` and `ckpt diff`: the commands that read weights. torch is imported when one of them runs.
+
+The command line's side of `trinity_sync.checkpoint.export` and `.difference`, called by `cli.main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_sync.checkpoint.folder import leases
+from trinity_sync.checkpoint.folder.catalog import scan
+from trinity_sync.checkpoint.folder.contents import step_of
+from trinity_sync.checkpoint.folder.leases import check_free, find_config
+from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step
+from trinity_sync.cli.tables import print_json, print_table
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking import units
+from trinity_sync.tracking.units import progress_bar
+
+if TYPE_CHECKING:
+    from trinity_sync.checkpoint.difference import TensorDifference
+    from trinity_sync.checkpoint.reading import TensorInfo
+
+_DTYPES = ("bf16", "fp16", "fp32", "as-saved")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MODEL_KEYS = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_experts")
+_LEASE_S = 600.0
+_RENEW_S = 60.0
+
+_EXPORT = """\
+Write the weights of a checkpoint as a Hugging Face folder: config, generation config, tokenizer and safetensors,
+sharded with an index where they are large. PATH may also be a checkpoint that verl or Trinity wrote. Where the
+checkpoint's manifest has a digest, the weights must have it: exit code 1 where they do not, and nothing is written. A
+LoRA run's checkpoint holds the adapter: it is written as a folder of peft's, or merged into its base (--merged)."""
+
+_DIFF = """\
+Compare the weights of two checkpoints bit by bit. A and B: a step folder, a run (its newest checkpoint) or a Hugging
+Face folder. A line per tensor that differs: elements changed, the largest and the mean absolute difference, and the
+difference relative to A (sum of absolute differences over sum of absolute values)."""
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add export and diff to the commands of `trinity-sync ckpt`."""
+    export = commands.add_parser("export", help="write a Hugging Face folder", description=_EXPORT)
+    export.add_argument("path", type=Path, metavar="PATH", help=PATH_HELP)
+    export.add_argument("step", type=int, nargs="?", metavar="STEP", help="the step; the newest if left out")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    export.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="bf16",
+        help="dtype of floating tensors (default: bf16, which versions travel in by default)",
+    )
+    export.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="largest file of weights (default: 5GB)"
+    )
+    export.add_argument(
+        "--config", type=Path, metavar="DIR", help="folder with config and tokenizer, where the checkpoint has none"
+    )
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapter, as peft loads it (default)")
+    form.add_argument("--merged", action="store_true", help="of a LoRA run: the adapter merged into its base")
+    export.add_argument(
+        "--base", type=Path, metavar="DIR", help="with --merged: the base, where it is not in the run's model.path"
+    )
+    export.add_argument("--json", action="store_true", help="print one JSON document")
+    export.set_defaults(command=_export)
+
+    diff = commands.add_parser(
+        "diff",
+        help="compare the weights of two checkpoints; exit code 1 where they differ",
+        description=_DIFF,
+        epilog="exit codes: 0 all tensors are equal; 1 some differ, or weights cannot be read; 2 a wrong command line",
+    )
+    diff.add_argument("a", type=Path, metavar="A", help="the one to compare with")
+    diff.add_argument("b", type=Path, metavar="B", help="the other")
+    diff.add_argument(
+        "--dtype", choices=_DTYPES, default="as-saved", help="cast both first (default: compare as they are saved)"
+    )
+    diff.add_argument("--json", action="store_true", help="print one JSON document")
+    diff.set_defaults(command=_diff)
+
+
+# ---- commands
+
+
+def _export(options: argparse.Namespace) -> int:
+    folder = _weights_of(options.path, options.step)
+    check_free(options.output)
+    from trinity_sync.checkpoint.export import export_checkpoint
+
+    with _leased(folder) as keep, progress_bar("exporting", shown=not options.json) as progress:
+
+        def report(done: int, total: int) -> None:
+            keep()
+            progress(done, total)
+
+        done = export_checkpoint(
+            folder,
+            options.output,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_size,
+            config=options.config,
+            form="merged" if options.merged else "adapter" if options.adapter else None,
+            base=options.base,
+            progress=report,
+        )
+    if options.json:
+        return print_json(
+            {
+                "source": str(done.source),
+                "step": step_of(done.source.resolve().name),
+                "format": done.format,
+                "output": str(done.output),
+                "files": list(done.files),
+                "tensors": done.tensors,
+                "bytes": done.bytes,
+                "dtypes": list(done.dtypes),
+                "digest": done.digest,
+                "manifest_digest": done.checked,
+                "left_out": list(done.left_out),
+                "missing": list(done.missing),
+            }
+        )
+    amount = (
+        f"{units.plural(done.tensors, 'tensor')}, {units.size(done.bytes)} in {units.plural(len(done.files), 'file')}"
+    )
+    print(f"{done.source} ({done.format})\n-> {done.output}: {amount}, {', '.join(done.dtypes)}")
+    # the manifest's is of the adapter alone; that and the base's are seen to before they are merged
+    print(f"digest {done.digest}{'' if options.merged else _checked(done.digest, done.checked)}")
+    if done.left_out:
+        print(f"with {units.plural(len(done.left_out), 'tensor')} of the model's folder that were not trained")
+    if done.missing:
+        print(
+            f"note: {units.plural(len(done.missing), 'tensor')} that the model's folder had, such as draft heads, are "
+            f"not there any more, or not as they were, and so not in the export: {', '.join(done.missing[:2])}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _checked(digest: str, manifest: str | None) -> str:
+    if manifest is None:
+        return " (the checkpoint has none to compare with)"
+    return ", that of the manifest" if digest == manifest else f"; in wire dtype {manifest}, that of the manifest"
+
+
+def _diff(options: argparse.Namespace) -> int:
+    folders = [_weights_of(path, None) for path in (options.a, options.b)]
+    from trinity_sync.checkpoint.difference import compare
+    from trinity_sync.checkpoint.export import DTYPES
+    from trinity_sync.checkpoint.reading import open_weights
+
+    with (
+        _leased(folders[0]) as keep_a,
+        _leased(folders[1]) as keep_b,
+        progress_bar("comparing", shown=not options.json, in_bytes=False) as progress,
+    ):
+
+        def report(done: int, total: int) -> None:
+            keep_a()
+            keep_b()
+            progress(done, total)
+
+        a, b = map(open_weights, folders)
+        if a.adapter != b.adapter:
+            adapter, whole = folders if a.adapter else folders[::-1]
+            raise ConfigError(
+                f"{adapter} holds a LoRA adapter and {whole} whole weights, which have nothing in common; merge the "
+                "adapter first: trinity-sync ckpt export PATH --merged --output DIR"
+            )
+        compared = compare(a, b, dtype=DTYPES[options.dtype], progress=report)
+    differing = [found for found in compared if found.differs]
+    if options.json:
+        print_json(
+            {
+                "a": str(folders[0]),
+                "b": str(folders[1]),
+                "dtype": options.dtype,
+                "equal": not differing,
+                "tensors": len(compared),
+                "differing": [_as_json(found) for found in differing],
+            }
+        )
+        return 1 if differing else 0
+    print_table(("tensor", "", "changed", "max", "mean", "relative"), [_difference_row(found) for found in differing])
+    print(f"A {folders[0]}\nB {folders[1]}\n{_summary(compared, differing, options.dtype)}")
+    if text := _other_model(folders, compared):
+        print(text)
+    return 1 if differing else 0
+
+
+# ---- finding things
+
+
+def _weights_of(path: Path, step: int | None) -> Path:
+    """Find the folder to read weights from: a step folder, or the path itself where it has the files."""
+    if step is None and path.is_dir() and step_of(path.resolve().name) is None and _has_weights(path):
+        return path
+    root, step = find(path, step)
+    if step is not None:
+        return of_step(root, scan(root), step)[0].path
+    return newest(root).path
+
+
+def _has_weights(path: Path) -> bool:
+    patterns = ("*.safetensors", "*.safetensors.index.json", "model_world_size_*.pt")
+    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
+
+
+@contextmanager
+def _leased(folder: Path) -> Iterator[Callable[[], None]]:
+    """Keep retention away from a checkpoint that is being read; yield what to call now and then meanwhile.
+
+    A folder of another program, or one that may not be written to, is read without.
+    """
+    folder = folder.resolve()
+    step = step_of(folder.name)
+    lease = None
+    if step is not None and (folder / "manifest.json").is_file():
+        with suppress(OSError):
+            lease = leases.lease_checkpoint(folder.parent, step, reader="trinity-sync ckpt", seconds=_LEASE_S)
+
+    def keep() -> None:
+        if lease is not None:
+            lease.keep(_LEASE_S, renew_s=_RENEW_S)
+
+    try:
+        yield keep
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 0)) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected one such as 5GB or 500MB")
+    return size
+
+
+# ---- printing
+
+
+def _as_json(found: TensorDifference) -> dict[str, object]:
+    return {
+        "name": found.name,
+        "a": _info_json(found.a),
+        "b": _info_json(found.b),
+        "elements": found.elements,
+        "changed": found.changed,
+        "max_abs": found.max_abs,
+        "mean_abs": found.mean_abs,
+        "relative": found.relative,
+        "not_finite": found.not_finite,
+    }
+
+
+def _info_json(info: TensorInfo | None) -> dict[str, object] | None:
+    return None if info is None else {"dtype": info.dtype, "shape": list(info.shape)}
+
+
+def _difference_row(found: TensorDifference) -> tuple[str, ...]:
+    if found.a is None or found.b is None:
+        return (found.name, f"only in {'B' if found.a is None else 'A'}: {found.a or found.b}", *("-",) * 4)
+    what = str(found.a) if found.a == found.b else f"{found.a} in A, {found.b} in B"
+    if found.a.shape != found.b.shape:
+        return (found.name, what, *("-",) * 4)
+    share = f"{found.changed} of {found.elements} ({found.changed / found.elements:.2%})" if found.elements else "0"
+    if found.not_finite:
+        share += f", {found.not_finite} not finite"
+    relative = units.number(found.relative)
+    return found.name, what, share, units.number(found.max_abs), units.number(found.mean_abs), relative
+
+
+def _other_model(folders: list[Path], compared: list[TensorDifference]) -> str:
+    """Say so where these are two models and not two states of one."""
+    if all(found.a is not None and found.b is not None and found.a.shape == found.b.shape for found in compared):
+        return ""
+    configs = [_config_of(folder) for folder in folders]
+    told = [
+        f"{key} {configs[0][key]} in A, {configs[1][key]} in B"
+        for key in _MODEL_KEYS
+        if key in configs[0] and key in configs[1] and configs[0][key] != configs[1][key]
+    ]
+    return f"these are different models: {'; '.join(told) or 'tensors have other names or shapes'}"
+
+
+def _config_of(folder: Path) -> dict[str, object]:
+    place = find_config(folder)
+    with suppress(OSError, ValueError):
+        found = json.loads((place / "config.json").read_text(encoding="utf-8")) if place is not None else {}
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _summary(compared: list[TensorDifference], differing: list[TensorDifference], dtype: str) -> str:
+    cast = "" if dtype == "as-saved" else f" in {dtype}"
+    if not differing:
+        return f"equal{cast}, bit for bit: {units.plural(len(compared), 'tensor')}"
+    text = f"{len(differing)} of {units.plural(len(compared), 'tensor')} differ{cast}"
+    elements = sum(found.elements for found in compared)
+    if elements:
+        changed = sum(found.changed for found in compared)
+        text += f"; {changed} of {elements} elements ({changed / elements:.2%})"
+    both = [found for found in differing if found.a is not None and found.b is not None]
+    if not cast and any(found.a.dtype != found.b.dtype for found in both if found.a and found.b):
+        text += "; dtypes differ: --dtype bf16 compares what explorers would hold"
+    return text

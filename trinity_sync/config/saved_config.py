@@ -1,0 +1,791 @@
+"""Limits of a saved configuration: another user may have made the folder that a resume reads it from.
+
+It may name the classes that our option files name, the tasks, rewards and trackers that come with this program, and
+settings of engines on a list. What this user recorded on this host (`Recorded`) is trusted, too. All else the user
+names again: the value itself on the command line of the resume, or the package with `--allow-target`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import xxhash
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import get_object
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync.config.composition import PATHS, RESUME_FROM, compose, inspected, is_name
+from trinity_sync.config.lookup import TARGET, ModuleSource, module_source, own_options, own_targets, own_targets_of
+from trinity_sync.config.overrides import quote
+from trinity_sync.config.user_record import NOTHING, Recorded, record
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.masking import MASK, masked, masked_override, shown
+from trinity_sync.host.references import resolved, shown_values, with_references
+
+_REWARDS = "trinity_sync.tasks.rewards"
+OWN = {
+    "task": (
+        "trinity_sync.tasks.conversations.ConversationsTask",
+        "trinity_sync.tasks.copy_digits.CopyDigits",
+        "trinity_sync.tasks.jsonl.JsonlTask",
+        "trinity_sync.tasks.pairs.PairsTask",
+        "trinity_sync.tasks.verl.VerlTask",
+        *(f"{_REWARDS}.{name}" for name in ("contains_answer", "exact_match", "numeric_match")),
+    ),
+    "tracker": (
+        "trinity_sync.tracking.mlflow.MlflowTracker",
+        "trinity_sync.tracking.swanlab.SwanlabTracker",
+        "trinity_sync.tracking.tensorboard.TensorBoardTracker",
+        "trinity_sync.tracking.trackio.TrackioTracker",
+        "trinity_sync.tracking.wandb.WandbTracker",
+    ),
+}
+"""Tasks, rewards and trackers of this program that saved settings may name, by group. Their arguments name no code but
+by the keys of `_LETS_RUN`, so that a class or function that takes some otherwise must not be added.
+"""
+
+_RUN = ("_target_", "class", "()")
+"""Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
+_IMPORTED = ("pkg://", "ext://")
+_OF_MODELS = "trust_remote_code"
+_MODELS = ("model.path", "model.lora.path", "algorithm.kl.reference", RESUME_FROM)
+"""Settings that name a model, which may bring code."""
+_LETS_RUN = {
+    _OF_MODELS: "that comes with a model",
+    "function_path": "of that file",  # of a task with verl's rewards
+    "function_name": "of a file",
+}
+"""Keys by which others are told so, wherever they stand, and which code that is."""
+_VERLS = ("function_name", "compute_score")
+"""The function that verl looks for unless another is named."""
+_ENGINES = {
+    # of vLLM's AsyncEngineArgs
+    "explorer.engine": re.compile(
+        r"""async_scheduling|block_size|cpu_offload_gb|disable_(?:cascade_attn|custom_all_reduce|log_stats)|watermark
+        |disable_hybrid_kv_cache_manager|enable_(?:chunked_prefill|expert_parallel|prefix_caching|sleep_mode)
+        |(?:compilation_config\.)?(?:cudagraph_capture_sizes|max_cudagraph_capture_size)|gpu_memory_utilization
+        |kv_cache_memory_bytes|long_prefill_token_threshold|max_(?:logprobs|num_batched_tokens|num_scheduled_tokens)
+        |max_parallel_loading_workers|num_gpu_blocks_override|scheduler_reserve_full_isl|stream_interval""",
+        re.VERBOSE,
+    ),
+    # of verl's engine configs, and of megatron-core's DistributedDataParallelConfig and TransformerConfig below them
+    "backend.overrides": re.compile(
+        r"""distrib_optim_fully_reshardable_mem_efficient|entropy_checkpointing|forward_prefetch|full_determinism
+        |offload_policy|pad_bshd_to_minibatch_max|pad_to_length(?:_bucket)?|reshard_after_forward|use_orig_params
+        |use_(?:distributed_optimizer|fused_kernels|no_sync_for_gradient_accumulation|remove_padding|torch_compile)
+        |virtual_pipeline_model_parallel_size|wrap_policy\.min_num_params
+        |override_ddp_config\.(?:average_in_collective|bucket_size|grad_reduce_in_fp32|overlap_(?:grad_reduce|param_gather))
+        |override_transformer_config\.(?:apply_rope_fusion|attention_dropout|attention_softmax_in_fp32|bias_\w+_fusion
+            |deterministic_mode|gradient_accumulation_fusion|hidden_dropout|masked_softmax_fusion|persist_layer_norm
+            |moe_(?:aux_loss_coeff|grouped_gemm|permute_fusion|router_bias_update_rate|z_loss_coeff)
+            |recompute_num_layers)""",
+        re.VERBOSE,
+    ),
+}
+"""Arguments of engines that saved settings may give: numbers and switches that name no code, no file and no address."""
+_WRITTEN = (
+    "checkpoint.dir",
+    "checkpoint.mirror",
+    "checkpoint.mirror_options",
+    "cluster.address",
+    "cluster.temp_dir",
+    "explorer.url",
+    "sync.shm_dir",
+)
+"""Keys, and keys above others, of places that a run writes and of addresses that it calls."""
+_READ = frozenset({*PATHS, RESUME_FROM} - set(_WRITTEN))
+_OF_TRACKERS = frozenset({"_target_", "experiment", "flush_s", "names", "project", "tags", "timeout_s"})
+"""Keys of trackers that name no place."""
+_OFFLINE = ("offline", "local", "disabled")
+_ELSEWHERE = re.compile(r"\s*(?:/|~|\.\.?/|[A-Za-z][\w+.-]*://)")
+"""How a text begins that names a place, at whatever key."""
+_HARMLESS = re.compile(r"\$\{(?:(?:now|sum):[^${}]*|[^:${}\0]*)\}")
+"""Interpolations that come to text or a number, or to what stands in the configuration itself. Others, such as those of
+`oc.create`, may come to a `_target_` that stands nowhere; `oc.env` reads what may be a secret. Arguments may be such
+interpolations, NUL for each; names may not.
+"""
+_UNKNOWN = object()
+_NO_LINK = "the file itself in place of the link "
+_LOOKED_AT = (".hydra", "logs", "checkpoints", "checkpoints/.staging", "checkpoints/.versions")
+_STEPS = tuple(
+    f"checkpoints/{prefix}"
+    for prefix in ("global_step_", "abandoned-global_step_", ".trash-", ".condemned-", ".replaced-")
+)
+_DEEPEST = 32
+_MOST_SHOWN = 8
+_OF_SWEEPS = {
+    ("hydra.launcher._target_", "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"),
+    ("hydra.launcher._target_", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"),
+    ("hydra.sweeper._target_", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"),
+    ("hydra.sweeper.sampler._target_", "optuna.samplers.TPESampler"),
+}
+"""What the options name that we have for sweeps, by key. One run makes use of none."""
+_RECORD = "hydra.job.override_dirname"
+"""Written by Hydra itself from the overrides, as is `hydra.overrides`."""
+
+
+Places = Literal["none", "written", "all"]
+"""Which places outside a run's folder the user vouches for."""
+
+
+class Doubt(NamedTuple):
+    """A saved value that the user vouches for: its text, what a record has for it (None: it is never recorded), why and
+    what to add on the command line; the dotted name of what is imported; the value, where the text does not say it.
+    """
+
+    key: str
+    text: object
+    signed: object
+    why: str
+    again: str
+    target: str | None = None
+    comes_to: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """What the user vouches for when saved settings are used once more.
+
+    Attributes:
+        where: the folder of the run or of the sweep, or a bundle.
+        started_in: the folder from which relative paths in the saved settings count.
+        new: overrides that the user has just given.
+        allowed: packages or dotted names that may be run, too.
+        recorded: what this user recorded of the folder on this host.
+        places: which places outside the folder need trust.
+    """
+
+    where: Path
+    started_in: Path = Path()
+    new: Sequence[str] = ()
+    allowed: Sequence[str] = ()
+    recorded: Recorded = NOTHING
+    places: Places = "all"
+
+    @cached_property
+    def given(self) -> frozenset[tuple[str, Any]]:
+        """Keys and values on the command line itself."""
+        return frozenset(_given(self.new))
+
+    def gives(self, key: str) -> bool:
+        """Whether a place is on the command line itself; null, as in an option of ours, is none."""
+        return any(key == given and value is not None for given, value in self.given)
+
+    def module_folders(self) -> dict[str, Path]:
+        """Return the folders of modules that the user vouches for and an import would not find, by module."""
+        folders = {}
+        for name in {*map(_top, self._vouched()), *self.recorded.modules}:
+            with suppress(OSError):
+                if module_source(name) is None and (place := module_source(name, self._candidates(name))) is not None:
+                    folders[name] = Path(place.folder)
+        return folders
+
+    def _vouched(self) -> list[str]:
+        return [*self.allowed, *(value for key, value in self.given if _is_target(key, value))]
+
+    def _candidates(self, module: str) -> list[Path]:
+        recorded = self.recorded.folder_of(module)
+        here = [Path.cwd(), self.started_in] if module in map(_top, self._vouched()) else []
+        return [*([recorded] if recorded else []), *here]
+
+    def accepts(self, doubt: Doubt) -> bool:
+        """Whether the user vouches for a value."""
+        if (doubt.key, doubt.text) in self.given or (doubt.key, doubt.signed) in self.given:
+            return True
+        if any(doubt.key.startswith(f"{key}.") for key, text in self.given if "${" in str(text)):
+            return True  # what a reference comes to that was given
+        if doubt.signed is None or not self.recorded.holds("setting", doubt.key, doubt.signed):
+            return False
+        module = _top(doubt.target or "")
+        with suppress(OSError):
+            place = module_source(module, self._candidates(module))
+            return not module or (place is not None and self.recorded.holds("module", module, place.digest))
+        return False
+
+    def refuse(self, doubts: Iterable[Doubt]) -> None:
+        """Raise a `ConfigError` where there is a value that the user does not vouch for."""
+        refused = sorted((one for one in doubts if not self.accepts(one)), key=lambda one: one.target is None)
+        if not refused:
+            return
+        first, others = refused[0], list(dict.fromkeys(doubt.again for doubt in refused[1:]))
+        changed = first.target is not None and self.recorded.holds("setting", first.key, first.signed)
+        value = masked(first.comes_to or first.text, first.key.rpartition(".")[2])
+        told = [f"{first.key} is {_words(value)} in the saved settings of {self.where}"]
+        told += ["and its code has changed since the run recorded it"] * changed
+        more = f"; and for the others: {' '.join(others[:_MOST_SHOWN])}" if others else ""
+        cut = " ..." * (len(others) > _MOST_SHOWN)
+        raise ConfigError(f"{', '.join([*told, first.why])}; where you trust it, add {first.again}{more}{cut}")
+
+
+@contextmanager
+def only_trusted_places(trust: Trust) -> Iterator[None]:
+    """Inside, Hydra looks for option files in folders alone, or in packages that the user vouches for: it imports them
+    for that. Errors as of `only_trusted`.
+    """
+    with inspected(place=partial(_check_place, trust)):
+        yield
+
+
+@contextmanager
+def only_trusted(overrides: Sequence[str], trust: Trust) -> Iterator[None]:
+    """Inside, what Hydra composes of a run's settings does nothing but what any settings may, or the user vouches for;
+    and so do the places where it looks for option files.
+
+    Args:
+        overrides: all of them, the saved ones and then the new ones.
+
+    Raises:
+        ConfigError: it would do more; names the keys, and what to add.
+    """
+    ours = _shipped()
+
+    def check(cfg: DictConfig) -> None:
+        trust.refuse(_doubts(cfg, ours, overrides, trust))
+
+    with inspected(place=partial(_check_place, trust), composed=check):
+        yield
+
+
+def saved_references(cfg: DictConfig) -> Iterator[Doubt]:
+    """References in settings, as saved, that read the environment or make what stands nowhere."""
+    return _references(cfg, _shipped(), ())
+
+
+def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *, sweep: bool = False) -> str | None:
+    """Return the record of what begins, of all that a resume would have the user vouch for; None where this user has no
+    key.
+
+    Args:
+        composed: settings of the run, or of each job of a sweep with Hydra's own of that job.
+        hydra: Hydra's own settings, where they are not among those.
+        trust: of a run that nobody vouches for.
+        sweep: its jobs begin as they are; nobody can be asked for the code of a model then.
+    """
+    every = (doubt for cfg in composed for doubt in _of_run(cfg, cfg.get("hydra") or hydra, trust))
+    doubts = [doubt for doubt in every if sweep or not doubt.key.endswith(_OF_MODELS)]
+    modules: dict[str, ModuleSource] = {}
+    for name in {_top(doubt.target) for doubt in doubts if doubt.target is not None}:
+        with suppress(OSError):
+            if (place := module_source(name, [trust.started_in])) is not None:
+                modules[name] = place
+    return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
+
+
+def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
+    """Return what a resume of a run needs on its command line beside the folder, as words for a shell; nothing where
+    the settings cannot be read.
+
+    Args:
+        used: places by key that it uses; see `launch.resume.used_places`.
+    """
+    with suppress(Exception):  # the resume itself says what is wrong
+        hydra: Any = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
+        cfg: Any = OmegaConf.load(run / ".hydra" / "config.yaml")
+        for key, place in used.items():
+            OmegaConf.update(cfg, key, place)
+        trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=Recorded.read(run))
+        refused = [doubt for doubt in _of_run(cfg, hydra, trust) if not trust.accepts(doubt)]
+        return list(dict.fromkeys(doubt.again for doubt in refused if not doubt.again.startswith(_NO_LINK)))
+    return []
+
+
+def _of_run(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> Iterator[Doubt]:
+    whole = cfg.copy()
+    OmegaConf.set_readonly(whole, False)
+    with open_dict(whole):
+        whole.hydra = hydra
+    texts: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return _doubts(whole, _shipped(), texts, trust)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shipped:
+    """What our option files come to by themselves: (key, text) of interpolations, and of Hydra's own settings what they
+    write, by key, and the names of what they call; the other settings, by key.
+    """
+
+    interpolated: frozenset[tuple[str, str]]
+    written: Mapping[str, Any]
+    named: frozenset[str]
+    settings: Mapping[str, Any]
+
+
+@cache
+def _shipped() -> _Shipped:
+    state = GlobalHydra.instance()
+    around = state.hydra  # of a run that begins
+    state.clear()
+    try:
+        ours = compose(hydra=True)
+    finally:
+        state.hydra = around
+    hydra = _values(ours.hydra)
+    return _Shipped(
+        interpolated=frozenset((key, text) for key, text, _ in _interpolated(ours)),
+        written=dict(_written(hydra)),
+        named=frozenset(name for _, name in _named(hydra, "")),
+        settings={key: value for key, _, value in _resolved(ours, "")},
+    )
+
+
+def _check_place(trust: Trust, place: str) -> None:
+    scheme, _, name = place.rpartition("://")
+    given = {value for key, value in trust.given if key.startswith("hydra.searchpath.")}
+    if scheme not in ("", "file") and place not in given:
+        trust.refuse(_imported("hydra.searchpath", name.replace("/", ".").strip("."), trust.allowed))
+
+
+def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Trust) -> Iterator[Doubt]:
+    """All that the user has to vouch for in settings, with Hydra's own below `hydra`."""
+    yield from _references(cfg, ours, overrides)
+    hydra = _values(cfg)["hydra"]
+    for key, name in _named(hydra.pop("searchpath", None), "hydra.searchpath"):  # see `only_trusted_places`
+        if (key, name) not in trust.given:
+            yield from _imported("hydra.searchpath", name, trust.allowed)
+    for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
+        yield _doubt(key, value, "which programs that are started would heed", value)
+    for key, value in _written(hydra):
+        if ours.written.get(key) != value:
+            yield _doubt(key, value, "which says what is written, and where", value)
+    if hydra["job"].get("chdir"):
+        yield _doubt("hydra.job.chdir", True, "so that the run's processes would look for modules there", True)
+    for key, name in _named(hydra, "hydra"):
+        if name not in ours.named and (key, name) not in _OF_SWEEPS:
+            yield from _imported(key, name, trust.allowed)
+    for key, text, value in _resolved(cfg, ""):
+        yield from _of_setting(cfg, key, text, value, ours, trust)
+    if trust.places == "all":
+        yield from _links(trust)
+
+
+def _of_setting(cfg: DictConfig, key: str, text: object, value: Any, ours: _Shipped, trust: Trust) -> Iterator[Doubt]:
+    last = key.rpartition(".")[2]
+    known = value is not _UNKNOWN
+    value = value if known else text
+    if _is_target(key, value):
+        if value != text:
+            yield _doubt(key, text, "which may come to any code", text)
+        yield from _target(key, _dotted(value), trust.allowed)
+    elif last in _LETS_RUN and value and (last, value) != _VERLS:
+        signed = _models_signed(cfg, trust) if last == _OF_MODELS else value
+        signed = _file_signed(trust.started_in, value) if last == "function_path" else signed
+        yield _doubt(key, text, f"which lets code run {_LETS_RUN[last]}", signed)
+    elif value is None or ours.settings.get(key, _UNKNOWN) == value:
+        return
+    elif engine := next((name for name in _ENGINES if key.startswith(f"{name}.")), None):
+        inner = re.sub(r"\.\d+(?=\.|$)", "", key.removeprefix(f"{engine}."))
+        if not _ENGINES[engine].fullmatch(inner) or not isinstance(value, int | float):
+            yield _doubt(key, text, "which may have the engine run code, or read or call a place", value)
+    elif known and trust.places != "none":
+        yield from _of_place(key, text, value, trust)
+
+
+def _of_place(key: str, text: object, value: Any, trust: Trust) -> Iterator[Doubt]:
+    """Of a setting that names a place outside the run's folder."""
+    written = any(f"{key}.".startswith(f"{name}.") for name in _WRITTEN) or _of_tracker(key, value)
+    path = isinstance(value, str) and "://" not in value and (key in PATHS or key == RESUME_FROM)
+    looks = isinstance(value, str) and _ELSEWHERE.match(value)
+    if not (written or (looks and "://" in value) or (trust.places == "all" and (key in _READ or looks))):
+        return
+    if path or (looks and "://" not in value):
+        place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
+        named = not looks and is_name(key, place)
+        if (named and key == "model.shapes") or (not named and _inside(place, trust.where)):
+            return  # a model whose shapes are known, or a place of the run's own
+        value = value if named else os.path.abspath(place)  # noqa: PTH100 - links stay
+    told = shown(str(value))
+    signed = _here(told, trust.where) if written else told
+    refers = "${" in str(text)
+    found = _doubt(key, text if refers else value, "a place outside the run's folder", signed)
+    yield found._replace(text=text, comes_to=None if refers else told)
+
+
+def _of_tracker(key: str, value: object) -> bool:
+    """Whether a setting says where a tracker sends what it is given; all do that are not known for another thing."""
+    group, _, below = (*key.split(".", 3), "", "")[:3]
+    named = below in _OF_TRACKERS or (below == "mode" and value in _OFFLINE)
+    return group == "tracker" and not named
+
+
+def _links(trust: Trust) -> Iterator[Doubt]:
+    """Links in a run's folder that lead out of it: what is written there would be written elsewhere. A step behind a
+    link, such as an archived one, is only read.
+    """
+    run, why = trust.where, "a link that leads out of the run's folder"
+    try:
+        parts = [part for part in (run, *(run / name for name in _LOOKED_AT)) if part.is_dir()]
+        links = [found for part in parts for found in sorted(part.iterdir()) if found.is_symlink()]
+    except OSError as error:
+        raise ConfigError(f"{error.filename or run} cannot be read: {error.strerror or error}") from error
+    for found in links:
+        name, place = str(found.relative_to(run)), os.path.realpath(found)
+        if _inside(found, run) or name.startswith(_STEPS):
+            continue
+        if name != "checkpoints":
+            yield Doubt(name, place, _here(place, run), why, f"{_NO_LINK}{shlex.quote(name)}")
+        elif not trust.gives("checkpoint.dir"):
+            yield _doubt("checkpoint.dir", place, why, _here(place, run))
+
+
+def _here(place: str, run: Path) -> str | None:
+    """Return what a record has for a place that is written. It names the run's folder by its inode and its user: two
+    runs would write to the place if a copy of the folder counted, too. A copy on another file system may have the same
+    inode, but not the same user.
+    """
+    with suppress(OSError):
+        folder = run.stat()
+        return f"{place} of {folder.st_uid} {folder.st_ino}"
+    return None
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _models_signed(cfg: DictConfig, trust: Trust) -> str | None:
+    """Where the models of a run lie; None: one may lie in the folder, where other users may have put it."""
+    named = {key: text if value is _UNKNOWN else value for key, text, value in _resolved(cfg, "") if key in _MODELS}
+    places = {key: trust.started_in / os.path.expanduser(str(name)) for key, name in named.items() if name is not None}  # noqa: PTH111
+    if any(_inside(place, trust.where) for place in places.values()):
+        return None
+    return _here(str({key: os.path.realpath(place) for key, place in places.items()}), trust.where)
+
+
+def _file_signed(started_in: Path, value: object) -> str | None:
+    """A file's path and the digest of its bytes; None: it is no file here."""
+    try:
+        path = started_in / Path(str(value)).expanduser()
+        return f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _doubt(key: str, text: object, why: str, signed: object) -> Doubt:
+    words = _words(text)
+    plain = not isinstance(text, str) or re.fullmatch(r"[\w./-]+", words)
+    again = masked_override(f"{key}={words if plain else quote(words)}")
+    return Doubt(key, text, signed, why, shlex.quote(f"{key}=${{oc.env:NAME}}" if MASK in again else again))
+
+
+def _words(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else shown(str(value))
+
+
+def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
+    """Refuse a class that a run's settings name, unless it is one of ours for that place, or the user vouches for it.
+
+    Args:
+        key: that names it, not one of Hydra's own.
+        allowed, where: see `Trust`.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    Trust(where=where, allowed=allowed, recorded=Recorded.read(where)).refuse(_target(key, name, allowed))
+
+
+def _target(key: str, name: str, allowed: Sequence[str]) -> Iterator[Doubt]:
+    # elsewhere than in its own group a class may be given what it must not be: a model's code to be run
+    group = key.partition(".")[0]
+    if name not in (*own_targets_of(group), *OWN.get(group, ())):
+        yield from _imported(key, name, allowed)
+
+
+def _imported(key: str, name: str, allowed: Collection[str]) -> Iterator[Doubt]:
+    # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
+    real = _home(name) if _below(name, allowed) else None
+    if real is None or not _below(real, (*allowed, _REWARDS)):  # one of ours may be given a name in a package of theirs
+        ours = name.startswith("trinity_sync.")  # the advice must not allow all of this program
+        package = real or (name.rpartition(".")[0] if ours else _top(name))
+        yield Doubt(key, name, name, "which would be imported and run", f"--allow-target {shlex.quote(package)}", name)
+
+
+def _references(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str]) -> Iterator[Doubt]:
+    for key, text, value in _interpolated(cfg):
+        if (key, text) in ours.interpolated or key == _RECORD:
+            continue
+        if key.startswith("hydra.overrides.") and text in overrides:
+            continue
+        left, before = text, ""
+        while left != before:
+            left, before = _HARMLESS.sub("\0", left), left
+        # In the run Hydra's own settings come to more than here; what of the others cannot be resolved is refused as
+        # wrong.
+        unknown = value is _UNKNOWN and key.startswith("hydra.")
+        # Text that looks like one when it is resolved would be resolved again, as Hydra does before it calls anything.
+        if "${" in left or unknown or (isinstance(value, str) and "${" in value):
+            reads = "oc.env" in left and left.count("${") == left.count("${oc.env")
+            why = "which reads your environment" if reads else "and what that comes to might be run"
+            yield _doubt(key, text, why, text)
+
+
+def _below(name: str, packages: Collection[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _home(name: str) -> str:
+    """The module that an object was made in; its name where that cannot be found out: then nothing can be run."""
+    try:
+        found = get_object(name)
+    except Exception:
+        return name
+    while isinstance(found, partial):
+        found = found.func
+    return str(getattr(found, "__module__", None) or getattr(found, "__name__", None) or type(found).__module__)
+
+
+def _is_target(key: str, value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    return key.rpartition(".")[2] in _RUN or value.startswith(_IMPORTED)
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _values(node: DictConfig) -> Any:
+    return OmegaConf.to_container(node, resolve=False)
+
+
+def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(key, dotted name) of all that is to be imported, at any depth."""
+    return ((place, _dotted(name)) for place, name in _leaves(value, key) if _is_target(place, name))
+
+
+def _dotted(name: str) -> str:
+    return name.partition("://")[2].replace("/", ".") or name
+
+
+def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:
+    """(key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` where it cannot be known now."""
+
+    def below(node: Any, texts: Any, key: str) -> Iterator[tuple[str, str, Any]]:
+        for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts):
+            place = f"{key}.{part}" if key else str(part)
+            if isinstance(text, dict | list):
+                yield from below(node[part], text, place)
+            elif isinstance(text, str) and "${" in text:
+                try:
+                    yield place, text, node[part]
+                except OmegaConfBaseException:
+                    yield place, text, _UNKNOWN
+
+    yield from below(cfg, _values(cfg), "")
+
+
+def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterator[tuple[str, object, Any]]:
+    """(key, text, value) of all settings but Hydra's own, at any depth, also where interpolations lead."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{key[:60]}... lies more than {_DEEPEST} levels deep; write it out")
+    texts: Any = OmegaConf.to_container(node, resolve=False)
+    for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts or ()):
+        if (key, part) == ("", "hydra"):
+            continue
+        place = f"{key}.{part}" if key else str(part)
+        try:
+            value = node[part]
+        except OmegaConfBaseException:
+            value = None if text == "???" else _UNKNOWN
+        if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_missing(node, part):
+            yield from _resolved(value, place, depth + 1)
+        else:
+            yield place, text, value
+
+
+def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
+    """(key, value) of what Hydra and Python's logging are told of the files that they write."""
+    for part in ("job_logging", "hydra_logging", "output_subdir"):
+        yield from _leaves(hydra.get(part), f"hydra.{part}")
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{key}.{part}" if key else str(part))
+    else:
+        yield key, value
+
+
+def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(key, value) of what stands on the command line itself; choices of options are none: those are files."""
+    for override in OverridesParser.create().parse_overrides(list(new)):
+        key, value = override.get_key_element().lstrip("+~"), override.value()
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line} is a sweep; give one value here")
+        yield from _named(value, key)
+        yield from _leaves(value, key)
+        for name in value if isinstance(value, list) else [value]:  # of an option of ours, what its file gives
+            if isinstance(name, str) and "." not in key and (option := own_options(key).get(name)):
+                yield from _leaves(option, f"tracker.{name}" if key == "tracker" else key)
+
+
+# What two configurations have in common: a digest that ignores where a run lives, and the keys that differ.
+
+
+ABSENT = "(absent)"
+"""Stands in `config_diff` for a key that one of the two configurations does not have."""
+LOCATIONS = (
+    "checkpoint.dir",
+    "checkpoint.mirror",
+    "checkpoint.mirror_options",
+    "checkpoint.mirror_keep",
+    "checkpoint.mirror_tries",
+    "checkpoint.mirror_backoff_s",
+    "checkpoint.mirror_timeout_s",
+    "checkpoint.mirror_wait_s",
+    "checkpoint.stop_s",
+    "sync.shm_dir",
+    "cluster",
+    "hydra",
+    "live",
+    "tracker",
+    "explorer.url",
+)
+"""Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
+EARLIER_LOCATIONS = LOCATIONS[:-1]
+"""Those that did not count in the digests of earlier releases."""
+NAMED_BY_PATH = (
+    "model.path",
+    "model.shapes",
+    "model.lora.path",
+    "algorithm.kl.reference",
+    "task.path",
+    "task.validation.path",
+    "task.reward.function_path",
+)
+"""Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
+
+
+def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
+    """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
+
+    The configuration is resolved, and `LOCATIONS` and the classes that options of ours name are left out, since those
+    follow from the options; of a local path in `NAMED_BY_PATH` the last component counts. Canonical JSON is UTF-8 with
+    sorted keys and no blanks.
+
+    Args:
+        places: keys that do not count.
+    """
+    values = _plain_values(OmegaConf.to_container(cfg, resolve=True))
+    _drop_places(values, places)
+    for key in NAMED_BY_PATH:
+        *parents, last = key.split(".")
+        owner = _descend(values, parents)
+        path = owner.get(last)
+        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - also where it may not be reached
+            owner[last] = Path(path).resolve().name
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def without_places(cfg: DictConfig) -> DictConfig:
+    """Return what a configuration says, resolved as far as possible, without `LOCATIONS`."""
+    values = resolved(cfg)
+    _drop_places(values)
+    return OmegaConf.create(values)
+
+
+def bundled(cfg: DictConfig) -> DictConfig:
+    """Return what a configuration says, for another machine: as `shown`, but without secrets and `LOCATIONS`."""
+    values = with_references(cfg)
+    _drop_places(values)
+    return OmegaConf.create(without_masked(values))
+
+
+def without_masked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those that hold a secret."""
+    return _kept(values, masked(values))
+
+
+def _kept(values: dict[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _kept(value, shown[key]) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if isinstance(value, dict) or value == shown[key]
+    }
+
+
+def is_place(key: str) -> bool:
+    """Whether a key is one of `LOCATIONS`, or below one."""
+    return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
+
+
+def _drop_places(values: dict[str, Any], places: Sequence[str] = LOCATIONS) -> None:
+    for key in places:
+        *parents, last = key.split(".")
+        _descend(values, parents).pop(last, None)
+
+
+def _plain_values(cfg: object) -> dict[str, Any]:
+    """What a configuration says, without the names that classes of ours happen to have."""
+    values = _without_own_targets(cfg)
+    assert isinstance(values, dict)
+    saving = values.get("checkpoint") or {}
+    for name in ("coordinator", "monitor"):
+        if saving.get(name) == {}:
+            del saving[name]
+    return values
+
+
+def _without_own_targets(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_own_targets(inner)
+        for key, inner in value.items()
+        if not (key == TARGET and isinstance(inner, str) and inner in own_targets())
+    }
+
+
+def _descend(values: dict[str, Any], parents: Sequence[str]) -> dict[Any, Any]:
+    for name in parents:
+        values = values.get(name) or {}
+    return values
+
+
+class Difference(NamedTuple):
+    """A key whose value differs; `ABSENT` stands for a key that is not there."""
+
+    key: str
+    old: object
+    new: object
+
+
+def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
+    """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values.
+    What cannot be resolved any more, such as a variable of the environment, counts as it is written.
+    """
+    before, after = (dict(_plain_leaves(_plain_values(resolved(cfg)), "")) for cfg in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    pairs = (Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
+    return [pair for pair in pairs if pair.old != pair.new]
+
+
+def shown_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
+    """As `config_diff`, with values as they are for display, see `shown`."""
+    before, after = (dict(_plain_leaves(_plain_values(shown_values(cfg)), "")) for cfg in (old, new))
+    return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key, _, _ in config_diff(old, new)]
+
+
+def _plain_leaves(value: object, prefix: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and (value or not prefix):
+        for name, child in value.items():
+            yield from _plain_leaves(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value

@@ -1,0 +1,96 @@
+"""What an explorer is built from: plain values, so the driver needs no torch to make one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_sync.config.lora_settings import adapter_of, travels
+from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
+from trinity_sync.protocol.rounds import RoundMember
+
+_OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
+"""Keys of `explorer` that are no engine's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerSpec:
+    """What an explorer is built from.
+
+    Attributes:
+        member: who it is: such as ``"explorer-0"``, and which of those that bore the name.
+        engine: class of the `RolloutEngine`, and its keyword arguments.
+        task: the `task` node of the config, to be instantiated here for its rewards.
+        seed: of the run.
+        deterministic: as of `WorkerSpec`.
+        sync: the `sync` node of the config, to be instantiated here for the explorer's half of the mode.
+        verify: `sync.verify`.
+        timeout_s: `sync.timeout_s`.
+        log_dir: where this process logs.
+        processes: how many of its processes hold its weights; one GPU each where there are GPUs.
+    """
+
+    member: RoundMember
+    engine: dict[str, Any]
+    task: dict[str, Any]
+    seed: int
+    deterministic: bool
+    sync: dict[str, Any]
+    verify: str
+    timeout_s: float
+    log_dir: str | None
+    processes: int = 1
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.member.name
+
+
+def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
+    """The spec of all explorers from a checked config, but for who they are.
+
+    Args:
+        cfg: the whole config.
+        model_path: folder or hub id that gives config and tokenizer.
+        log_dir: where the explorers log.
+    """
+    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
+        "model_path": model_path,
+        "response_length": cfg.task["response_length"],
+        "prompt_length": cfg.task.get("prompt_length"),
+        "seed": cfg.seed,
+        "attn_implementation": cfg.model.attn_implementation,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
+    # engines of users need not know what is not asked for
+    if cfg.task.get("too_long") == "truncate":
+        engine["truncate_prompts"] = True
+    if cfg.task.get("chat_template"):
+        engine["chat_template"] = cfg.task["chat_template"]
+    if cfg.sync.keep_fp32 is not None:
+        engine["keep_fp32"] = list(cfg.sync.keep_fp32)
+    if isinstance(cfg.explorer, VllmServerConfig):
+        engine |= {"timeout_s": cfg.explorer.timeout_s, "start_timeout_s": cfg.cluster.start_timeout_s}
+    if travels(cfg) == "adapter":
+        adapter = adapter_of(cfg.model.lora)
+        assert adapter is not None, "an adapter travels where one is trained"
+        engine["adapter"] = adapter
+    return ExplorerSpec(
+        member=RoundMember.new(""),
+        engine=engine,
+        task=cfg.task,
+        seed=cfg.seed,
+        deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
+        sync=vars(cfg.sync),
+        verify=cfg.sync.verify,
+        timeout_s=cfg.sync.timeout_s,
+        log_dir=log_dir,
+        processes=_processes(cfg),
+    )
+
+
+def _processes(cfg: Config) -> int:
+    if isinstance(cfg.explorer, VllmServerConfig):
+        return 0  # they are its server's
+    return cfg.explorer.tp if isinstance(cfg.explorer, VllmConfig) else 1

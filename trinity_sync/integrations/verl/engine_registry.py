@@ -1,0 +1,219 @@
+"""verl's engines with our checkpoint manager in the place of theirs, registered for the vendor `trinity`.
+
+An engine of verl's makes its checkpoint manager itself and knows it by a name of its own; what it saves and loads goes
+through that. So nothing but the manager differs. Beside it the engine tells the manager when the trainer has gone on:
+what verl's trainer writes beside the engine's files is whole then. And before it changes what was saved last, which is
+parameters, optimizer and schedule, or moves it elsewhere, it waits until that is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl import remote_copies
+from trinity_sync.integrations.verl.at_exit import finish_at_exit
+from trinity_sync.integrations.verl.committed_saves import CommittedSaves
+from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
+from trinity_sync.integrations.verl.vendor import VENDOR, say
+from trinity_sync.protocol.retention import Policy, make_policies
+
+_DEVICES = ["cuda", "cpu"]
+
+_CLASSES = {
+    "FSDPEngineWithLMHead": ("language_model", ["fsdp", "fsdp2"]),
+    "FSDPEngineWithValueHead": ("value_model", ["fsdp", "fsdp2"]),
+    "MegatronEngineWithLMHead": ("language_model", ["megatron"]),
+    "MegatronEngineWithValueHead": ("value_model", ["megatron"]),
+}
+"""verl's classes: model type and strategies that verl registers them for."""
+
+
+_PAST_THE_ENGINE = "verl.experimental.separation.engine_workers"
+"""Has workers that write to the parameters themselves."""
+
+
+class SavesThroughUs:
+    """Comes before one of verl's engines among the bases of a class."""
+
+    _saves: CommittedSaves | None = None
+
+    def initialize(self) -> None:
+        """Make model and optimizer as verl does, and put our manager in. Collective."""
+        super().initialize()  # type: ignore[misc]
+        self._saves = _saves_of(self)
+
+    def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        self._went_on()
+        mode: AbstractContextManager[None] = super().train_mode(**kwargs)  # type: ignore[misc]
+        return mode
+
+    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        self._went_on()
+        mode: AbstractContextManager[None] = super().eval_mode(**kwargs)  # type: ignore[misc]
+        return mode
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Also merges adapters into what they are trained on, for a while."""
+        self._went_on()
+        self._wait_until_copied()
+        return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self) -> Any:
+        self._wait_until_copied()
+        return super().optimizer_step()  # type: ignore[misc]
+
+    def lr_scheduler_step(self) -> Any:
+        self._wait_until_copied()
+        return super().lr_scheduler_step()  # type: ignore[misc]
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if model or optimizer:
+            self._wait_until_copied()
+        super().to(device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._wait_until_copied()
+        super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save through our manager; what is saved last is written when this returns, for Ray ends workers at once."""
+        self._went_on()
+        self._wait_until_copied()
+        super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if self._saves is not None and _is_last(self):
+            self._saves.finish_writing()
+
+    def _went_on(self) -> None:
+        if self._saves is not None:
+            self._saves.trainer_went_on()
+
+    def _wait_until_copied(self) -> None:
+        if self._saves is not None:
+            self._saves.wait_until_copied()
+
+
+def _saves_of(engine: Any) -> CommittedSaves | None:
+    """Put our manager into an engine; None: it keeps verl's, which is said where somebody expects another.
+
+    Raises:
+        ConfigError: `RETENTION` names what is no policy.
+    """
+    if getattr(engine.engine_config, "forward_only", False):
+        return None  # a reference saves nothing
+    opens = partial(open_monitor, policies=policies_in(os.environ))
+    try:
+        if engine.engine_config.strategy == "megatron":
+            from trinity_sync.integrations.verl.megatron_manager import use_in_megatron as use
+        else:
+            from trinity_sync.integrations.verl.manager import use_in as use  # type: ignore[assignment]
+        manager: CommittedSaves = use(engine, opens=opens, lazily=_stays_put(engine))
+    except ConfigError as error:
+        if dist.get_rank() == 0:
+            say(
+                f"verl saves the checkpoints of this engine itself: {error}. Where those of another "
+                "engine are ours, leave this one's limit (trainer.max_*_ckpt_to_keep) unset: by it verl deletes this "
+                "engine's share of steps that are committed"
+            )
+        return None
+    manager.trainer_file = _trainer_file(engine)
+    finish_at_exit(manager)
+    if under_ray():
+        from trinity_sync.actors.calls import end_with_raylet  # imports Ray
+
+        end_with_raylet()
+    remote_copies.of_manager(manager)
+    return manager
+
+
+def _trainer_file(engine: Any) -> str | None:
+    """What verl's SFT trainer writes in this process; under Ray trainers write in the driver."""
+    if under_ray() or not engine.is_mp_src_rank_with_outputs():
+        return None
+    return f"data_{engine.get_data_parallel_rank()}.pt"
+
+
+def _stays_put(engine: Any) -> bool:
+    """Whether nothing but the engine's own methods changes parameters and optimizer, or where they lie. With offloading
+    verl's save moves them out when it ends; workers of verl's that keep a copy of the model in the CPU's memory put it
+    back past the engine.
+    """
+    offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
+    return not offloads and _PAST_THE_ENGINE not in sys.modules
+
+
+def _is_last(engine: Any) -> bool:
+    """Whether the step that was just saved is the program's last; under Ray, also where nobody knows. verl counts the
+    optimizer's updates where a step has several, as the scheduler does.
+    """
+    last = getattr(engine.optimizer_config, "total_training_steps", None)
+    if last is None or last <= 0:
+        return under_ray()
+    return bool(last <= max(engine._saves.previous_global_step or 0, _updates(engine)))
+
+
+def _updates(engine: Any) -> int:
+    """How often the schedule has been gone on in, also before a resume."""
+    scheduler = getattr(engine, "lr_scheduler", None)
+    return int(getattr(scheduler, "last_epoch", 0) or getattr(scheduler, "num_steps", 0))
+
+
+def register(module: ModuleType) -> None:
+    """Register an engine of ours for each of verl's that a module of verl's has."""
+    from verl.workers.engine.base import EngineRegistry
+
+    for name, (model_type, strategies) in _CLASSES.items():
+        verls = vars(module).get(name)
+        if verls is not None:
+            EngineRegistry.register(model_type, strategies, device=_DEVICES, vendor=VENDOR)(through_us(verls))
+
+
+def through_us(engine: type) -> type:
+    """Return an engine of verl's that saves through us."""
+    return type(f"Trinity{engine.__name__}", (SavesThroughUs, engine), {"__doc__": SavesThroughUs.__doc__})
+
+
+# Which checkpoints of a verl program stay, beside what verl's own limits say: policies in a variable.
+
+
+RETENTION = "TRINITY_SYNC_RETENTION"
+"""Policies as ``retention.policies`` has them, such as ``keep_last.n=2 keep_every.steps=100``."""
+
+
+def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
+    """Read the policies that `RETENTION` names: ``POLICY`` or ``POLICY.FIELD=VALUE``, apart by spaces. A checkpoint
+    stays if any of them keeps it. None where it is not set.
+
+    Raises:
+        ConfigError: it names what is no policy or field, or a value out of range.
+    """
+    named: dict[str, dict[str, object]] = {}
+    for word in environment.get(RETENTION, "").split():
+        key, has_value, text = word.partition("=")
+        policy, _, name = key.partition(".")
+        if bool(name) != bool(has_value):
+            raise ConfigError(f"{RETENTION} has {word!r}; what it may have is POLICY or POLICY.FIELD=VALUE")
+        fields = named.setdefault(policy, {})
+        if name:
+            fields[name] = _value(text)
+    try:
+        return make_policies(named)
+    except ConfigError as error:
+        raise ConfigError(f"{RETENTION}: {error}") from None
+
+
+def _value(text: str) -> object:
+    try:
+        number = json.loads(text)
+    except ValueError:
+        return text
+    return number if isinstance(number, int | float) else text

@@ -1,0 +1,136 @@
+"""What the driver of a verl program does first: put the checkpoint folder in order and start the actors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from trinity_sync.checkpoint import CheckpointMonitor
+from trinity_sync.checkpoint.folder import recovery
+from trinity_sync.checkpoint.folder.contents import step_dir
+from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
+from trinity_sync.checkpoint.folder.resume_point import put_in_order
+from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
+from trinity_sync.errors import RunError
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
+
+#: A monitor that was killed has so long to be gone.
+_END_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VerlRun:
+    """A run's actors.
+
+    Attributes:
+        namespace: where they are; pass it to the workers as `ray_namespace`.
+        attempt: 0 for a fresh folder, one more for each start on it.
+        step: what the run goes on from; 0: the initial weights.
+        resume_path: folder of that step, None for 0.
+        verified: False: verl itself wrote that checkpoint, so nobody knows whether its files are as they were.
+        monitor: handle of the checkpoint monitor.
+        synchronizer: the client.
+        root: the checkpoint folder.
+        lock: what keeps other runs out of the checkpoint folder.
+    """
+
+    namespace: str
+    attempt: int
+    step: int
+    resume_path: Path | None
+    verified: bool
+    monitor: ActorHandle
+    synchronizer: Synchronizer
+    root: Path
+    lock: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        """End the actors and let the folder go. The end of the driver does the same."""
+        _open.remove(self)
+        try:
+            for actor in (self.monitor, self.synchronizer.actor):
+                ray.kill(actor)
+            # Else the next run does it.
+            if has_no_monitor(self.root, _END_S):
+                recovery.clean_versions(self.root, now=time.time())
+        finally:
+            self.lock.close()
+
+
+#: They live as long as the driver, whether or not it keeps what `open_run` returned.
+_open: list[VerlRun] = []
+
+
+def open_run(
+    checkpoint_dir: str | os.PathLike[str],
+    namespace: str | None = None,
+    *,
+    resume_step: int | None = None,
+    save_strategy: str | None = None,
+    roles: Sequence[str] = (),
+    monitor_config: MonitorConfig | None = None,
+    synchronizer_config: SynchronizerConfig | None = None,
+) -> VerlRun:
+    """Start a run on a checkpoint folder, a fresh one or one to go on with. The driver, before the workers.
+
+    What a crash left half written is removed, folders of later steps than the one to go on from become ``abandoned-*``,
+    and the trackers name what is there, so verl's ``find_latest_ckpt_path(checkpoint_dir)`` finds the right one.
+    Checkpoints that verl itself wrote are gone on from and stay as they are.
+
+    Args:
+        checkpoint_dir: verl's ``trainer.default_local_dir``, shared by all nodes.
+        namespace: Ray namespace of the actors; None: that of the driver.
+        resume_step: go on after this step; None: after the newest full checkpoint, which has to verify unless verl
+            itself wrote it; 0: from the start.
+        save_strategy: who may write at once, see `CheckpointMonitor`.
+        roles: the folders in ``global_step_N`` that make up a full checkpoint, such as ``("actor", "critic")``: none is
+            committed before all of them are in, and one of verl's that lacks one is not gone on from. Empty: what is
+            there when the first is written is committed, and what comes later at the same step is added to it.
+        monitor_config: the rest of the monitor's settings; attempt and roles are filled in.
+        synchronizer_config: the rest of the synchronizer's settings; the folder is filled in.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another run that lives uses it.
+        RunError: the step to go on from is not a full checkpoint, or what was committed cannot be seen, see
+            `resume_point.put_in_order`; or a run is open in the namespace.
+    """
+    namespace = namespace or ray.get_runtime_context().namespace
+    _refuse_second(namespace)
+    root = Path(checkpoint_dir).absolute()
+    with ExitStack() as lock:
+        lock.enter_context(locked(root, root))
+        start = put_in_order(root, resume_step, roles)
+        config = replace(monitor_config or MonitorConfig(), attempt=start.attempt, roles=tuple(roles))
+        monitor = CheckpointMonitor.get_actor(namespace, save_strategy, str(root), config=config)
+        synchronizer = Synchronizer.get_actor(
+            replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
+        )
+        run = VerlRun(
+            namespace=namespace,
+            attempt=start.attempt,
+            step=start.step,
+            resume_path=step_dir(root, start.step) if start.step > 0 else None,
+            verified=start.verified,
+            monitor=monitor,
+            synchronizer=synchronizer,
+            root=root,
+            lock=lock.pop_all(),
+        )
+    _open.append(run)
+    return run
+
+
+def _refuse_second(namespace: str) -> None:
+    """The monitor of a run that lives would be at work in a folder that is put in order under it."""
+    try:
+        ray.get_actor(ACTOR_NAME, namespace=namespace)
+    except ValueError:
+        return
+    raise RunError(f"a run is open in Ray namespace {namespace!r} already; give this one a namespace of its own")

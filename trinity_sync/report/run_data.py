@@ -1,0 +1,285 @@
+"""What a report is made of: the files of a run or of a sweep. A missing or damaged one costs only its own part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.masking import masked_override
+from trinity_sync.host.references import resolved, shown_values
+from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
+from trinity_sync.tracking.summary import Summary, put_to_steps, summarise, wall_seconds
+from trinity_sync.tracking.units import finite
+
+TARGET_REWARD = 0.9
+_SMOOTH_STEPS = 10
+_MOST_SAMPLES = 32
+_MOST_STEPS = 2**53
+_TAIL = 512
+"""Lines of samples.jsonl that are looked through."""
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        path: the run's folder.
+        checkpoints: its checkpoint folder, None where that is not known.
+        record: the content of run.json, empty if missing.
+        metrics, events: their lines, oldest first.
+        samples: lines of samples.jsonl of what was trained on: those of the last step that has some, of many the last.
+        validation_samples: likewise of the last validation.
+        summary: the content of summary.json, but made from the lines as they are now.
+        status: the status in run.json, but ``interrupted`` for a run that says running and whose folder nobody has
+            locked, ``not started`` without a record.
+        config_text: the config as YAML, see `host.references.shown`; None if missing.
+        config: the config as a mapping, resolved.
+        overrides: the command-line overrides, secrets masked.
+        notes: what could not be read, one sentence each.
+    """
+
+    path: Path
+    checkpoints: Path | None = None
+    record: RunJson = field(default_factory=lambda: RunJson())
+    metrics: Sequence[Record] = ()
+    events: Sequence[Record] = ()
+    samples: Sequence[Record] = ()
+    validation_samples: Sequence[Record] = ()
+    summary: Summary = field(default_factory=lambda: summarise((), (), "not started", None))
+    status: str = "not started"
+    config_text: str | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+    overrides: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The run's name in its config, else that of its folder."""
+        return str(self.config.get("name") or self.path.name)
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the config asks for."""
+        steps = self.setting("trainer", "steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def start(self) -> float | None:
+        """When its first attempt began, in Unix seconds."""
+        starts = [finite(item.get("started")) for item in self.record.get("attempts") or [self.record]]
+        return min((at for at in starts if at is not None), default=None)
+
+    def setting(self, *keys: str) -> object:
+        """Look up a value of the config, None if it is not there."""
+        value: object = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def of(self, event: str) -> list[Record]:
+        """Return the events of one kind, oldest first."""
+        return [record for record in self.events if record.get("event") == event]
+
+    def measured(self, event: str, name: str) -> list[tuple[float, float | None]]:
+        """Return a figure of one kind of event by the version or step that it is about, rising."""
+        points = [(json_lines.event_step(record), finite(record.get(name))) for record in self.of(event)]
+        return sorted(((float(at), value) for at, value in points if at is not None), key=lambda point: point[0])
+
+    def series(self, name: str) -> list[tuple[float, float | None]]:
+        """Return one metric by step; None where a step has no finite value of it. Empty if no step has one."""
+        points = [
+            (step, finite(line.get(name))) for line in self.metrics if (step := finite(line.get("step"))) is not None
+        ]
+        return points if any(value is not None for _, value in points) else []
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """The runs of one sweep, by job number."""
+
+    path: Path
+    runs: list[Run]
+
+    @property
+    def common(self) -> list[str]:
+        """Overrides that all runs share."""
+        return [text for text in self.runs[0].overrides if all(text in run.overrides for run in self.runs)]
+
+    def distinct(self, run: Run) -> list[str]:
+        """List the overrides of a run that not all runs share; all of them if there is but one run."""
+        return [text for text in run.overrides if len(self.runs) == 1 or text not in self.common]
+
+
+def load(path: Path) -> Run | Sweep:
+    """Read the folder of a run or of a sweep.
+
+    Raises:
+        ConfigError: it is neither, or no folder.
+    """
+    path = path.absolute()
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; name the folder of a run or of a sweep")
+    if is_run(path):
+        return load_run(path)
+    jobs = sorted((child for child in path.iterdir() if child.is_dir() and is_run(child)), key=job_order)
+    if not jobs:
+        raise ConfigError(
+            f"{path} holds neither a run (run.json) nor a sweep (folders of runs); name one, such as "
+            "outputs/NAME/DATE_TIME"
+        )
+    return Sweep(path=path, runs=[load_run(job) for job in jobs])
+
+
+def load_run(path: Path) -> Run:
+    """Read the folder of a run; whatever cannot be read is left out and noted."""
+    run = Run(path=path, checkpoints=path / "checkpoints")
+    if (path / "run.json").exists():
+        run.record = _read(run, "run.json", read_record, RunJson())
+        run.status = status_now(path, run.record)
+        if run.status != run.record.get("status") == "running":
+            run.notes.append("The run ended without saying so: run.json says running, but no process holds the folder.")
+    else:
+        run.notes.append("There is no run.json: the run did not start.")
+    run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
+    run.events = _read(run, "events.jsonl", _read_events, [])
+    samples: list[Record] = _read(run, "samples.jsonl", _read_samples, [])
+    run.samples = _of_last_step([line for line in samples if not line.get("validation")])
+    run.validation_samples = _of_last_step([line for line in samples if line.get("validation")])
+    run.overrides = _read(run, ".hydra/overrides.yaml", _read_list, [])
+    nothing: tuple[str | None, Mapping[str, object]] = (None, {})
+    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, nothing)
+    recorded, elsewhere = recorded_checkpoints(run.record, path), run.setting("checkpoint", "dir")
+    if recorded is not None:
+        run.checkpoints = recorded
+    elif elsewhere:
+        run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, str(path)), str(elsewhere))
+    peaks = _read(run, "summary.json", _read_peaks, None)
+    # Always from the lines themselves: after a kill and a resume summary.json may be that of an earlier attempt.
+    wall = wall_seconds(run.record, run.metrics, run.events)
+    run.summary = summarise(run.metrics, run.events, run.status, wall, peaks, run.checkpoints)
+    return run
+
+
+def status_now(path: Path, record: RunJson) -> str:
+    """Return the status in run.json, but ``interrupted`` where it says running and nobody has locked the folder."""
+    status = str(record.get("status", "unknown"))
+    return "interrupted" if status == "running" and lock_owner(path) is None else status
+
+
+def smooth(
+    points: Sequence[tuple[float, float | None]], window: int = _SMOOTH_STEPS
+) -> list[tuple[float, float | None]]:
+    """Return at each point the mean of the values of the last `window` points; of fewer at the beginning."""
+    result: list[tuple[float, float | None]] = []
+    recent: list[float] = []
+    for x, value in points:
+        if value is not None:
+            recent = [*recent[-(window - 1) :], value] if window > 1 else [value]
+        result.append((x, sum(recent) / len(recent) if recent else None))
+    return result
+
+
+def steps_to(run: Run) -> int | None:
+    """Find the first step at which the mean reward of ten steps reaches `TARGET_REWARD`; None if it never does."""
+    trained = [(step, value) for step, value in run.series("reward/mean") if value is not None]
+    for index, (step, value) in enumerate(smooth(trained)):
+        if index + 1 >= _SMOOTH_STEPS and value is not None and value >= TARGET_REWARD:
+            return int(step)
+    return None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, be it one that did not start."""
+    return (path / "run.json").exists() or (path / ".hydra").is_dir()
+
+
+def job_order(path: Path) -> tuple[int, str]:
+    """Sort the folders of a sweep's jobs by number, and then those with other names."""
+    return (int(path.name), "") if path.name.isdecimal() else (1 << 62, path.name)
+
+
+def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
+    path = run.path / name
+    if not path.exists():
+        return default
+    try:
+        return reader(path)
+    except Exception as error:
+        run.notes.append(f"{name} could not be read and is left out: {error}")
+        return default
+
+
+def _read_metrics(path: Path) -> list[Record]:
+    return put_to_steps([line for line in json_lines.read(path) if _is_placed(line, json_lines.metrics_step(line))])
+
+
+def _read_samples(path: Path) -> list[Record]:
+    """Read the last samples, of training and of validations."""
+    return [line for line in json_lines.read_last(path, _TAIL) if _has_spans(line)]
+
+
+def _of_last_step(lines: Sequence[Record]) -> list[Record]:
+    """Of many samples the last."""
+    return [line for line in lines if line["step"] == lines[-1]["step"]][-_MOST_SAMPLES:]
+
+
+def _has_spans(line: Record) -> bool:
+    spans = line.get("spans")
+    return (
+        isinstance(line.get("step"), int)
+        and isinstance(spans, list)
+        and all(isinstance(span, list) and len(span) == 3 for span in spans)
+    )
+
+
+def _read_events(path: Path) -> list[Record]:
+    """Read the events that say what they are about; a report has no use for others."""
+    lines = json_lines.read(path)
+    return [
+        line for line in lines if _is_placed(line, 0 if line.get("event") == "fault" else json_lines.event_step(line))
+    ]
+
+
+def _is_placed(line: Record, step: object) -> bool:
+    """Whether a line says to what it belongs: somebody else may have written it."""
+    return isinstance(step, int) and 0 <= step < _MOST_STEPS and isinstance(line.get("attempt"), int | None)
+
+
+def _read_peaks(path: Path) -> dict[str, int] | None:
+    """Read the peak memory by role, in bytes, that a summary.json has."""
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    peaks = value.get("peak_memory") or {}
+    if not isinstance(peaks, dict) or None in map(finite, peaks.values()):
+        raise ValueError(f"peak_memory is {peaks!r:.60}")
+    return peaks
+
+
+def _read_list(path: Path) -> list[str]:
+    found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return [masked_override(str(item)) for item in found or ()]
+
+
+def _read_started_in(path: Path) -> str:
+    """Read the directory that a run was started in."""
+    return str(OmegaConf.load(path).hydra.runtime.cwd)
+
+
+def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
+    """Read the config: the text for display, and the values, as written where only Hydra can resolve them."""
+    config = OmegaConf.load(path)
+    if not isinstance(config, DictConfig):
+        raise ValueError("it is not a mapping")
+    return OmegaConf.to_yaml(OmegaConf.create(shown_values(config))), resolved(config)

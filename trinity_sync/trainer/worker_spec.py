@@ -1,0 +1,179 @@
+"""What a trainer rank is built from: plain values, so the driver needs neither transformers nor an engine to make
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from trinity_sync.backends.option import BackendOption, backend_option
+from trinity_sync.config import dtype_name
+from trinity_sync.config.lora_settings import Adapter, adapter_of, travels
+from trinity_sync.config.schema import Config
+from trinity_sync.errors import ConfigError
+from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
+from trinity_sync.weights.shards import CoverageError, check_complete
+from trinity_sync.weights.wire import WireFormat
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.rank_client import RankInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """Everything that `TrinityWorker` needs to build its engine.
+
+    Attributes:
+        backend: what depends on the training engine.
+        engine: fields of verl's engine config.
+        optimizer: fields of verl's optimizer config.
+        model_path: folder in Hugging Face format, or a hub id.
+        attn_implementation: as transformers names it.
+        trust_remote_code: run code that comes with the model.
+        lora: fields of verl's model config that say which adapter is trained; empty: none.
+        what: a version consists of: ``full``, ``adapter`` or ``merged`` (`sync.what`).
+        gradient_checkpointing: recompute activations in the backward pass.
+        algorithm: what is trained for.
+        mini_batches, epochs: optimizer steps per training step, passes over the samples.
+        micro_batch_size: sequences per forward and backward and rank, at most.
+        max_tokens: likewise, in place of that; None: no limit.
+        balance_tokens: ranks train on about as many tokens each.
+        remove_padding: ``auto``, ``always`` or ``never`` (`trainer.remove_padding`).
+        reference: folder or hub id of the model that the algorithm's reference is; None: it has none, or it is the base
+            of the adapter.
+        temperature: of the sampler; log-probs are recomputed with it.
+        seed: of the run.
+        deterministic: compute with kernels that give the same bits each time, where there are others.
+        sync: the sync mode: its class and its keys.
+        wire_dtype: dtype of floating parameters in versions, as safetensors names it.
+        keep_fp32: those that are in fp32 nevertheless (`sync.keep_fp32`); None: those that the model's class keeps.
+        bucket_bytes: unit of transfer and checking.
+        checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
+        lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
+        timeout_s: limit of a collective of the engine's process group, seconds.
+        log_dir: where the rank logs, None for Ray's own logs.
+    """
+
+    backend: BackendOption
+    engine: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    model_path: str
+    attn_implementation: str
+    trust_remote_code: bool
+    lora: dict[str, Any] = field(default_factory=dict)
+    what: str = "full"
+    gradient_checkpointing: bool
+    algorithm: Algorithm
+    mini_batches: int
+    epochs: int
+    micro_batch_size: int
+    max_tokens: int | None = None
+    balance_tokens: bool = False
+    remove_padding: str = "never"
+    reference: str | None = None
+    temperature: float
+    seed: int
+    deterministic: bool
+    sync: dict[str, Any]
+    wire_dtype: str
+    keep_fp32: Sequence[str] | None = None
+    bucket_bytes: int
+    checkpoint_format: Literal["verl", "dcp"]
+    lazy_snapshot: bool
+    timeout_s: float
+    log_dir: str | None = None
+
+
+def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
+    """Check that the ranks together publish what `save_pretrained` of their model would write, all of it.
+
+    Args:
+        infos: of all ranks.
+        backend: its name, for the message.
+
+    Raises:
+        ConfigError: names what would be left out.
+    """
+    saved = next((info.saved for info in infos if info.saved is not None), None)
+    assert saved is not None, "rank 0 tells what is to be published"
+    layouts = [info.layout for info in infos if info.layout is not None]
+    try:
+        check_complete([layout.shards for layout in layouts], saved)
+    except CoverageError as error:
+        raise ConfigError(
+            f"backend={backend} cannot publish this model: what its ranks hold is not what save_pretrained would "
+            f"write, {error}; choose another model or backend"
+        ) from error
+
+
+def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
+    """In which dtypes the ranks publish: what manifests are told.
+
+    Args:
+        infos: of all ranks.
+        wire_dtype: `sync.wire_dtype`.
+    """
+    saved = next(info.saved for info in infos if info.saved is not None)
+    return WireFormat.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
+
+
+def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = None) -> WorkerSpec:
+    """The spec of a rank from a checked config.
+
+    Args:
+        cfg: the whole config.
+        model_path: folder or hub id of the model to train.
+        log_dir: where the ranks log.
+        given: folder or hub id of the model that the run was given, where it trains other weights of it.
+    """
+    backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
+    adapter = adapter_of(cfg.model.lora)
+    lora = {} if adapter is None else lora_fields(adapter)
+    return WorkerSpec(
+        backend=backend,
+        engine=backend.engine_fields(cfg),
+        optimizer=backend.optimizer_fields(cfg),
+        model_path=model_path,
+        attn_implementation=cfg.model.attn_implementation,
+        trust_remote_code=cfg.model.trust_remote_code,
+        lora=lora,
+        what=travels(cfg),
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        algorithm=algorithm,
+        mini_batches=trainer.mini_batches,
+        epochs=trainer.epochs,
+        micro_batch_size=trainer.micro_batch_size,
+        max_tokens=trainer.max_tokens,
+        balance_tokens=trainer.balance_tokens,
+        remove_padding=trainer.remove_padding,
+        reference=_reference(algorithm, None if lora else given or model_path),
+        temperature=cfg.explorer.temperature,
+        seed=cfg.seed,
+        deterministic=trainer.deterministic and trainer.schedule == "lockstep",
+        sync=vars(cfg.sync),
+        wire_dtype=dtype_name(cfg.sync.wire_dtype),
+        keep_fp32=cfg.sync.keep_fp32,
+        bucket_bytes=cfg.sync.bucket_mb * 2**20,
+        checkpoint_format="dcp" if cfg.checkpoint.format == "dcp" else "verl",
+        lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
+        timeout_s=cfg.backend.timeout_s,
+        log_dir=log_dir,
+    )
+
+
+def _reference(algorithm: Algorithm, begun_with: str | None) -> str | None:
+    if not algorithm.needs_reference:
+        return None
+    return algorithm.reference_path or begun_with
+
+
+def lora_fields(adapter: Adapter) -> dict[str, Any]:
+    """Return the fields of verl's model config that say which adapter is trained, its targets as they were asked."""
+    return {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.of_peft,
+        "lora_adapter_path": adapter.path,
+    }
