@@ -305,6 +305,7 @@ def _experts(backend: Any, engine: Any, model: Path, saves: Path, rank: int) -> 
 
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.weights.tensors import state_digest
+    from trinity_sync.weights.wire import WireFormat
 
     ranks = dist.get_world_size()
     wire = WireFormat.seen("BF16", {name: saved.dtype for name, saved in backend.saved().items()})

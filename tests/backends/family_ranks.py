@@ -41,6 +41,7 @@ def _examine(case: Mapping[str, Any], folder: Path, rank: int, ranks: int) -> di
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.models.architecture import make_model
+    from trinity_sync.weights.wire import WireFormat
 
     family, model = case["family"], folder / "model"
     if rank == 0:
