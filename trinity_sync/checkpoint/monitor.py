@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_sync.actors.calls import failures_logged
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.monitor_client import MONITOR, Committed, Event, Facts, PrunedStep, StepReport
 from trinity_sync.actors.pending import ANSWER_S, Changes, Host
 from trinity_sync.checkpoint.disk import CheckpointDisk

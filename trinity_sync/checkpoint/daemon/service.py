@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.actors.calls import failures_logged
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.local.handle import SECRET_BYTES, ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.folder import recovery
