@@ -12,15 +12,12 @@ import mmap
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import xxhash
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.shards import Rect, Shard, itemsize
-
-if TYPE_CHECKING:
-    import torch
 
 Segment = bytes | bytearray | memoryview | mmap.mmap
 """What the bytes of a part may be held in."""
