@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import os
 import re
 import signal

@@ -27,8 +27,8 @@ import ray
 from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.handles import asked, forwarded
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_memory
