@@ -12,7 +12,8 @@ import pytest
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import local_run
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
-from trinity_sync.integrations.verl.engine_registry import RETENTION, policies_in
+from trinity_sync.integrations.verl.engine_registry import policies_in
+from trinity_sync.integrations.verl.vendor import RETENTION
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepEvery, KeepFor, KeepLast, KeepWithinBudget
 

@@ -24,7 +24,7 @@ from trinity_sync.integrations.verl import remote_copies
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
 from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
-from trinity_sync.integrations.verl.vendor import VENDOR, say
+from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
 from trinity_sync.protocol.retention import Policy, make_policies
 
 _DEVICES = ["cuda", "cpu"]
@@ -183,10 +183,6 @@ def through_us(engine: type) -> type:
 
 
 # Which checkpoints of a verl program stay, beside what verl's own limits say: policies in a variable.
-
-
-RETENTION = "TRINITY_SYNC_RETENTION"
-"""Policies as ``retention.policies`` has them, such as ``keep_last.n=2 keep_every.steps=100``."""
 
 
 def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:

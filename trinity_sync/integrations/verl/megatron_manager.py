@@ -9,8 +9,6 @@ verl itself has saved as well. See `saves` for the way of a save.
 from __future__ import annotations
 
 import inspect
-import json
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,16 +25,21 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.backends.megatron import writer
 from trinity_sync.backends.megatron.megatron_families import saved_layout
-from trinity_sync.backends.megatron.writer import finalise
+from trinity_sync.backends.megatron.writer import HUGGING_FACE, finalise
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import interfaces
-from trinity_sync.integrations.verl.committed_saves import CommittedSaves
-from trinity_sync.integrations.verl.engine_weights import Pairs
-from trinity_sync.integrations.verl.interfaces import OpensMonitor
+from trinity_sync.integrations.verl.committed_saves import (
+    DESCRIPTION,
+    EXPORT,
+    METADATA,
+    MODEL,
+    STATE,
+    CommittedSaves,
+    OpensMonitor,
+)
 from trinity_sync.integrations.verl.model_files import model_files
-from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.ranks import Pairs, together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import held_throughout
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
@@ -125,9 +128,9 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         wanted = [
             name
             for name, is_asked in (
-                (interfaces.STATE, bool(self._copies.trees_left(global_step))),
-                (interfaces.METADATA, True),
-                (interfaces.EXPORT, self.should_save_hf_model or save_as_hf),
+                (STATE, bool(self._copies.trees_left(global_step))),
+                (METADATA, True),
+                (EXPORT, self.should_save_hf_model or save_as_hf),
             )
             if is_asked
         ]
@@ -186,14 +189,14 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         return "megatron"
 
     def _weights(self) -> list[str]:
-        model = [interfaces.MODEL] if self.should_save_dist_ckpt_model else []
-        return [*model, interfaces.DESCRIPTION, *([interfaces.EXPORT] if self.should_save_hf_model else [])]
+        model = [MODEL] if self.should_save_dist_ckpt_model else []
+        return [*model, DESCRIPTION, *([EXPORT] if self.should_save_hf_model else [])]
 
     def _check(self, todo: list[str]) -> None:
         if self.should_save_optimizer and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         strategy = self._monitor.describe().result(self._timeout_s)["save_strategy"]
-        if {interfaces.STATE, interfaces.MODEL} & set(todo) and strategy != "unrestricted":
+        if {STATE, MODEL} & set(todo) and strategy != "unrestricted":
             raise ConfigError(
                 f"save_strategy is {strategy}; the ranks of a Megatron engine finish a checkpoint together, so it has "
                 "to be unrestricted"
@@ -262,10 +265,7 @@ def use_in_megatron(
 # What a rank of a Megatron engine is to write of a save, copied, and the functions that write it.
 
 
-HUGGING_FACE = "model/huggingface"
-
-_TREES = {interfaces.STATE, interfaces.MODEL}
-_CONFIG, _MANIFEST = "transformer_config.json", "ckpt_contents.json"
+_TREES = {STATE, MODEL}
 
 
 class MegatronCopies:
@@ -303,7 +303,7 @@ class MegatronCopies:
         """The trees that a full save of the step consists of, without the model's where that is saved already."""
         manager = self._manager
         asked = (
-            (writer.MODEL, manager.should_save_dist_ckpt_model and interfaces.MODEL not in self._saved_of(step)),
+            (writer.MODEL, manager.should_save_dist_ckpt_model and MODEL not in self._saved_of(step)),
             (writer.OPTIMIZER, manager.should_save_optimizer),
             (writer.EXTRA, manager.should_save_extra),
         )
@@ -316,17 +316,17 @@ class MegatronCopies:
         found: dict[str, SaveFn] = {}
         if writer.gathers_late(self._manager.model):
             writer.gather_parameters(self._manager.model)
-        for name, names in ((interfaces.STATE, self.trees_left(step)), (interfaces.MODEL, [writer.MODEL])):
+        for name, names in ((STATE, self.trees_left(step)), (MODEL, [writer.MODEL])):
             if name in todo:
                 found[name] = self._take_trees(step, names, folder, staging, durable)
-        exports = interfaces.EXPORT in todo
-        described = next((name for name in (interfaces.METADATA, interfaces.DESCRIPTION) if name in todo), None)
+        exports = EXPORT in todo
+        described = next((name for name in (METADATA, DESCRIPTION) if name in todo), None)
         if described or exports:
             together(f"describe the contents of step {step}", self._read_small)
         if exports:
             export = self._take_export(step, folder)
             if self._manager.rank == 0:
-                found[interfaces.EXPORT] = export
+                found[EXPORT] = export
         if described and self._manager.rank == 0:
             there = self._saved_of(step) | set(todo)
             found[described] = self._take_small(step, folder, described, there)
@@ -361,8 +361,7 @@ class MegatronCopies:
         meeting = self.meeting = self._meetings.begin(f"step {step}")
 
         def write() -> list[Path | FileTuple]:
-            large, small = finalise(pending, meeting, lambda: copying.wait_whole(limit), durable=durable)
-            return [*((path.relative_to(staging).as_posix(), size, digest) for path, size, digest in large), *small]
+            return finalise(pending, copying, meeting, staging, durable=durable)
 
         return write
 
@@ -376,7 +375,7 @@ class MegatronCopies:
         what = f"export the model of step {step}"
         dtype = str(next(manager.model[0].parameters()).dtype).removeprefix("torch.")
         # Those that are saved already stay as they are.
-        described = {interfaces.METADATA, interfaces.DESCRIPTION} & self._saved_of(step)
+        described = {METADATA, DESCRIPTION} & self._saved_of(step)
         files = self._files if described or manager.rank else self._files.with_dtype(dtype)
         if manager.vanilla_bridge and not any(manager._get_bridge_extended_args().values()):
             state = use_on_first_rank(what, manager.bridge.export_weights(manager.model), _copied)
@@ -399,35 +398,24 @@ class MegatronCopies:
     # ---- the small files of rank 0
 
     def _read_small(self) -> None:
-        """Have the model's files and Megatron's config, relative path -> bytes. Made once: none changes in a run."""
-        manager = self._manager
-        if manager.rank != 0 or self._small is not None:
-            return
-        with tempfile.TemporaryDirectory() as name:
-            manager._save_transformer_config(name)
-            own = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
-        self._small = own | {f"{HUGGING_FACE}/{path}": data for path, data in self._files.contents.items()}
+        """Read them once: none changes in a run."""
+        if self._manager.rank == 0 and self._small is None:
+            self._small = writer.small_files(self._manager, self._files)
 
     def _take_small(self, step: int, folder: Path, described: str, there: set[str]) -> SaveFn:
-        left_out: tuple[str, ...] = () if self._manager.should_save_extra else (_CONFIG,)
-        if interfaces.EXPORT in there:
+        left_out: tuple[str, ...] = () if self._manager.should_save_extra else (writer.CONFIG,)
+        if EXPORT in there:
             left_out += (HUGGING_FACE,)
         own = {name: data for name, data in (self._small or {}).items() if not name.startswith(left_out)}
-        manifest = {_MANIFEST: self._manifest(step, bool(_TREES & there))}
-        if described == interfaces.METADATA:
-            return lambda: ModelFiles(own | manifest).write(folder)
+        contents = writer.contents_file(self._manager, step, has_trees=bool(_TREES & there))
+        if described == METADATA:
+            return lambda: ModelFiles(own | contents).write(folder)
 
         def write() -> list[Path]:
-            ModelFiles(manifest).write(folder)  # not reported: a full save of the step writes it anew
+            ModelFiles(contents).write(folder)  # not reported: a full save of the step writes it anew
             return ModelFiles(own).write(folder)
 
         return write
-
-    def _manifest(self, step: int, has_trees: bool) -> bytes:
-        with tempfile.TemporaryDirectory() as name:  # verl makes folders when it names them
-            found = self._manager._build_checkpoint_manifest(name, step, has_trees)
-        found["layout"] = writer.layout(self._manager)
-        return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _copied(tensors: Pairs) -> dict[str, torch.Tensor]:

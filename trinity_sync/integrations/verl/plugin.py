@@ -34,9 +34,9 @@ def _replace(module: ModuleType, name: str, instead_of: Callable[[Callable[..., 
 
 
 def _resume(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import resuming
+    from trinity_sync.integrations.verl import program_start
 
-    _replace(module, "find_latest_ckpt_path", resuming.instead_of)
+    _replace(module, "find_latest_ckpt_path", program_start.instead_of)
 
 
 def _remote_copies(module: ModuleType) -> None:
@@ -59,9 +59,9 @@ def _engines(module: ModuleType) -> None:
 
 
 def _start_line(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import start_line
+    from trinity_sync.integrations.verl import program_start
 
-    start_line.register(module)
+    program_start.register(module)
 
 
 def _weight_sync(_: ModuleType) -> None:

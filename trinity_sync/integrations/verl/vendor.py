@@ -9,6 +9,9 @@ import sys
 VENDOR = "trinity"
 """What `VERL_ENGINE_VENDOR` names."""
 
+RETENTION = "TRINITY_SYNC_RETENTION"
+"""The variable with retention policies, such as ``keep_last.n=2 keep_every.steps=100``."""
+
 TESTED = (0, 9)
 """The version of verl that the plug-in was written for and is tested with, without its last part."""
 
