@@ -1,7 +1,7 @@
 """For programs built on verl: a drop-in checkpoint manager, and functions over verl's engines.
 
-`open_run` in the driver, the rest in the workers, on all ranks. Importing this package loads neither torch nor verl;
-its names are loaded when they are first asked for.
+The driver calls `open_run`, all ranks of the workers the rest. Importing this package loads neither torch nor verl; its
+names are loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -40,18 +40,18 @@ def upload_state_dict(
     attempt: int = 0,
     wire_dtype: str | None = None,
 ) -> None:
-    """Hand the full weights to the Synchronizer under this version; a barrier at the end. Step 0 uploads nothing.
+    """Hand the full weights to the Synchronizer as this version; a barrier at the end. Step 0 uploads nothing.
 
     Args:
         engine: verl's FSDP or Megatron engine.
         synchronizer: used by rank 0.
         global_step: the version.
-        logger: told what was uploaded.
+        logger: gets a line after the upload.
         attempt: the run's attempt.
-        wire_dtype: the dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
+        wire_dtype: dtype in which floating tensors travel, such as ``"BF16"``; None: unchanged.
 
     Raises:
-        RunError: on every rank, where one could not.
+        RunError: on every rank, when one rank failed.
     """
     if global_step == 0:
         return
@@ -64,8 +64,8 @@ def upload_state_dict(
 
 
 def state_dict_meta(engine: Engine, *, wire_dtype: str | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype as torch prints it, shape) of what `sync_weight_nccl` sends, in order: for
-    `Synchronizer.setup_weight_sync_group`. On rank 0; empty elsewhere.
+    """Return (name, dtype as torch prints it, shape) of the tensors that `sync_weight_nccl` sends, in order, for
+    `Synchronizer.setup_weight_sync_group`. Empty on other ranks than 0.
     """
     return _use("describe the weights", engine, lambda pairs: describe(pairs, wire_dtype)) or []
 
@@ -80,20 +80,20 @@ def sync_weight_nccl(
     verify: bool = True,
     timeout_s: float = 600.0,
 ) -> None:
-    """Broadcast all parameters from rank 0 to the explorers in the group, in the engine's own order, a tied one once.
+    """Broadcast all parameters from rank 0 to the explorers in the group, in the engine's order, tied ones once.
 
     Args:
         engine: verl's FSDP or Megatron engine; all ranks gather, rank 0 sends.
         model_update_group: process group of rank 0 (its rank 0) and the explorers; None on the other ranks.
-        packed: in buckets, each followed by its digest, for our receiver. Else one broadcast per parameter, as the
-            receivers of others expect it. `trinity_sync.sync.stream.receive` takes both.
-        wire_dtype: the dtype of floating parameters on their way, such as ``"BF16"``; None: as they are.
+        packed: send buckets, each followed by its digest, for our receiver; else one broadcast per parameter, for
+            receivers of other programs. `trinity_sync.sync.stream.receive` takes both.
+        wire_dtype: dtype in which floating parameters travel, such as ``"BF16"``; None: unchanged.
         bucket_bytes: length of a bucket.
         verify: send the digests of buckets (packed only).
         timeout_s: limit of every broadcast, seconds.
 
     Raises:
-        RunError: on every rank, where one failed; the group is of no use any more then.
+        RunError: on every rank, when one rank failed; the group cannot be used any more.
     """
 
     def send(pairs: Pairs) -> None:
@@ -118,16 +118,16 @@ fsdp_sync_weight_nccl = megatron_sync_weight_nccl = sync_weight_nccl
 
 def _use(what: str, engine: Engine, use: Callable[[Pairs], T]) -> T | None:
     opened: list[Pairs] = []
-    # A rank that cannot even begin would leave its peers in the first gather.
+    # A rank that failed here alone would leave its peers in the first gather.
     together(what, lambda: opened.append(_parameters(engine)))
     return use_on_first_rank(what, opened[0], use)
 
 
 def _parameters(engine: Engine) -> Pairs:
-    """Return (name, full tensor) of all that explorers get, in the engine's order. All ranks go through them.
+    """Return (name, full tensor) of all that explorers get, in the engine's order. Collective.
 
     Raises:
-        ConfigError: on every rank, where what is trained is not among them.
+        ConfigError: on every rank, when the trained adapters are not among them.
     """
     tensors, adapters = engine.get_per_tensor_param()
     if adapters is not None:
@@ -139,7 +139,7 @@ def _parameters(engine: Engine) -> Pairs:
 
 
 def each_once(tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors by name. From Megatron tied ones come from the first and the last pipeline stage both."""
+    """Yield each name once: Megatron yields tied tensors for the first and the last pipeline stage."""
     seen = set()
     for name, tensor in tensors:
         if name not in seen:
@@ -157,7 +157,7 @@ def fsdp_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
 ) -> None:
-    """Save the sharded weights in the background, one part per rank; rank 0 adds what verl's merger needs.
+    """Save the sharded weights in the background, one part per rank; rank 0 adds the files for verl's merger.
 
     The trainer registers ``state_dict_thread_count`` for the step (`CheckpointCoordinator.register_and_monitor`): the
     number of ranks, or 1. The step waits for the parts of all ranks.
@@ -167,10 +167,10 @@ def fsdp_save_state_dict(
         local_path: a place in the step's folder, such as ``ROOT/global_step_20/actor``. None: nothing is done.
         global_step: the trainer's step.
         coordinator: this rank's.
-        logger: told what is being saved.
+        logger: gets a line when the save has begun.
 
     Raises:
-        RunError: on every rank, also for what the save before failed of.
+        RunError: on every rank; also when the save before failed.
     """
     if local_path is None:
         return
@@ -192,14 +192,14 @@ def fsdp_save_state_dict(
             copied.take({name: engine.module.state_dict()}, f"the weights of step {global_step}")
         small = ModelFiles(metadata(engine.checkpoint_manager) if rank == 0 else {})
         folder = coordinator.staged(local_path, global_step)
-        # The coordinator digests what it is given as paths, and makes it durable.
+        # The coordinator digests and fsyncs files that are reported as paths.
         write_weights = copied.writer(name, folder, folder, durable=False, timeout_s=0.0)
 
         def write() -> list[Path]:
             write_weights()
             return [folder / name, *small.write(folder)]
 
-        # Two roles in one process write at the same time.
+        # Named by part: two roles in one process save at the same time.
         coordinator.save_async(parts[rank], write, global_step, True, part=parts[rank])
 
     what = f"save the weights of step {global_step}"
@@ -207,7 +207,7 @@ def fsdp_save_state_dict(
     try:
         together(what, collect)
     except RunError as error:
-        coordinator.fail(global_step, None, error)  # the part of a rank that is gone never comes
+        coordinator.fail(global_step, None, error)  # the part of a rank that died never comes
         raise
     logger.info("the weights of step %d are on their way to %s", global_step, local_path)
 
@@ -219,24 +219,24 @@ def megatron_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
 ) -> None:
-    """Save the model alone through the engine's own distributed checkpoint, one part per rank. It contains barriers, so
-    it runs on the calling thread. The files are staged, and visible at `local_path` when the monitor has committed
-    them; of weights that this run has saved already, nothing is written.
+    """Save the model alone through the engine's own distributed checkpoint, one part per rank. It has barriers, so it
+    runs on the calling thread. The files are visible at `local_path` after the commit. Weights that this run has saved
+    already are not written again.
 
     The trainer registers ``state_dict_thread_count`` for the step (`CheckpointCoordinator.register_and_monitor`): the
     number of ranks, or 1. The step waits for the parts of all ranks.
 
     Args:
-        engine: verl's Megatron engine. Its contents to save are narrowed to the model for this save (a Hugging Face
-            export that was asked for stays in), and are what they were afterwards, also after an error.
+        engine: verl's Megatron engine. Its save contents are the model, and a Hugging Face export if that was asked
+            for, during this save, and are restored afterwards, also after an error.
         local_path: a place in the step's folder, such as ``ROOT/global_step_20/actor``. None: nothing is done.
         global_step: the trainer's step.
         coordinator: this rank's.
-        logger: told what was saved.
+        logger: gets a line after the save.
 
     Raises:
-        ConfigError: the engine has our checkpoint manager, whose saves go another way.
-        RunError: on every rank, where one could not, after it was reported to the monitor.
+        ConfigError: the engine has our checkpoint manager; call its `save_state_dict`.
+        RunError: on every rank, when one rank failed; the monitor has the error.
     """
     if local_path is None:
         return
@@ -253,7 +253,7 @@ def megatron_save_state_dict(
         part = coordinator.part(local_path, global_step, f"model-rank-{rank:05d}")
         return coordinator.staged(local_path, global_step), part, coordinator.is_saved(part, global_step)
 
-    # What one rank skipped and another wrote would keep the other in its barrier.
+    # If one rank skipped what another wrote, the other would wait in its barrier.
     found = together(f"begin to {what}", look)
     staged, part, _ = found[rank]
     if all(saved for *_, saved in found):
@@ -267,11 +267,11 @@ def megatron_save_state_dict(
     def write() -> list[Path]:
         with _model_only(engine.checkpoint_mananager):  # verl spells it so
             engine.save_checkpoint(str(staged), global_step=global_step)
-        return _written(staged) if rank == 0 else []  # of all ranks, as verl ends with a barrier
+        return _written(staged) if rank == 0 else []  # for all ranks, as verl ends with a barrier
 
     def save() -> list[Path]:
         written, *_ = together(f"write the weights of step {global_step}", write)
-        return written[rank :: dist.get_world_size()]  # to digest: a share each
+        return written[rank :: dist.get_world_size()]  # each rank digests a share
 
     together_inside(
         what,
@@ -282,7 +282,7 @@ def megatron_save_state_dict(
 
 
 def _written(place: Path) -> list[Path]:
-    """What verl saves of the model alone. Other parts of the step may be on their way to files beside it."""
+    """List verl's files of the model alone. Other parts of the step may be written next to them."""
     return [*sorted(path for path in (place / "model").rglob("*") if path.is_file()), place / "ckpt_contents.json"]
 
 
@@ -291,16 +291,16 @@ def _model_only(manager: MegatronCheckpointManager) -> Iterator[None]:
     contents, later = manager.checkpoint_save_contents, manager.checkpoint_config.async_save
     paths = list(manager.previous_saved_paths)
     manager.checkpoint_save_contents = ["model", *(name for name in contents if name == "hf_model")]
-    # Nobody finalises what verl writes later, and this save is over when it returns.
+    # A write that verl finished later would not be finalised: this save is over when it returns.
     _set(manager.checkpoint_config, "async_save", False)
     try:
         yield
     finally:
         manager.checkpoint_save_contents = contents
-        manager.previous_saved_paths = paths  # verl neither counts nor deletes what the monitor commits
+        manager.previous_saved_paths = paths  # the monitor deletes these checkpoints, not verl
         _set(manager.checkpoint_config, "async_save", later)
 
 
 def _set(config: object, name: str, value: bool) -> None:
-    """Set a field of a config of verl's, which are frozen."""
+    """Set a field of a frozen config of verl's."""
     object.__setattr__(config, name, value)

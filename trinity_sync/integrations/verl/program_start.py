@@ -28,19 +28,20 @@ Find = Callable[..., "str | None"]
 Method = Callable[..., Any]
 
 SKIP_MISSING = "TRINITY_SYNC_SKIP_MISSING"
-"""Set to 1: go on though a checkpoint that was committed is gone, or cannot be read now."""
+"""Set to 1 to start although a committed checkpoint is gone or unreadable."""
 
 _TIMEOUT_S = 4 * 3600.0
-"""How long the others wait for rank 0, which reads the whole checkpoint. Its death ends them by their launcher."""
+"""Timeout of the other ranks while rank 0 reads the whole checkpoint, seconds. If rank 0 dies, the launcher ends them.
+"""
 
 _ENDS_S = 60.0
-"""The monitor of an earlier start has so long to commit what that has written, seconds."""
+"""Timeout for the monitor of an earlier start to commit what is written, seconds."""
 
 _asked = itertools.count()
 
 
 def instead_of(verls: Find) -> Find:
-    """Return what stands in for verl's function, of which it keeps the arguments and the answer."""
+    """Return a replacement for verl's function, with the same arguments and result."""
 
     @functools.wraps(verls)
     def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
@@ -52,12 +53,12 @@ def instead_of(verls: Find) -> Find:
 
 
 def newest(root: Path) -> Path | None:
-    """Return the folder of the newest full checkpoint that verifies, or that verl itself has finished; None: there is
-    none, and none was ever committed. Says a line for each one that is passed over.
+    """Return the folder of the newest full checkpoint that verifies, or that verl itself finished; None: none was ever
+    committed. Prints a line for each checkpoint that is skipped.
 
     Raises:
-        RunError: one that was committed is gone, or cannot be read now, unless `SKIP_MISSING` is set; says how to go on
-            without it. Or the monitor of an earlier start does not come to its end.
+        RunError: a committed checkpoint is gone or unreadable and `SKIP_MISSING` is not set; says how to go on without
+            it. Or the monitor of an earlier start does not end.
     """
     if not root.is_dir():
         return None
@@ -83,7 +84,7 @@ def newest(root: Path) -> Path | None:
 
 
 def _of_all_ranks(root: Path) -> str | None:
-    """Rank 0 of the default group looks and tells the others: all of them have to ask, as in verl's trainers."""
+    """Look on rank 0 of the default group; the other ranks get its answer. Collective, as in verl's trainers."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -97,7 +98,7 @@ def _of_all_ranks(root: Path) -> str | None:
         return _told(store, key, root)
     try:
         store.wait([key], timedelta(seconds=_TIMEOUT_S))
-    except (RuntimeError, ValueError) as error:  # torch says so of a time-out, too
+    except (RuntimeError, ValueError) as error:  # torch raises these for a timeout
         raise WaitTimeout("rank 0", f"say which checkpoint in {root} is the newest", _TIMEOUT_S) from error
     answer = json.loads(store.get(key))
     if answer["error"] is not None:
@@ -123,11 +124,11 @@ def _told(store: Any, key: str, root: Path) -> str | None:
 
 
 def announce(folder: str, limits: Iterable[object]) -> None:
-    """Print the line. Called by rank 0, or by the process of verl's driver under Ray, once for a trainer.
+    """Print the line. Called once for a trainer: by rank 0, or under Ray by verl's driver.
 
     Args:
         folder: verl's ``trainer.default_local_dir``.
-        limits: how many checkpoints of each role verl keeps; the smallest positive one holds.
+        limits: how many checkpoints of each role verl keeps; the smallest positive limit holds.
     """
     smallest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
     kept = [] if smallest is None else [f"the newest {smallest}"]
@@ -136,7 +137,7 @@ def announce(folder: str, limits: Iterable[object]) -> None:
 
 
 def register(module: ModuleType) -> None:
-    """Have the trainers of one of verl's modules print the line."""
+    """Let the trainers of one of verl's modules print the line."""
     for name, method, announced in (
         ("CheckpointHandler", "__init__", functools.partial(_of_handler, module)),
         ("PPOTrainer", "_load_checkpoint", _of_trainer),
@@ -148,7 +149,7 @@ def register(module: ModuleType) -> None:
 
 
 def _of_handler(module: ModuleType, init: Method) -> Method:
-    """SFT, with torchrun and under Ray. An engine that is left to verl has said so."""
+    """For SFT, with torchrun and under Ray. An engine that keeps verl's manager has printed a line of its own."""
 
     @functools.wraps(init)
     def announced(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -161,11 +162,11 @@ def _of_handler(module: ModuleType, init: Method) -> Method:
 
 
 def _of_trainer(load: Method) -> Method:
-    """PPO."""
+    """For PPO."""
 
     @functools.wraps(load)
     def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(AttributeError):  # of a trainer that was changed: the line is not worth its end
+        with contextlib.suppress(AttributeError):  # a changed trainer: the line is not worth ending the program
             trainer = self.config.trainer
             keys = ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")[: 2 if self.use_critic else 1]
             only_newest = getattr(trainer, "remove_previous_ckpt_in_save", False)
