@@ -56,7 +56,7 @@ def test_the_monitor_knows_verls_limit_before_the_commit(limit: int | None, told
         **{"rank": 0, "world_size": 1, "_backend": "fsdp", "_roles": [], "_attempt": 0, "_timeout_s": 1.0},
         **{"_monitor": monitor, "_coordinator": Mock(), "_limit": limit},
     )
-    CommittedSaves._tell_parts(rank, "/checkpoints/global_step_4/actor", 4, FULL, {"part": "model"})
+    CommittedSaves._announce_parts(rank, "/checkpoints/global_step_4/actor", 4, FULL, {"part": "model"})
     assert monitor.begin.call_args.args[4] == {"backend": "fsdp", "world_size": 1, **told}
 
 
