@@ -238,13 +238,13 @@ def test_an_explorer_that_is_started_again_meets_the_trainer_and_the_one_before_
     assert ray.get(old.join_group.remote("explorer-0"), timeout=LIMIT) == 1
     ray.get([old.is_running.remote(), new.is_running.remote()], timeout=LIMIT)
     again = new.join_group.remote("explorer-0")
-    with pytest.raises(RunError, match="explorer-0 was started again, so its weight sync group is over"):
+    with pytest.raises(RunError, match="explorer-0 was restarted, so its weight sync group is over"):
         synchronizer.ready_to_nccl_sync("trainer", 3, timeout_s=LIMIT)
     synchronizer.setup_weight_sync_group("127.0.0.1", 29501, explorers=1)
     assert ray.get(again, timeout=LIMIT) == 2
     with pytest.raises(RunError, match="explorer-0 belongs to a weight sync group that is over"):
         ray.get(old.ready.remote("explorer-0"), timeout=LIMIT)
-    with pytest.raises(RunError, match="this explorer-0 is dead, or was started again since"):
+    with pytest.raises(RunError, match="this explorer-0 is dead or was restarted"):
         ray.get(old.join_group.remote("explorer-0"), timeout=LIMIT)
     assert synchronizer.get_explorer_status_counts()["running"] == 2
     os.kill(ray.get(old.pid.remote(), timeout=LIMIT), signal.SIGKILL)
