@@ -18,8 +18,9 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.digests import RowBook
-from trinity_sync.weights.layout import Cut, PartLayout, Segment, Stretch
+from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text, whole
+from trinity_sync.weights.staging import Stretch
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, rows_digest
 from trinity_sync.weights.tensors import (
     byte_tensor,

@@ -12,15 +12,12 @@ import mmap
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import xxhash
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.shards import Rect, Shard, itemsize
-
-if TYPE_CHECKING:
-    import torch
 
 Segment = bytes | bytearray | memoryview | mmap.mmap
 """The memory of a part's bytes."""
@@ -246,37 +243,3 @@ class PartLayout:
             return cls(data["part"], tuple(entries), data["nbytes"], data["bucket_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"not a valid part layout: {type(error).__name__}: {error}") from error
-
-
-class Stretch:
-    """Tensors that follow each other in one storage, without a gap, from `first` on; on any device.
-
-    One copy for all of them saves the cost per call, which dominates for models of many small tensors.
-    """
-
-    __slots__ = ("_end", "_first", "_numel", "_room")
-
-    def __init__(self, first: torch.Tensor) -> None:
-        self._first = first
-        self._numel = first.numel()
-        self._end = first.data_ptr() + first.nbytes if first.is_contiguous() else None
-        self._room: int | None = None
-
-    def take(self, tensor: torch.Tensor) -> bool:
-        """Add a tensor of at least one element if it follows, and return whether it does."""
-        first = self._first
-        if tensor.data_ptr() != self._end or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            return False
-        if self._room is None:
-            storage = first.untyped_storage()
-            self._room = storage.data_ptr() + storage.nbytes()
-        if self._end + tensor.nbytes > self._room:  # adjacent by chance, in another storage
-            return False
-        self._end += tensor.nbytes
-        self._numel += tensor.numel()
-        return True
-
-    def elements(self) -> torch.Tensor:
-        """Return the only tensor, or a flat one of the elements of all, in its storage."""
-        one = self._first
-        return one if one.numel() == self._numel else one.as_strided((self._numel,), (1,))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.weights.layout import PartLayout, Segment, Stretch, aligned
+from trinity_sync.weights.layout import PartLayout, Segment, aligned
 from trinity_sync.weights.saved_views import row_major
 from trinity_sync.weights.shards import itemsize, listed
 from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, to_torch
@@ -344,3 +344,41 @@ class HostMemory:
             torch.from_numpy(array[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
             for tensor, start in zip(tensors, starts[:-1], strict=True)
         ]
+
+
+# Tensors that lie one after another in memory, as one: models of many small tensors would spend their time between
+# the copies.
+
+
+class Stretch:
+    """Tensors that follow each other in one storage, without a gap, from `first` on; on any device.
+
+    One copy for all of them saves the cost per call, which dominates for models of many small tensors.
+    """
+
+    __slots__ = ("_end", "_first", "_numel", "_room")
+
+    def __init__(self, first: torch.Tensor) -> None:
+        self._first = first
+        self._numel = first.numel()
+        self._end = first.data_ptr() + first.nbytes if first.is_contiguous() else None
+        self._room: int | None = None
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Add a tensor of at least one element if it follows, and return whether it does."""
+        first = self._first
+        if tensor.data_ptr() != self._end or tensor.dtype != first.dtype or not tensor.is_contiguous():
+            return False
+        if self._room is None:
+            storage = first.untyped_storage()
+            self._room = storage.data_ptr() + storage.nbytes()
+        if self._end + tensor.nbytes > self._room:  # adjacent by chance, in another storage
+            return False
+        self._end += tensor.nbytes
+        self._numel += tensor.numel()
+        return True
+
+    def elements(self) -> torch.Tensor:
+        """Return the only tensor, or a flat one of the elements of all, in its storage."""
+        one = self._first
+        return one if one.numel() == self._numel else one.as_strided((self._numel,), (1,))
