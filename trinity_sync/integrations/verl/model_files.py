@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import CONFIG, ModelFiles
-from trinity_sync.models.model_folder import cached_folder
+from trinity_sync.models.hub import cached_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
