@@ -18,7 +18,7 @@ else:
 MONITOR = "checkpoint_monitor"
 """Name of the actor in a run's Ray namespace."""
 
-Event = dict[str, object]
+EventLine = dict[str, object]
 """Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 
 
