@@ -21,7 +21,7 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from trinity_sync.errors import RunError, take_back
-from trinity_sync.integrations.verl.engine_weights import each_once
+from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
 from trinity_sync.integrations.verl.weight_sync.link import (
     Done,
