@@ -31,9 +31,8 @@ from trinity_sync.checkpoint.folder.contents import (
     write_committed,
     write_tracker,
 )
-from trinity_sync.checkpoint.folder.deletion import read_deletion, unlink_notes
+from trinity_sync.checkpoint.folder.deletion import Pruned, prune, prune_plan, read_deletion, unlink_notes
 from trinity_sync.checkpoint.folder.lock import lock_as_writer
-from trinity_sync.checkpoint.folder.prune import Pruned, prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story

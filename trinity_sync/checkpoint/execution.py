@@ -15,8 +15,8 @@ from dataclasses import replace
 from trinity_sync.actors.monitor_client import Committed, EventLine
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.folder.deletion import Pruned
 from trinity_sync.checkpoint.folder.owner import Owner
-from trinity_sync.checkpoint.folder.prune import Pruned
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, Uploads
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story

@@ -46,8 +46,8 @@ from trinity_sync.checkpoint.folder.contents import (
     step_of,
     write_manifest,
 )
+from trinity_sync.checkpoint.folder.deletion import facts_of
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
-from trinity_sync.checkpoint.folder.prune import facts_of
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import digest_file, make_folder, replace_file, sync_folder
 from trinity_sync.host.urls import local_folder
