@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from trinity_sync.integrations.vllm.target import WorkerTarget
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.in_place import WeightTarget
+    from trinity_sync.sync.weight_loader import WeightTarget
 
 _START_S = 86_400.0
 """Until vLLM is up. Who asks for that waits as long as `cluster.start_timeout_s`."""

@@ -31,7 +31,7 @@ from trinity_sync.weights.tensors import rounds, to_torch
 
 if TYPE_CHECKING:
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.in_place import WeightTarget
+    from trinity_sync.sync.weight_loader import WeightTarget
 
 _SHARE = 0.9
 """Of a limit that somebody waits for this explorer: what this explorer waits for its server. It can say more of why."""

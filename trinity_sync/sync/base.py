@@ -7,7 +7,7 @@ staged, digests known). Then
 2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
 3. rank, of a mode in which `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends what the rank has staged;
 4. explorer: `Transport.buckets(lease, broadcast, find_destination)` yields the buckets of the parts, or other pieces,
-   one after another; `sync.loading` checks and applies them. Or, where an explorer's processes read by themselves,
+   one after another; `sync.weight_loader` checks and applies them. Or, where an explorer's processes read by themselves,
    `PartMaps.map(lease)` maps the parts where they lie.
 
 Whatever fails raises; the version before stays in force.
@@ -28,8 +28,8 @@ from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast, RankClient
 from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 
 if TYPE_CHECKING:
@@ -83,6 +83,48 @@ class TrainerSide:
     timeout_s: float
     use_gpu: bool = False
     store: StateDictStore | None = None
+
+
+class LayoutCache:
+    """Layouts by digest, fetched from the agent that holds the part.
+
+    Args:
+        agents: Ray node id -> agent.
+        timeout_s: limit of a fetch, seconds.
+    """
+
+    def __init__(self, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
+        self._agents = agents
+        self._timeout_s = timeout_s
+        self._known: dict[str, PartLayout] = {}
+
+    def get(self, info: PartInfo) -> PartLayout:
+        """Return the layout of a part.
+
+        Raises:
+            RunError: the agent answered with another one than the version was staged in.
+        """
+        if info.layout not in self._known:
+            agent = self._agents[info.node]
+            layout = agent.layout(info.part).result(self._timeout_s)
+            if layout.digest != info.layout:
+                raise RunError(
+                    f"{agent.who} describes {info.part} by layout {layout.digest}, the version was staged in "
+                    f"{info.layout}"
+                )
+            self._known[info.layout] = layout
+        return self._known[info.layout]
+
+    def learn(self, layout: PartLayout) -> None:
+        """Remember a layout that somebody else has fetched."""
+        self._known[layout.digest] = layout
+
+    def tensor_digests(self, version: Version) -> dict[str, bytes]:
+        """Return the 16-byte digests of a version's tensors as they were staged; empty where they are forgotten."""
+        found: dict[str, bytes] = {}
+        for agent in self._agents.values():
+            found |= agent.tensor_digests(version).result(self._timeout_s)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
