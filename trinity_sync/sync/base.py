@@ -157,7 +157,7 @@ class Bucket(NamedTuple):
 
 
 FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
-"""`Receiver.destination`: the tensor into which a piece (layout, number, cut) can be received without a copy, or None."""
+"""`Receiver.destination`: the tensor into which a piece (layout, number, cut) can arrive without a copy, or None."""
 
 
 class SyncMode(ABC):
