@@ -31,7 +31,7 @@ from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import FileEntry, Kind
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer.group import TrainerGroup
-from trinity_sync.trainer.steps import upon
+from trinity_sync.trainer.steps import base_field
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
 
@@ -407,7 +407,7 @@ def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: floa
             written_s=result["written_s"],
             total_s=result["total_s"],
             began=began,
-            **upon(result["base"]),
+            **base_field(result["base"]),
         )
     for pruned in result["pruned"]:
         log.event("prune", step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"])
