@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 from transformers.initialization import no_init_weights
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.characters import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 from trinity_sync.models.families import auto_class
 from trinity_sync.weights.tensors import cast_model, kept_by_class
 
@@ -93,30 +94,6 @@ def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
 def _suggestion(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (meant {close[0]}?)" if close else ""
-
-
-# The characters of the tokenizer that a model made from `model.architecture` has. Imports nothing.
-
-
-SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
-"""Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
-CHARACTERS = "0123456789=+-*,;<>?:#%"
-"""Tokens 3 and following."""
-UNUSED = 0xE000
-"""Tokens behind the characters are written as private-use characters: this code point plus the token's number."""
-
-
-def check_vocabulary(vocab_size: int) -> None:
-    """Check that a vocabulary has room for the characters.
-
-    Raises:
-        ConfigError: it is too small.
-    """
-    needed = len(SPECIAL) + len(CHARACTERS)
-    if vocab_size < needed:
-        raise ConfigError(
-            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {needed}"
-        )
 
 
 # Makes the initial model of a run that names none: random weights and a tokenizer with one token per character.

@@ -29,6 +29,7 @@ from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.metrics import Line, ValidationAnswers
 from trinity_sync.sync.base import Publisher
+from trinity_sync.tracking.events import SkipEvent
 from trinity_sync.trainer.full_saves import FullSaves
 from trinity_sync.trainer.steps import Staged, Steps, Timing
 
@@ -260,7 +261,7 @@ class FreeLoop:
         self._publishing = in_background(lambda: self._publish(version, started), f"publish-{step}")
 
     def _skip(self, step: int, reason: str) -> None:
-        self._log.event("skip", version=step, reason=reason)
+        self._log.event(SkipEvent(version=step, reason=reason))
 
     def _publish(self, version: Version, started: float) -> Staged:
         try:

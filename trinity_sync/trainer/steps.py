@@ -23,6 +23,16 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
 from trinity_sync.samples.metrics import Line, ValidationTimes, batch_metrics, drawn_metrics
+from trinity_sync.tracking.events import (
+    AllRejectedEvent,
+    Event,
+    FailedRewardsEvent,
+    FilledBatchEvent,
+    GenerateEvent,
+    LoadEvent,
+    PublishEvent,
+    SkippedUpdateEvent,
+)
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.algorithms.base import REJECTED
@@ -43,8 +53,8 @@ class Log(Protocol):
         """Record the metrics of a step."""
         ...
 
-    def event(self, name: str, **fields: object) -> None:
-        """Record an event."""
+    def event(self, event: Event) -> None:
+        """Record one event."""
         ...
 
     def samples(self, step: int, lines: Sequence[Line]) -> None:
@@ -181,10 +191,10 @@ class Steps:
         if drawn is not None:
             found |= drawn_metrics(drawn)
             if drawn.filled:
-                self.log.event("filled_batch", step=step, count=drawn.filled, drawn=drawn.groups)
+                self.log.event(FilledBatchEvent(step=step, count=drawn.filled, drawn=drawn.groups))
         samples = batch if drawn is None else drawn.samples
         if isinstance(samples, SampleBatch) and (errors := [error for error in samples.errors if error]):
-            self.log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
+            self.log.event(FailedRewardsEvent(step=step, count=len(errors), error=errors[0]))
         return found
 
     def train(
@@ -219,9 +229,9 @@ class Steps:
             found = "missing from the ranks' metrics" if loss is None else loss
             raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
         if skipped := int(metrics.get(SKIPPED, 0)):
-            self.log.event("skipped_update", step=step, count=skipped)
+            self.log.event(SkippedUpdateEvent(step=step, count=skipped))
         if metrics.get(REJECTED, 0.0) > 1 - _ROUNDING:
-            self.log.event("all_rejected", step=step)
+            self.log.event(AllRejectedEvent(step=step))
         return advantages, {**metrics, **penalties}
 
     def state(self) -> dict[str, object]:
@@ -293,24 +303,25 @@ class Steps:
         sealed = staged.sealed
         nbytes = sum(info.nbytes for info in sealed.parts.values())
         self.log.event(
-            "publish",
-            version=sealed.version.step,
-            mode=self.settings.mode,
-            encoding="full",
-            digest=sealed.digest,
-            bytes_full=nbytes,
-            bytes_moved=nbytes,
-            blocked_s=staged.blocked_s,
-            digest_s=sealed.digest_s,
-            sealed_s=staged.sealed_s,
-            total_s=time.perf_counter() - staged.started,
-            **base_field(self.settings.base),
+            PublishEvent(
+                version=sealed.version.step,
+                mode=self.settings.mode,
+                encoding="full",
+                digest=sealed.digest,
+                bytes_full=nbytes,
+                bytes_moved=nbytes,
+                blocked_s=staged.blocked_s,
+                digest_s=sealed.digest_s,
+                sealed_s=staged.sealed_s,
+                total_s=time.perf_counter() - staged.started,
+                base=self.settings.base,
+            )
         )
 
     def record_validation(self, step: int, metrics: Mapping[str, float], found: Answers) -> None:
         """Record the failed rewards and the samples of a validation; the caller records the metrics."""
         if failed := int(metrics.get("val/failed", 0)):
-            self.log.event("failed_rewards", step=step, count=failed, error=found.failure, validation=True)
+            self.log.event(FailedRewardsEvent(step=step, count=failed, error=found.failure, validation=True))
         if self.settings.record_interval:
             self.log.samples(step, found.excerpt(self.settings.record_groups))
 
@@ -318,26 +329,22 @@ class Steps:
 def record_load(log: Log, report: LoadReport) -> None:
     """Record that an explorer holds a version. Any thread."""
     log.event(
-        "load",
-        version=report.version.step,
-        explorer=report.explorer,
-        digest=report.digest,
-        total_s=report.total_s,
-        paused_s=report.paused_s,
-        bytes=report.bytes_moved,
-        began=report.began,
-        **base_field(report.base),
+        LoadEvent(
+            version=report.version.step,
+            explorer=report.explorer,
+            digest=report.digest,
+            total_s=report.total_s,
+            paused_s=report.paused_s,
+            bytes=report.bytes_moved,
+            began=report.began,
+            base=report.base,
+        )
     )
-
-
-def base_field(base: str | None) -> dict[str, str]:
-    """Return the additional field of an adapter's event: the digest of its base."""
-    return {} if base is None else {"base": base}
 
 
 def record_generated(log: Log, generated: Generated) -> None:
     """Record that an explorer made samples. Any thread."""
-    log.event("generate", **asdict(generated))
+    log.event(GenerateEvent(**asdict(generated)))
 
 
 # Validation of a supervised run: the loss of rows that are not trained on.
