@@ -16,8 +16,9 @@ from functools import partial
 import ray
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied, ended, failures_logged, results
+from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
