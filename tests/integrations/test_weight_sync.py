@@ -29,7 +29,7 @@ from tests.integrations.sync_members import (
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
-from trinity_sync.integrations.verl.weight_sync import memory, session
+from trinity_sync.integrations.verl.weight_sync import session, transfers
 from trinity_sync.integrations.verl.weight_sync.engine import ShardedWeightSync, WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, MemberReady, Node, WeightSyncSettings, place
 from trinity_sync.weights.apply import ChecksumError
@@ -150,14 +150,14 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
 
     def damaged(self: session.Stream, bucket: Any) -> None:
         if bucket.number == 2:
-            taken = self._incoming.take
+            taken = self._receiver.take
 
             def other(bucket: Any) -> torch.Tensor:
                 data = taken(bucket).clone()
                 data[-1] ^= 1
                 return data
 
-            monkeypatch.setattr(self._incoming, "take", other)
+            monkeypatch.setattr(self._receiver, "take", other)
         real(self, bucket)
 
     monkeypatch.setattr(session.Stream, "_take", damaged)
@@ -206,13 +206,13 @@ def test_a_receiver_tells_what_the_sender_failed_of(
         raise RuntimeError("Connection closed by peer")
 
     sending = members.pool.submit(send, members.ranks[0], failing(), 1)
-    real = memory._MemoryIncoming.take
+    real = transfers._MemoryReceiver.take
 
-    def late(self: memory._MemoryIncoming, bucket: BucketNotice) -> torch.Tensor:
+    def late(self: transfers._MemoryReceiver, bucket: BucketNotice) -> torch.Tensor:
         sending.exception(LIMIT)
         return real(self, bucket)
 
-    monkeypatch.setattr(memory._MemoryIncoming, "take", late)
+    monkeypatch.setattr(transfers._MemoryReceiver, "take", late)
     with pytest.raises(RunError, match=r"trainer rank 0 .* gave the weights up: .*Connection closed by peer"):
         receive(members.rollout[0], 1)
 

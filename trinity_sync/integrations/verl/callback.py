@@ -25,6 +25,7 @@ from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, RunMonitor, join_alone
 from trinity_sync.integrations.verl.vendor import is_on, say
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.tracking.events import CommitEvent, PruneEvent
 from trinity_sync.tracking.json_lines import JsonlWriter
 
 EVENTS = "events.jsonl"
@@ -142,7 +143,15 @@ class _SavesRecord(Saves):
 
 
 def _note(log: EventLog, commit: Committed) -> None:
-    told = ("step", "kind", "digest", "bytes", "written_s", "total_s")
-    log.add("commit", **{name: value for name, value in commit.items() if name in told})
+    log.add(
+        CommitEvent(
+            step=commit["step"],
+            kind=commit["kind"],
+            digest=commit["digest"],
+            bytes=commit["bytes"],
+            written_s=commit["written_s"],
+            total_s=commit["total_s"],
+        )
+    )
     for pruned in commit["pruned"]:
-        log.add("prune", **pruned)
+        log.add(PruneEvent(**pruned))

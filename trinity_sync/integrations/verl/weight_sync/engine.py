@@ -14,7 +14,6 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
@@ -24,21 +23,17 @@ from verl.checkpoint_engine.base import CheckpointEngine
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.integrations.verl.engine_weights import each_once
 from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
-from trinity_sync.integrations.verl.weight_sync.base import Mode
-from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointTransfer
 from trinity_sync.integrations.verl.weight_sync.link import (
     Done,
     Hub,
     MemberPlace,
     MemberReady,
     Spoke,
-    WeightSyncSettings,
     read,
 )
-from trinity_sync.integrations.verl.weight_sync.memory import MemoryTransfer
-from trinity_sync.integrations.verl.weight_sync.nccl import NcclTransfer
 from trinity_sync.integrations.verl.weight_sync.sending import Exported, Gathering, Sent, own_shards, send, travelling
 from trinity_sync.integrations.verl.weight_sync.session import Named, Session, Stream, tensors, told
+from trinity_sync.integrations.verl.weight_sync.transfers import transfer
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 
@@ -67,7 +62,7 @@ class WeightSync(CheckpointEngine):
         self._settings = read(engine_kwargs, self._backend)
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
-        self._mode = _mode(self._settings)
+        self._transfer = transfer(self._settings)
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[Any] | None = None
         self._last: dict[str, object] | None = None
@@ -92,8 +87,8 @@ class WeightSync(CheckpointEngine):
         with session.at_work():
             host = str(ray.util.get_node_ip_address()).strip("[]")
             session.hub = Hub(host, self._settings.timeout_s)
-            session.offer = self._mode.prepare(host)
-            return link.this_process(self._settings, session.hub.address, session.offer.meeting)
+            session.sender = self._transfer.sender(host)
+            return link.this_process(self._settings, session.hub.address, session.sender.meeting)
 
     @classmethod
     def build_topology(
@@ -125,14 +120,14 @@ class WeightSync(CheckpointEngine):
         with session.at_work():
             if place.role == "sender":
                 assert session.hub is not None, "a sender prepares"
-                assert session.offer is not None, "a sender prepares"
+                assert session.sender is not None, "a sender prepares"
                 session.hub.meet(place.receivers)
-                session.outgoing = session.offer.outgoing(session.hub, place)
+                session.sender.connect(session.hub, place)
             elif place.role == "receiver":
                 for sender in place.senders:
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
                     with _or_give_up(spoke.give_up):
-                        session.streams.append(Stream(spoke, self._mode.incoming(spoke, place, sender)))
+                        session.streams.append(Stream(spoke, self._transfer.receiver(spoke, place, sender)))
             session.place = place
 
     def finalize(self) -> None:
@@ -202,10 +197,10 @@ class WeightSync(CheckpointEngine):
         self, session: Session, place: MemberPlace, shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         assert session.hub is not None, "a sender prepares"
-        assert session.outgoing is not None, "a sender has met the others"
+        assert session.sender is not None, "a sender prepares"
         started = time.perf_counter()
         full = self._settings.verify == "full" and not self._all_send
-        sent = send(shards, session.outgoing, bucket_bytes=self._bucket_bytes, step=step, whole=full)
+        sent = send(shards, session.sender, bucket_bytes=self._bucket_bytes, step=step, whole=full)
         done = session.hub.wait_done()
         digest = _agreed([*(one.digest for one in done), *([sent.digest] if full else [])], step)
         session.finish()
@@ -321,14 +316,6 @@ def _met(session: Session, what: str) -> MemberPlace:
     if place is None:
         raise RunError(f"there is nobody to {what} weights: init_process_group comes before, once for each version")
     return place
-
-
-def _mode(settings: WeightSyncSettings) -> Mode:
-    if settings.mode == "checkpoint":
-        return CheckpointTransfer(Path(str(settings.dir)), settings.timeout_s)
-    if settings.mode == "nccl":
-        return NcclTransfer(settings.transport, settings.timeout_s)
-    return MemoryTransfer()
 
 
 def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:

@@ -15,8 +15,8 @@ import torch
 from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.weight_sync.base import Outgoing
 from trinity_sync.integrations.verl.weight_sync.link import End
+from trinity_sync.integrations.verl.weight_sync.transfers import BucketSender
 from trinity_sync.weights import shards
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.packing import pack_shards, unpack
@@ -44,7 +44,7 @@ class Sent:
 
 def send(
     shards: Iterable[tuple[Shard, torch.Tensor]],
-    outgoing: Outgoing,
+    sender: BucketSender,
     *,
     bucket_bytes: int,
     step: int | None,
@@ -54,7 +54,7 @@ def send(
 
     Args:
         shards: as of `pack_shards`.
-        outgoing: the sender's half of the mode.
+        sender: this member's half of the mode.
         bucket_bytes: length of a bucket.
         step: the trainer's, for receivers.
         whole: compute the version's digest; all shards are of whole tensors then.
@@ -66,16 +66,16 @@ def send(
     asked = _TimedIterator(shards)
     entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
     nbytes = buckets = tensors = 0
-    for number, (layout, data) in enumerate(pack_shards(asked, outgoing.room, bucket_bytes=bucket_bytes)):
+    for number, (layout, data) in enumerate(pack_shards(asked, sender.room, bucket_bytes=bucket_bytes)):
         here = data.cpu()
-        outgoing.put(number, layout, data, xxh3_128_digest(here.numpy().data))
+        sender.put(number, layout, data, xxh3_128_digest(here.numpy().data))
         if whole:  # while it travels
             entries += [digest_entry(name, tensor, None) for name, tensor in unpack(layout, here)]
         nbytes, buckets, tensors = nbytes + layout.nbytes, number + 1, tensors + len(layout.entries)
     if not tensors:
         raise RunError("the engine has no weights to send")
     digest = version_digest(entries) if whole else None
-    outgoing.end(End(step, buckets, tensors, digest))
+    sender.end(End(step, buckets, tensors, digest))
     return Sent(nbytes, tensors, buckets, digest, asked.seconds)
 
 

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from trinity_sync.errors import RunError, WaitTimeout, take_back
-from trinity_sync.integrations.verl.weight_sync.base import Incoming, Offer, Outgoing
 from trinity_sync.integrations.verl.weight_sync.link import (
     BucketNotice,
     BucketReceipt,
@@ -22,6 +21,7 @@ from trinity_sync.integrations.verl.weight_sync.link import (
     MemberPlace,
     Spoke,
 )
+from trinity_sync.integrations.verl.weight_sync.transfers import BucketReceiver, BucketSender
 from trinity_sync.weights.apply import ChecksumError, check_bytes
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import Shard, check_cover, matrix_view
@@ -40,7 +40,7 @@ class Session:
 
     Attributes:
         place: what this member is told; None: not yet, or it was used.
-        hub, offer, outgoing: a sender's.
+        hub, sender: a sender's.
         streams: a receiver's.
     """
 
@@ -48,8 +48,7 @@ class Session:
         self.device = device
         self.place: MemberPlace | None = None
         self.hub: Hub | None = None
-        self.offer: Offer | None = None
-        self.outgoing: Outgoing | None = None
+        self.sender: BucketSender | None = None
         self.streams: list[Stream] = []
         self._timeout_s = timeout_s
         self._work = threading.RLock()
@@ -102,9 +101,9 @@ class Session:
 
     def finish(self) -> None:
         """Let go of everybody, after all went well. At work."""
-        outgoing, self.outgoing = self.outgoing, None
-        if outgoing is not None:
-            outgoing.close(failed=False)
+        sender, self.sender = self.sender, None
+        if sender is not None:
+            sender.close(failed=False)
         for stream in self.streams:
             stream.close()
         if self.hub is not None:
@@ -125,10 +124,8 @@ class Session:
             return
         self._over = True
         with ExitStack() as parts:  # from the last to the first; each also where another one cannot be closed
-            if self.offer is not None:
-                parts.callback(self.offer.withdraw)
-            if self.outgoing is not None:
-                parts.callback(self.outgoing.close, failed=True)
+            if self.sender is not None:
+                parts.callback(self.sender.close, failed=True)
             for stream in self.streams:
                 parts.callback(stream.give_up, why)
             if self.hub is not None:
@@ -151,12 +148,12 @@ class Stream:
 
     Args:
         spoke: the link to it.
-        incoming: this receiver's half of the mode.
+        receiver: this member's half of the mode.
     """
 
-    def __init__(self, spoke: Spoke, incoming: Incoming) -> None:
+    def __init__(self, spoke: Spoke, receiver: BucketReceiver) -> None:
         self._spoke = spoke
-        self._incoming = incoming
+        self._receiver = receiver
         self._here: deque[tuple[Shard, torch.Tensor]] = deque()
         self._buckets = 0
         self._tensors = 0
@@ -189,7 +186,7 @@ class Stream:
         if bucket.number != self._buckets:
             raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
         try:
-            data = self._incoming.take(bucket)
+            data = self._receiver.take(bucket)
             check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
         except RunError:
             self._spoke.check()  # a sender that gives up takes its memory and files away, too: that is what to tell
@@ -221,12 +218,12 @@ class Stream:
         try:
             self._spoke.give_up(why)
         finally:
-            self._incoming.close(failed=True)
+            self._receiver.close(failed=True)
 
     def close(self) -> None:
         """Let go."""
         self._spoke.close()
-        self._incoming.close(failed=False)
+        self._receiver.close(failed=False)
 
 
 def tensors(
