@@ -270,7 +270,7 @@ def test_files_of_a_checkpoint_are_read_by_the_workers(
     verify: str,
 ) -> None:
     sealed = trainer.seal(weights[0])
-    agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
+    agent.write(sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
     trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
     kept = Kept(engine)
     report = make_loader(CheckpointMode(durable=False), verify, lease_folder=kept.lease, durable=False).load(None)
@@ -295,7 +295,7 @@ def test_a_damaged_file_of_a_checkpoint_never_reaches_the_engine(
         sealed = trainer.seal(of)
         folder = tmp_path / str(sealed.version)
         folder.mkdir()
-        agent.write(sealed.version, sealed.slot, str(folder), {}, fsync=False).result(LIMIT)
+        agent.write(sealed.slot, str(folder), {}, fsync=False).result(LIMIT)
         if of is weights[1]:
             trainer.synchronizer.commit(sealed.version, str(folder)).result(LIMIT)
             before = loader.load(None).version

@@ -131,7 +131,7 @@ def test_files_of_a_checkpoint_are_taken(
 ) -> None:
     engine = engine_of(server, models[0])
     sealed = trainer.seal(weights[2])
-    agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
+    agent.write(sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
     trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
     report = loader_of(engine, trainer, way, CheckpointMode(durable=False), verify).load(None)
     assert report.digest == (reference_digest(weights[2], "BF16") if verify == "full" else None)
