@@ -86,7 +86,7 @@ def test_what_the_engine_holds_and_no_version_would_have_is_refused(fsdp1: bool)
         model.model.register_buffer("passing", torch.ones(3), persistent=False)
         model.model.register_buffer("seen", torch.ones(3))
 
-    with pytest.raises(ConfigError, match=r"the engine holds model\.seen, of which save_pretrained would"):
+    with pytest.raises(ConfigError, match=r"the engine trains model\.seen, but by the model"):
         backend_of("llama", fields, count, fsdp1=fsdp1)
 
 

@@ -21,13 +21,6 @@ class WeightsError(RunError):
     """Files of a checkpoint are missing, damaged or contradict each other; the message names the file and the fault."""
 
 
-def loading_fault(error: Exception) -> str:
-    """Return what torch's weights-only loader says about a file, without the advice around it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    telling = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
-    return telling.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a tensor before it is read.
