@@ -43,10 +43,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
+from engines import verl_engine
 
 from tests.families import EAGER, FAMILIES
 from trinity_sync.config import compose, typed
-from trinity_sync.explorer.hf import HFEngine, sequence_keys
+from trinity_sync.explorer.hf import HFEngine
+from trinity_sync.explorer.texts import sequence_keys
 from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
@@ -130,22 +132,10 @@ def _measured(
 
 
 def _trainer(spec: WorkerSpec) -> Any:
-    from verl.workers.engine import EngineRegistry
-
     from trinity_sync.backends import log_probs
-    from trinity_sync.trainer.worker import worker_config
 
     log_probs.install()
-    config = worker_config(spec)
-    engine = EngineRegistry.new(
-        "language_model",
-        spec.backend.strategy,
-        model_config=config.model_config,
-        engine_config=config.engine_config,
-        optimizer_config=config.optimizer_config,
-        checkpoint_config=config.checkpoint_config,
-    )
-    engine.initialize()
+    engine = verl_engine(spec)
     if spec.temperature != 1:
         spec.backend.divide_in_fp32(engine)
     return engine
@@ -173,7 +163,7 @@ def _explorer(spec: WorkerSpec, dtype: str, length: int) -> HFEngine:
 
 def _prompts(explorer: HFEngine, *, made: bool) -> list[list[int]]:
     if not made:
-        return [explorer._texts._tokenizer(text)["input_ids"] for text in TEXTS]
+        return [explorer._tokenizer(text)["input_ids"] for text in TEXTS]
     draw = np.random.default_rng(0)
     return [draw.integers(3, explorer.model.config.vocab_size, 4 + row).tolist() for row in range(PROMPTS)]
 

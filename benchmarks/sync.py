@@ -43,7 +43,7 @@ from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.launch.own_ray import start_ray
-from trinity_sync.protocol.parts import PartInfo, part_name
+from trinity_sync.protocol.parts import CommitMeta, PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import TrainerSide
@@ -51,6 +51,7 @@ from trinity_sync.sync.checkpoint import CheckpointPublisher
 from trinity_sync.sync.memory import MemoryPublisher
 from trinity_sync.sync.nccl import NcclPublisher
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
+from trinity_sync.tracking.events import Event
 from trinity_sync.trainer.full_saves import SaveSettings, WeightSaves
 
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")
@@ -254,11 +255,11 @@ class Fleet:
             ray.kill(one)
 
 
-_META = {"backend": "staged", "world_size": 1, "config_digest": "0" * 32}
+_META: CommitMeta = {"backend": "staged", "world_size": 1, "config_digest": "0" * 32}
 
 
 class _Silent:
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         pass
 
     def fault(self, where: str, error: BaseException | str) -> None:

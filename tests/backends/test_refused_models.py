@@ -79,7 +79,9 @@ def test_what_the_engine_holds_and_no_version_would_have_is_refused(fsdp1: bool)
     names = [shard.name for shard in backend_of("llama", tied, fsdp1=fsdp1).shards()]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-    with pytest.raises(ConfigError, match=r"the engine trains lm_head\.weight, .* set tie_word_embeddings=false in its"):
+    with pytest.raises(
+        ConfigError, match=r"the engine trains lm_head\.weight, .* set tie_word_embeddings=false in its"
+    ):
         backend_of("llama", tied, fsdp1=fsdp1, tie_word_embeddings=False)
 
     def count(model: PreTrainedModel) -> None:

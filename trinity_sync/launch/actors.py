@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig
 
-from trinity_sync.actors.monitor_client import Event, MonitorClient
+from trinity_sync.actors.monitor_client import EventLine, MonitorClient
 from trinity_sync.actors.pending import Pending
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
 from trinity_sync.checkpoint.folder import resume_point
@@ -41,6 +41,7 @@ from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST
+from trinity_sync.tracking.events import Event, FaultEvent, OtherEvent, parse_event
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -466,14 +467,14 @@ class EventRelay:
 
     Args:
         monitor: the checkpoint monitor.
-        sink: gets each event: its name and its fields. Called in a thread of the relay's, and in that of `close`.
-            What it knows nothing of (ValueError) it gets as a fault; what the disk refuses (RunError) it gets again.
+        sink: gets each event, in a thread of the relay's and in that of `close`. An unknown or damaged one arrives as a
+            fault; one that the disk refuses (RunError) arrives again.
     """
 
-    def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
+    def __init__(self, monitor: MonitorClient, sink: Callable[[Event], None]) -> None:
         self._monitor, self._sink = monitor, sink
-        self._asked: Pending[list[Event]] | None = None
-        self._fetched: deque[Event] = deque()
+        self._asked: Pending[list[EventLine]] | None = None
+        self._fetched: deque[EventLine] = deque()
         self._answered = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -512,12 +513,11 @@ class EventRelay:
                 return  # a disk that stays full ends the run elsewhere
             self._fetched.popleft()
 
-    def _tell(self, event: Event) -> None:
-        fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
-        try:
-            self._sink(event["event"], **fields)
-        except (KeyError, TypeError, ValueError) as error:
-            self._sink("fault", where="an event of the checkpoint monitor", error=f"{error}: {event}")
+    def _tell(self, line: EventLine) -> None:
+        event = parse_event(line)
+        if isinstance(event, OtherEvent):
+            event = FaultEvent(where="an event of the checkpoint monitor", error=f"unknown or damaged: {line}")
+        self._sink(event)
 
 
 # The node agents of a run: one on each node that holds trainer ranks, with the slots of these.
@@ -561,7 +561,8 @@ def start_agents(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from trinity_sync.actors.agent_client import AgentClient
-    from trinity_sync.actors.calls import failures_logged, results
+    from trinity_sync.actors.calls import results
+    from trinity_sync.actors.pending import failures_logged
     from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 
     layouts: dict[str, dict[str, PartLayout]] = {}

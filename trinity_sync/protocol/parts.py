@@ -30,6 +30,11 @@ FileTuple: TypeAlias = tuple[str, int, str]
 _RANK_FILE = re.compile(r"(.*_world_size_)([1-9]\d{0,5})_rank_(\d{1,6})\.pt", re.DOTALL)
 
 
+def rank_file(content: str, ranks: int, rank: int) -> str:
+    """Name the file in which verl's FSDP engines keep one content (``model``, ``optim``, ``extra_state``) of a rank."""
+    return f"{content}_world_size_{ranks}_rank_{rank}.pt"
+
+
 def missing_rank_files(paths: Iterable[str]) -> list[str]:
     """Return the first missing rank file of each content whose sets are all incomplete, judged by the file names.
 
