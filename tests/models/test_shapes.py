@@ -79,7 +79,7 @@ def test_a_vision_tower_is_not_moved_and_the_language_model_is_cut(family: str) 
         ("{", "cannot be read as JSON"),
         ("[]", "names no model_type"),
         ('{"model_type": 3}', "names no model_type"),
-        (None, "is no file"),
+        (None, "is not a file"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_key(tmp_path: Path, content: str | None, text: str) -> None:
