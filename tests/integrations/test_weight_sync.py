@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tests.integrations.sync_members import (
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
-from trinity_sync.integrations.verl.weight_sync import session, transfers
-from trinity_sync.integrations.verl.weight_sync.engine import ShardedWeightSync, WeightSync
+from trinity_sync.integrations.verl.weight_sync import transfers, version_stream
+from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import ShardedWeightSync, WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, MemberReady, Node, WeightSyncSettings, place
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
@@ -146,9 +147,9 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
     members = make(mode, receivers=1, verify=verify)
     members.meet()
     handed: list[str] = []
-    real = session.Stream._take
+    real = version_stream.Stream._take
 
-    def damaged(self: session.Stream, bucket: Any) -> None:
+    def damaged(self: version_stream.Stream, bucket: Any) -> None:
         if bucket.number == 2:
             taken = self._receiver.take
 
@@ -160,7 +161,7 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
             monkeypatch.setattr(self._receiver, "take", other)
         real(self, bucket)
 
-    monkeypatch.setattr(session.Stream, "_take", damaged)
+    monkeypatch.setattr(version_stream.Stream, "_take", damaged)
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     sender, nothing, receiver = members.move(weights(1), 1)
     assert isinstance(receiver, ChecksumError)
@@ -184,7 +185,8 @@ def test_the_last_tensor_comes_after_the_digest_of_the_version(
     members = make("memory", receivers=1)
     members.meet()
     handed: list[str] = []
-    monkeypatch.setattr(session, "version_digest", lambda entries: "0" * 32)
+    finish = version_stream.Stream._finish
+    monkeypatch.setattr(version_stream.Stream, "_finish", lambda self, end: finish(self, replace(end, digest="0" * 32)))
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     state = weights(1) | {"beside it": torch.zeros(3), "last": torch.zeros(3)}  # in one bucket
     sender, _, receiver = members.move(state, 1)

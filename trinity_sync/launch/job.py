@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.config import build, config_digest, plain, typed
 from trinity_sync.host import interrupts
@@ -142,7 +142,7 @@ class Job:
     def _make_loop(self, saves: FullSaves, mode: Publisher, published: PublishedState) -> FreeLoop | TrainingLoop:
         from trinity_sync.trainer.free_loop import FreeLoop
         from trinity_sync.trainer.loop import TrainingLoop
-        from trinity_sync.trainer.steps import LoopSettings
+        from trinity_sync.trainer.steps import LoopSettings, Steps
 
         cfg, actors = self._cfg, self.actors
         settings = LoopSettings(
@@ -160,24 +160,29 @@ class Job:
             record_groups=cfg.samples.record_groups,
         )
         parts = [info.part for info in actors.infos if info.layout is not None]
-        common: dict[str, Any] = {
-            "trainer": actors.trainer,
-            "mode": mode,
-            "synchronizer": actors.synchronizer,
-            "parts": parts,
-            "saves": saves,
-            "log": self._recorder,
-            "stop": self._stop,
-        }
-        common["penalty"] = self._penalty(settings.step_timeout_s)
-        common["agreement"] = self._agreement(settings.step_timeout_s)
+        steps = Steps(
+            settings,
+            trainer=actors.trainer,
+            synchronizer=actors.synchronizer,
+            parts=parts,
+            log=self._recorder,
+            penalty=self._penalty(settings.step_timeout_s),
+            agreement=self._agreement(settings.step_timeout_s),
+        )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
             source = free_data(cfg, self._scanned.task, self._start, actors.pool, self._recorder, validations)
-            return FreeLoop(settings, source=source, validations=validations, **common)
+            return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._stop, validator=validations)
         data = lockstep_data(cfg, self._scanned.task, self._start, actors.model_path, actors.pool, mode)
-        validation = self._validation(mode, settings.step_timeout_s)
-        return TrainingLoop(settings, data=data, restored=self._restored(published), validation=validation, **common)
+        return TrainingLoop(
+            steps,
+            data=data,
+            mode=mode,
+            saves=saves,
+            restored=self._restored(published),
+            stop=self._stop,
+            validator=self._validation(mode, settings.step_timeout_s),
+        )
 
     def _penalty(self, timeout_s: float) -> RewardPenalty | None:
         """What takes the divergence from a reference from rewards; None: nothing does."""
