@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
 
+from trinity_sync.config.composition import plain
+from trinity_sync.config.lookup import LABELS
 from trinity_sync.config.retention_policies import policy_schema
 from trinity_sync.protocol.retention import POLICIES
 
@@ -577,3 +580,54 @@ SCHEMA: dict[str, type] = {
     "trackio": TrackioConfig,
     "swanlab": SwanlabConfig,
 }
+
+
+# A configuration as objects of the schema's dataclasses.
+
+
+def typed(cfg: DictConfig) -> Config:
+    """A whole configuration as the dataclasses of the schema, interpolations resolved: what all read that are neither
+    of `config` nor of `launch`. A key that only a class of the user's own has is an attribute, too; `task`, whose class
+    may be anybody's, is a dictionary.
+    """
+    found = OmegaConf.to_object(cfg)
+    assert isinstance(found, Config)
+    found.task = plain(cfg.task)
+    return found
+
+
+# The schema under the names by which Hydra and option files know it.
+
+
+_PASSED_ON: tuple[tuple[type, str], ...] = (
+    (BackendConfig, "overrides"),
+    (VllmConfig, "engine"),
+    (CheckpointConfig, "mirror_options"),
+    (CheckpointConfig, "monitor"),
+    (CheckpointConfig, "coordinator"),
+    (PromptFileConfig, "chat_template"),
+    (PairsConfig, "chat_template"),
+    (ConversationsConfig, "chat_template"),
+)
+"""Keys that hold what is handed as it is to verl, to fsspec, to a chat template, or to the class that stands there."""
+
+
+def register() -> None:
+    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Runs when the package is imported."""
+    store = ConfigStore.instance()
+    for name, schema in SCHEMA.items():
+        node = OmegaConf.structured(schema)
+        for key in (key for owner, key in _PASSED_ON if issubclass(schema, owner)):
+            # its keys are for others to check: any of them can be set without a '+' in front
+            node[key] = {}
+            node[key]._set_flag("struct", False)
+        store.store(group="schema", name=name, node=node)
+    # an option file of the user's own lists this where its class has keys that no option of ours has
+    any_key = OmegaConf.create({}, flags={"struct": False})
+    store.store(group="schema", name="own_keys", node=any_key)
+    # and this comes when all option files have been read: what none has given is no setting, but with a '+' in front
+    closed = OmegaConf.create({group: {} for group in LABELS} | {"backend": {"overrides": any_key}})
+    for group in LABELS:
+        closed[group]._set_flag("struct", True)
+    store.store(group="schema", name="closed", node=closed)
+    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
