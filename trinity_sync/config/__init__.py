@@ -8,7 +8,7 @@ xxhash, nothing heavier.
 from __future__ import annotations
 
 from trinity_sync.config.checks import check
-from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest, shown_diff
+from trinity_sync.config.comparison import ABSENT, Difference, RunConfig, config_diff, config_digest, shown_diff
 from trinity_sync.config.composition import anchored, compose, conf_dir, dtype_name, from_here, plain
 from trinity_sync.config.lookup import TARGET, build, chosen_by_option, load, load_class
 from trinity_sync.config.model_checks import Check, Get, Problem
@@ -33,6 +33,7 @@ __all__ = [
     "Difference",
     "Get",
     "Problem",
+    "RunConfig",
     "Trust",
     "anchored",
     "asked_again",

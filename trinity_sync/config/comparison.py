@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import xxhash
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.lookup import TARGET, own_targets
+from trinity_sync.config.schema import Config, typed
 from trinity_sync.host.masking import masked
 from trinity_sync.host.references import resolved, shown_values, with_references
 
@@ -69,6 +72,35 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
             owner[last] = Path(path).resolve().name
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A checked configuration as the launcher reads it.
+
+    Attributes:
+        composed: by Hydra, with all paths as the run uses them.
+    """
+
+    composed: DictConfig
+
+    @cached_property
+    def settings(self) -> Config:
+        """The typed settings."""
+        return typed(self.composed)
+
+    @cached_property
+    def digest(self) -> str:
+        """See `config_digest`."""
+        return config_digest(self.composed)
+
+    def shown(self) -> dict[str, Any]:
+        """Return the values for display, see `shown_values`."""
+        return shown_values(self.composed)
+
+    def select(self, key: str) -> object:
+        """Return the value of a dotted key, None if there is no such key. A `Get` for checks."""
+        return OmegaConf.select(self.composed, key)
 
 
 def without_places(cfg: DictConfig) -> DictConfig:

@@ -7,16 +7,15 @@ its defaults list: `- /schema/sync@_here_`. Those of what is trained, on what an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_sync.config.composition import plain
-from trinity_sync.config.lookup import LABELS
-from trinity_sync.config.retention_policies import policy_schema
-from trinity_sync.protocol.retention import POLICIES
+from trinity_sync.config.lookup import LABELS, TARGET
+from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy
 
 # The fields of the dataclasses that type the configuration: the range of each, and never a default.
 
@@ -539,11 +538,23 @@ class Config:
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
     algorithm: AlgorithmConfig = MISSING
-    task: Any = MISSING  # a dictionary for whoever reads it, see `typed`
+    task: Any = MISSING  # a dictionary once it is typed, see `typed`
     explorer: ExplorerConfig = MISSING
     samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING
     tracker: dict[str, Any] = field(default_factory=dict)
+
+
+def policy_schema(policy: type[Policy]) -> type:
+    """Make the dataclass for the options of a retention policy: its class name and its fields."""
+    types = get_type_hints(policy)
+    typed: list[tuple[str, Any, Any]] = [(TARGET, str, field(default=MISSING))]
+    for declared in fields(policy):  # type: ignore[arg-type]
+        kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
+        typed.append((declared.name, kind, field(default=MISSING)))
+    schema = make_dataclass(policy.__name__, typed, kw_only=True, namespace={"__module__": __name__})
+    globals()[schema.__name__] = schema  # so that a composed configuration can be pickled
+    return schema
 
 
 SCHEMA: dict[str, type] = {
@@ -586,13 +597,14 @@ SCHEMA: dict[str, type] = {
 
 
 def typed(cfg: DictConfig) -> Config:
-    """A whole configuration as the dataclasses of the schema, interpolations resolved: what all read that are neither
-    of `config` nor of `launch`. A key that only a class of the user's own has is an attribute, too; `task`, whose class
-    may be anybody's, is a dictionary.
+    """Return a whole configuration as the dataclasses of the schema, interpolations resolved.
+
+    Keys that only a user's class has are attributes too. `task`, `tracker` and `retention.policies` are dictionaries,
+    since users' classes may stand there.
     """
     found = OmegaConf.to_object(cfg)
     assert isinstance(found, Config)
-    found.task = plain(cfg.task)
+    found.task, found.tracker, found.retention.policies = map(plain, (cfg.task, cfg.tracker, cfg.retention.policies))
     return found
 
 

@@ -17,9 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Protocol
 
 from trinity_sync.actors.monitor_client import Event, MonitorClient
 from trinity_sync.actors.pending import Pending
@@ -30,7 +28,7 @@ from trinity_sync.checkpoint.folder.lock import writer_of
 from trinity_sync.checkpoint.folder.lora_resume import OF_ADAPTER, check_base, check_same, noted_base
 from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
-from trinity_sync.config import TARGET, load_class, retention_policies, typed
+from trinity_sync.config import TARGET, Config, load_class, retention_policies
 from trinity_sync.config.lora_settings import travels
 from trinity_sync.config.schema import CheckpointConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -73,36 +71,28 @@ class _Measured(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a run's actors, and the loop that drives them, are built from.
+class Preparation:
+    """Everything that is known of a run before Ray starts."""
 
-    Attributes:
-        cfg: the run's configuration.
-        folder: the run's folder.
-        start: what the run begins with.
-        recorder: takes what happens.
-        cluster: where the actors run.
-        run_key: unique to the run.
-        use_gpu: ranks and explorers get a GPU each.
-        last_step: after which the run is over.
-        stop: set where the step under way is to be the last one.
-        scanned: what its loop trains and validates on.
-        owner: the run, as it marks its places.
-        mirror: where its checkpoints are copied to.
-    """
-
-    cfg: DictConfig
+    cfg: Config
+    config_digest: str
     folder: RunFolder
     start: Start
     recorder: Recorder
-    cluster: Cluster
-    run_key: str
-    use_gpu: bool
     last_step: int
-    stop: threading.Event
+    stop: threading.Event  # once set, the current step is the last
     scanned: Scanned = NOTHING
     owner: Owner | None = None
     mirror: RunMirror | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Preparation):
+    """Everything that a run's actors and its training loop are built from."""
+
+    cluster: Cluster
+    run_key: str  # unique to the run
+    use_gpu: bool  # one GPU for each rank and each explorer
 
 
 class Actors:
@@ -131,11 +121,11 @@ class Actors:
     def __init__(self, setup: Setup, worker: type | None = None) -> None:
         cfg, folder, start = setup.cfg, setup.folder, setup.start
         self._cfg = cfg
-        self._typed = typed(cfg)
         self._folder = folder
         self._start = start
         self._recorder = setup.recorder
         self._owner = setup.owner
+        self._mirror = setup.mirror
         self._cluster = setup.cluster
         self._run_key = setup.run_key
         self._use_gpu = setup.use_gpu
@@ -144,7 +134,7 @@ class Actors:
         self._relay: EventRelay | None = None
         self._reference_before: Compared | None = None
         self._roles: dict[str, Callable[[], Iterable[_Measured]]] = {}
-        self.explores = algorithm_of(self._typed.algorithm).explores
+        self.explores = algorithm_of(self._cfg.algorithm).explores
         self.free = cfg.trainer.schedule == "free"
         self.pool: ExplorerPool | None = None
         self.agents: Mapping[str, AgentClient] = {}
@@ -154,16 +144,12 @@ class Actors:
             self.model_path = str(start.taken_weights(folder.model))
         self.model_path = _absolute(self.model_path)
 
-    def start(self, mirror: RunMirror | None) -> None:
-        """Build and connect them, and restore what the run begins with.
-
-        Args:
-            mirror: where checkpoints are copied to.
+    def start(self) -> None:
+        """Build and connect them, and restore the checkpoint that the run starts from.
 
         Raises:
-            TrinityError: one of them cannot start, or not in time.
+            TrinityError: an actor cannot start, or not in time.
         """
-
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.worker_spec import check_whole
         from trinity_sync.weights.shards import listed
@@ -178,7 +164,7 @@ class Actors:
         )
         self.synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
         self._roles["synchronizer"] = lambda: [self.synchronizer]
-        self.monitor = self._make_monitor(mirror)
+        self.monitor = self._make_monitor()
         self._roles["checkpoint_monitor"] = lambda: [self.monitor]
         if self.explores:
             self.pool = pool = self._make_pool()
@@ -207,7 +193,7 @@ class Actors:
             self.infos,
             self.trainer,
             synchronizer=self.synchronizer,
-            make_coordinator=coordinator_option(self._typed.checkpoint, self.monitor.handle, self._recorder.attempt),
+            make_coordinator=coordinator_option(self._cfg.checkpoint, self.monitor.handle, self._recorder.attempt),
             run_key=self._run_key,
             fallback=self._folder.slots,
             log_dir=self._logs,
@@ -251,7 +237,7 @@ class Actors:
     @property
     def published_base(self) -> str | None:
         """Digest of the base of the adapters that are published; None: versions are whole."""
-        return self.base.digest if self.base is not None and travels(self._typed) == "adapter" else None
+        return self.base.digest if self.base is not None and travels(self._cfg) == "adapter" else None
 
     def peak_memory(self) -> dict[str, int]:
         """Return peak resident bytes per role, of several the largest. What does not answer is left out."""
@@ -288,7 +274,7 @@ class Actors:
         from trinity_sync.trainer.worker_spec import worker_spec
 
         cfg = self._cfg
-        self._spec = worker_spec(self._typed, self.model_path, self._logs, self._given)
+        self._spec = worker_spec(self._cfg, self.model_path, self._logs, self._given)
         return TrainerGroup(
             self._spec,
             worker=self._worker,
@@ -297,12 +283,12 @@ class Actors:
             start_timeout_s=cfg.cluster.start_timeout_s,
         )
 
-    def _make_monitor(self, mirror: RunMirror | None) -> MonitorClient:
+    def _make_monitor(self) -> MonitorClient:
         from trinity_sync.actors.monitor_client import MonitorClient
         from trinity_sync.checkpoint.monitor import MonitorConfig
 
-        cfg = self._cfg
-        chosen, own = monitor_option(self._typed.checkpoint)
+        cfg, mirror = self._cfg, self._mirror
+        chosen, own = monitor_option(self._cfg.checkpoint)
         handle = chosen.get_actor(
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
@@ -330,7 +316,7 @@ class Actors:
 
         cfg = self._cfg
         return ExplorerPool(
-            explorer_spec(self._typed, self.model_path, self._logs),
+            explorer_spec(self._cfg, self.model_path, self._logs),
             replicas=cfg.explorer.replicas,
             synchronizer=self.synchronizer,
             num_gpus=1.0 if self._use_gpu else 0.0,
@@ -348,7 +334,7 @@ class Actors:
         cfg, made, start = self._cfg, self._folder.model, self._start
         if cfg.model.path is None and not (start.continued and (made / "config.json").exists()):
             shutil.rmtree(made, ignore_errors=True)
-            self.trainer.make_model(dict(self._typed.model.architecture or {}), cfg.seed, str(made))
+            self.trainer.make_model(cfg.model.architecture or {}, cfg.seed, str(made))
         if start.weights_only:
             from trinity_sync.checkpoint.export import export_checkpoint
             from trinity_sync.weights.shards import listed
@@ -529,9 +515,9 @@ _RAY_S = 4.0
 
 
 def start_agents(
-    cfg: DictConfig,
+    cfg: Config,
     infos: Sequence[RankInfo],
-    trainer: Any,
+    trainer: TrainerGroup,
     *,
     synchronizer: SynchronizerClient,
     make_coordinator: Callable[..., CheckpointCoordinator],

@@ -229,13 +229,14 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
     config.check_inputs(used)
     from trinity_sync.launch import launcher
 
+    checked = config.RunConfig(used)
     if _session.dry_run:
-        launcher.look(used, run_dir)
+        launcher.look(checked, run_dir)
         print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
         return DONE
     saved = resume is None and not _session.rerun
     settings = settings_files(run_dir, cfg, used, started_in, saved_by_hydra=saved)
-    return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
+    return launcher.run(checked, run_dir, resume=resume, until=_session.until, settings=settings)
 
 
 def _objective(run_dir: Path) -> float:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint.folder import catalog, owner, recovery, resume_point
 from trinity_sync.checkpoint.folder.contents import Manifest, NewerFormatError, read_manifest, read_tracker, step_of
@@ -18,7 +16,7 @@ from trinity_sync.checkpoint.folder.deletion import noted_deletions
 from trinity_sync.checkpoint.folder.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
-from trinity_sync.config import asked_again, plain, typed
+from trinity_sync.config import Config, asked_again
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
@@ -58,7 +56,7 @@ class Start:
     @classmethod
     def find(
         cls,
-        cfg: DictConfig,
+        cfg: Config,
         checkpoints: Path,
         *,
         resume: Resume | None,
@@ -89,7 +87,7 @@ class Start:
         return start
 
     @classmethod
-    def first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
+    def first(cls, cfg: Config, checkpoints: Path, resume: Resume | None) -> Start:
         """Where the run begins while it has no checkpoint of its own."""
         resumed = resume is not None
         if cfg.checkpoint.resume_from is None:
@@ -101,7 +99,7 @@ class Start:
     @classmethod
     def _resumed(
         cls,
-        cfg: DictConfig,
+        cfg: Config,
         checkpoints: Path,
         mirror: RunMirror | None,
         resume: Resume,
@@ -132,7 +130,7 @@ class Start:
         return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
 
 
-def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
+def checkpoint_folder(cfg: Config, run: Path) -> Path:
     """Where a run saves.
 
     Args:
@@ -142,7 +140,7 @@ def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
 
 
 def run_mirror(
-    cfg: DictConfig,
+    cfg: Config,
     owner: Owner,
     logs: Path | None = None,
     *,
@@ -162,8 +160,8 @@ def run_mirror(
         return None
     place, named = absolute(node.mirror), resume is not None and "checkpoint.mirror" in resume.given
     settings = MirrorSettings(
-        options=plain(node.mirror_options),
-        keep=node.mirror_keep,
+        options=node.mirror_options,
+        keep="all" if node.mirror_keep == "all" else "same",
         tries=node.mirror_tries,
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
@@ -173,7 +171,7 @@ def run_mirror(
     return RunMirror(place, settings, owner, logs / "mirror.log" if logs is not None else None)
 
 
-def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
+def look_before_resume(cfg: Config, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
     """A first look at what a resume would go on from, quick, and before anything is written anywhere.
 
     Raises:
@@ -266,7 +264,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
+def _check_given(cfg: Config, folder: Path) -> tuple[int, bool]:
     """Of a checkpoint that the user named (ours, verl's or Trinity's), `checkpoint.resume_from`: its step, and whether
     the run's engine can load all of it.
     """
@@ -290,7 +288,7 @@ def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
     return step, _check_engine(cfg, folder, backend, world_size)
 
 
-def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
+def _check_steps(cfg: Config, step: int, what: str) -> None:
     if step >= cfg.trainer.steps:
         raise ConfigError(
             f"{what} has reached step {step} of trainer.steps={cfg.trainer.steps}: "
@@ -298,13 +296,13 @@ def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
         )
 
 
-def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
+def _check_lora(cfg: Config, folder: Path, manifest: Manifest) -> None:
     """Check that the run trains what the checkpoint is of: its adapter, or the whole model. Which base the adapter is
     for is checked when the ranks have it.
     """
-    if typed(cfg).workload.kind == "bytes":
+    if cfg.workload.kind == "bytes":
         return  # its adapters have neither a base nor a config of peft's
-    adapter = adapter_of(typed(cfg).model.lora)
+    adapter = adapter_of(cfg.model.lora)
     check_kind(folder, manifest, lora=adapter is not None)
     if adapter is not None:
         # An expression can only be resolved against the model, which is made later.
@@ -312,9 +310,9 @@ def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
         check_adapter(folder, adapter.rank, adapter.alpha, targets, rslora=adapter.rslora)
 
 
-def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
+def _check_engine(cfg: Config, path: Path, backend: str, world_size: int) -> bool:
     """Whether the run's engine can load all that another one saved; else it can take the weights."""
-    option = backend_option(typed(cfg).backend)
+    option = backend_option(cfg.backend)
     if backend not in option.reads and not option.takes_weights:
         raise ConfigError(
             f"{path} was saved by backend={backend}, of which backend={option.strategy} takes nothing; go on with "
@@ -335,8 +333,8 @@ def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) ->
 # How a run goes on in place, and what its own record says that it had.
 
 
-_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
-PLACES = (_DIR, _MIRROR, "checkpoint.resume_from")
+_DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
+PLACES = (_DIR, _MIRROR, _RESUME_FROM)
 
 
 @dataclass(frozen=True)
@@ -356,13 +354,14 @@ class Resume:
     given: frozenset[str] = frozenset()
 
 
-def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
+def written_places(cfg: Config, run: Path) -> dict[str, str | None]:
     """Return the resolved places of checkpoints by config key, for run.json; not those with a password.
 
     Args:
         run: the run's folder. A place inside it is relative to it, so that it moves with the run.
     """
-    found = {key: OmegaConf.select(cfg, key) for key in PLACES}
+    saved = cfg.checkpoint
+    found = {_DIR: saved.dir, _MIRROR: saved.mirror, _RESUME_FROM: saved.resume_from}
     if (place := found[_DIR]) is not None:
         folder = Path(place).absolute()
         found[_DIR] = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
