@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
+from engines import verl_engine
 
 from tests.families import EAGER, FAMILIES
 from trinity_sync.config import compose, typed
@@ -130,22 +131,10 @@ def _measured(
 
 
 def _trainer(spec: WorkerSpec) -> Any:
-    from verl.workers.engine import EngineRegistry
-
     from trinity_sync.backends import log_probs
-    from trinity_sync.trainer.worker import worker_config
 
     log_probs.install()
-    config = worker_config(spec)
-    engine = EngineRegistry.new(
-        "language_model",
-        spec.backend.strategy,
-        model_config=config.model_config,
-        engine_config=config.engine_config,
-        optimizer_config=config.optimizer_config,
-        checkpoint_config=config.checkpoint_config,
-    )
-    engine.initialize()
+    engine = verl_engine(spec)
     if spec.temperature != 1:
         spec.backend.divide_in_fp32(engine)
     return engine

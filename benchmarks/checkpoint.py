@@ -3,7 +3,8 @@
     python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp megatron] [--rounds 5] [--folder DIR]
                                     [--ranks 2] [--lost]
 
-With ``--lost`` only what one save takes from training, all in: see `checkpoint_lost.py`.
+With ``--lost`` only the training time that one save costs: the time of the steps with a save, until it is on the disk,
+minus the time of as many steps without.
 
 Everything is measured in turn in each round on the same engines: real verl engines with Adam. Times in
 seconds, medians and p95 over the rounds. `blocked_s` is how long training stood still (the slowest rank), `one_copy_s`
@@ -34,7 +35,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from checkpoint_lost import lost
 from checkpoint_worker import LIMIT_S, BenchWorker, run_on
 
 from trinity_sync.actors.calls import Call, ended, results
@@ -368,6 +368,71 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
     if f"{best}/synchronous_s" in median:
         ratios["synchronous / blocked"] = median[f"{best}/synchronous_s"] / median[f"{best}/blocked_s"]
     return {"parameters": layers * _PER_LAYER, "driver_peak_rss": peak_rss(), **found, "ratios": ratios}
+
+
+# The training time that one save costs.
+
+
+_STEPS = 2
+"""With a save, at least; each time as many without come before."""
+
+
+def lost(job: BenchJob) -> dict[str, float]:
+    """One round: each way to save in turn, after steps without a save.
+
+    Returns:
+        ``step_s`` and for each way the seconds of training lost, of steps with it, and their number.
+    """
+    found: dict[str, float] = {}
+    alone: list[float] = []
+    for name, save in _ways(job).items():
+        before = [job._train() for _ in range(_STEPS)]
+        alone += before
+        began = time.perf_counter()
+        is_durable, clean_up = save()
+        steps = 0
+        while steps < _STEPS or not is_durable():
+            job._train()
+            steps += 1
+        seconds = time.perf_counter() - began
+        clean_up()
+        found[f"{name}/with_save_s"], found[f"{name}/steps"] = seconds, steps
+        found[f"{name}/lost_s"] = seconds - steps * statistics.mean(before)
+        told = ", ".join(f"{one:.2f}" for one in before)
+        print(f"{name}: {seconds:.2f} s for {steps} steps, alone {told}", file=sys.stderr)
+    return {"step_s": statistics.median(alone), **found}
+
+
+_Begun = tuple[Callable[[], bool], Callable[[], object]]
+"""What tells whether a save is on the disk, and what ends it."""
+_Save = Callable[[], _Begun]
+"""Begins a save."""
+
+
+def _ways(job: BenchJob) -> dict[str, _Save]:
+    def ours() -> _Begun:
+        step = job._step
+        job._call("save", step, job._begin())
+        committed = job.actors.monitor.wait_committed(step, 0, LIMIT_S, kind="full")
+        return lambda: bool(ended([committed])), lambda: committed.result(LIMIT_S)
+
+    def verls(fsync: bool) -> _Save:
+        def save() -> _Begun:
+            folder = job.place / "verl"
+            folder.mkdir()
+            job._call("save_with_verl", str(folder), fsync)
+            return lambda: True, lambda: shutil.rmtree(folder)
+
+        return save
+
+    def dcps() -> _Begun:
+        folder = job.place / "dcp"
+        folder.mkdir()
+        job._call("begin_with_dcp", str(folder), "thread")
+        return lambda: all(job._call("end_with_dcp", 0.0)), lambda: shutil.rmtree(folder)
+
+    ways = {"ours": ours, "verl": verls(True), "verl_without_fsync": verls(False)}
+    return ways if job._writes_itself else {**ways, "dcp_async": dcps}
 
 
 def _lost_ratios(found: dict[str, Any]) -> dict[str, float]:

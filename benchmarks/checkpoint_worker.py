@@ -1,4 +1,4 @@
-"""A trainer rank with the saves that ours are compared with, for `checkpoint.py` and `checkpoint_lost.py`."""
+"""A trainer rank with the saves that ours are compared with, for `checkpoint.py`."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ from trinity_sync.sync.checkpoint import CheckpointPublisher
 from trinity_sync.sync.memory import MemoryPublisher
 from trinity_sync.sync.nccl import NcclPublisher
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
+from trinity_sync.tracking.events import Event
 from trinity_sync.trainer.full_saves import SaveSettings, WeightSaves
 
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")
@@ -258,7 +259,7 @@ _META = {"backend": "staged", "world_size": 1, "config_digest": "0" * 32}
 
 
 class _Silent:
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         pass
 
     def fault(self, where: str, error: BaseException | str) -> None:

@@ -29,7 +29,7 @@ from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.in_place import InPlace, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.nccl import NcclTransport, begin_broadcast, make_group
+from trinity_sync.sync.nccl import BroadcastGroup, NcclTransport, device_of, make_group
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice, whole
 from trinity_sync.weights.slots import map_segment
@@ -89,6 +89,7 @@ class Member:
         """Enter a group for plain broadcasts."""
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
         self._raw = make_group(dist.PrefixStore("raw", store), rank, size, "gloo", LIMIT_S)
+        self._raw_broadcasts = BroadcastGroup(self._raw, device_of("gloo"), LIMIT_S)
 
     def raw_broadcast(self, nbytes: int) -> float:
         """Broadcast bytes from rank 0 in messages of 64 MiB, one after another; seconds."""
@@ -101,7 +102,7 @@ class Member:
         return time.perf_counter() - began
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        begin_broadcast(self._raw, tensor, LIMIT_S).wait()
+        self._raw_broadcasts.broadcast(tensor)
 
 
 class Rank(Member):

@@ -32,12 +32,12 @@ os.environ |= {
 import numpy as np
 import torch
 import torch.distributed as dist
+from engines import verl_engine
 from verl.utils import torch_functional
 
 from trinity_sync.config import compose, typed
 from trinity_sync.models.architecture import make_model
 from trinity_sync.trainer.training_batch import Batching, grpo_batch, micro_batch_size
-from trinity_sync.trainer.worker import worker_config
 from trinity_sync.trainer.worker_spec import worker_spec
 
 BY_TOKEN = torch_functional.logprobs_from_logits_v2
@@ -108,20 +108,7 @@ def _steps(model: Path) -> dict[str, Callable[[], None]]:
 
 
 def _engine(model: Path, *overrides: str) -> Any:
-    from verl.workers.engine import EngineRegistry
-
-    spec = worker_spec(typed(compose(["backend.ranks=1", *overrides])), str(model), "logs")
-    config = worker_config(spec)
-    engine = EngineRegistry.new(
-        "language_model",
-        spec.backend.strategy,
-        model_config=config.model_config,
-        engine_config=config.engine_config,
-        optimizer_config=config.optimizer_config,
-        checkpoint_config=config.checkpoint_config,
-    )
-    engine.initialize()
-    return engine
+    return verl_engine(worker_spec(typed(compose(["backend.ranks=1", *overrides])), str(model), "logs"))
 
 
 def _step(engine: Any, lengths: Lengths, batching: Mapping[str, Any], log_probs: Any) -> Callable[[], None]:

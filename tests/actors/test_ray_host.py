@@ -17,9 +17,9 @@ from trinity_sync.host.process import DRIVER
 
 WORKER = """
 import os, sys, time
-from trinity_sync.actors import ray_host
-ray_host._ORPHAN_S = 0.1
-ray_host.end_with_raylet()
+from trinity_sync.actors import calls
+calls._ORPHAN_S = 0.1
+calls.end_with_raylet()
 print("watches", os.getpid(), flush=True)
 time.sleep(60)  # a task that does not return
 """
@@ -73,9 +73,9 @@ def test_a_worker_that_ends_with_its_driver_does_not_look_at_its_parent(monkeypa
 PREPARED = """
 import subprocess, sys
 from ray._private import utils
-from trinity_sync.actors import ray_host
+from trinity_sync.actors import calls
 
-ray_host.prepare_worker()
+calls.prepare_worker()
 utils.set_sigterm_handler(lambda signum, frame: sys.exit(1))  # as Ray does afterwards
 print("up", flush=True)
 for line in sys.stdin:

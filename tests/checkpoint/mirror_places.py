@@ -13,6 +13,7 @@ from typing import Any
 from trinity_sync.checkpoint.folder.owner import MARK, Owner
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, call
+from trinity_sync.tracking.events import Event, event_fields, event_name
 
 LIMIT_S = 60.0
 OURS, THEIRS = "a" * 32, "b" * 32
@@ -112,9 +113,9 @@ class Events:
         self.all: list[tuple[str, dict[str, Any]]] = []
         self.idle = threading.Event()
 
-    def report(self, name: str, fields: dict[str, Any]) -> None:
+    def report(self, event: Event) -> None:
         with self._changed:
-            self.all.append((name, fields))
+            self.all.append((event_name(event), event_fields(event)))
             self._changed.notify_all()
 
     def wait_for(self, name: str, count: int = 1) -> list[dict[str, Any]]:

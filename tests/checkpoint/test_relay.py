@@ -12,7 +12,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.launch import actors
 from trinity_sync.launch.actors import EventRelay
-from trinity_sync.tracking.recorder import _check_event
+from trinity_sync.tracking.events import Event, FaultEvent, event_fields, event_name
 
 FAULT = {"event": "fault", "time": 1.0, "attempt": 0, "where": "retention", "error": "disk"}
 
@@ -49,12 +49,11 @@ class Record:
         self.events: list[tuple[str, dict[str, object]]] = []
         self._refusals = refusals
 
-    def event(self, name: str, **fields: object) -> None:
+    def event(self, event: Event) -> None:
         if self._refusals:
             self._refusals -= 1
             raise RunError("the disk is full")
-        _check_event(name, fields)
-        self.events.append((name, fields))
+        self.events.append((event_name(event), event_fields(event)))
 
 
 def told(monitor: Monitor, monkeypatch: Any, times: int, refusals: int = 0) -> list[tuple[str, dict[str, object]]]:
@@ -98,9 +97,9 @@ def test_an_event_that_cannot_be_recorded_is_a_fault_and_those_after_it_are_reco
     seen = threading.Event()
     record = Record()
 
-    def note(name: str, **fields: object) -> None:
-        record.event(name, **fields)
-        if fields["where"] == "retention":
+    def note(event: Event) -> None:
+        record.event(event)
+        if isinstance(event, FaultEvent) and event.where == "retention":
             seen.set()
 
     fetched = EventRelay(Monitor(Answer([event]), Answer([FAULT])), note)  # type: ignore[arg-type]

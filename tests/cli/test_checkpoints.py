@@ -16,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.checkpoint.helpers import newer, refuse, unreadable, verls
+from tests.tracking import synthetic
 from trinity_sync import config
 from trinity_sync.checkpoint.folder.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.folder.contents import Manifest, canonical_digest, step_dir, write_tracker
@@ -318,7 +319,9 @@ def recorded(run: Path) -> Path:
         recorder = Recorder.start(folder, command="", seed=1, config_digest=None, threads=1, total_steps=30, view="off")
         for step in (10, 20, 30):
             digest = f"{step:032x}"
-            recorder.event("commit", step=step, kind="full", digest=digest, bytes=100, blocked_s=0.0, total_s=0.0)
+            recorder.event(
+                synthetic.event("commit", step=step, kind="full", digest=digest, bytes=100, blocked_s=0.0, total_s=0.0)
+            )
         recorder.finish("completed")
     return run
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_weights import commit
+from tests.tracking import synthetic
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
 
@@ -41,7 +42,9 @@ def run(tmp_path: Path) -> Path:
         commit(run / "checkpoints", step)
     with RunFolder.open(run, resume=False) as folder:
         recorder = Recorder.start(folder, command="", seed=1, config_digest=None, threads=1, total_steps=2, view="off")
-        recorder.event("commit", step=2, kind="full", digest=None, bytes=100, blocked_s=0.0, total_s=0.0)
+        recorder.event(
+            synthetic.event("commit", step=2, kind="full", digest=None, bytes=100, blocked_s=0.0, total_s=0.0)
+        )
         recorder.finish("completed")
     return run
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.integrations.verl.weight_sync.engine import WeightSync
+from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync
 
 LIMIT = 20.0
 MODES = ("memory", "nccl", "checkpoint")

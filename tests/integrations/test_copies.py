@@ -18,7 +18,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.checkpoint.written import small_model
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import FSDPCheckpointManager
+from trinity_sync.integrations.verl import FSDPCheckpointManager, model_files
 from trinity_sync.integrations.verl import manager as module
 from trinity_sync.integrations.verl.manager import FsdpCopies
 
@@ -76,7 +76,7 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "together", lambda what, work: [work()])
     monkeypatch.setattr(module, "sharded", lambda *_, **__: nullcontext())
     made: list[int] = []
-    monkeypatch.setattr(module.files, "metadata", lambda manager: made.append(manager.rank) or {"config.json": b"{}"})
+    monkeypatch.setattr(module, "metadata", lambda manager: made.append(manager.rank) or {"config.json": b"{}"})
     random = {"numpy": 3}
     managers: list[Any] = [
         SimpleNamespace(rank=rank, world_size=2, model=Mock(), lr_scheduler=None, get_rng_state=lambda: random)
@@ -118,7 +118,7 @@ def test_what_is_given_up_or_waited_for_is_the_copy(take: Any, monkeypatch: pyte
 
 
 def test_an_export_changes_no_more_when_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.files, "empty_model", lambda model, dtype: dtype)
+    monkeypatch.setattr(module, "empty_model", lambda model, dtype: dtype)
     manager: Any = SimpleNamespace(rank=1, model=None)
     live = {"position_ids": torch.arange(3), "weight": torch.ones(3, dtype=torch.bfloat16)}
     dtype, state = FsdpCopies(manager, 1.0, lazily=False)._export(iter(live.items()))
@@ -135,10 +135,10 @@ def test_an_export_has_the_head_that_was_trained_whatever_the_config_names(tmp_p
     critic = Qwen3ForTokenClassification(config)
     state = {name: tensor.clone() for name, tensor in critic.state_dict().items()}
     critic.__class__ = type("FSDPCritic", (FSDPModule, Qwen3ForTokenClassification), {})  # as torch does
-    module.files.write_export(module.files.empty_model(critic, torch.float32), state, tmp_path)
+    model_files.write_export(model_files.empty_model(critic, torch.float32), state, tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == state.keys()
 
 
 def test_an_export_of_what_is_no_model_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^Linear is no model of transformers, so it cannot be exported to Hugg"):
-        module.files.class_of(torch.nn.Linear(1, 1))
+        model_files.class_of(torch.nn.Linear(1, 1))

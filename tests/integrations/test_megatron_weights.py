@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.megatron_functions import megatron_save_state_dict
+from trinity_sync.integrations.verl.engine_functions import megatron_save_state_dict
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, Decision, Fail, Kind
 

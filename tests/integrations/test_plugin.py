@@ -61,7 +61,7 @@ def test_the_driver_of_a_program_under_ray_waits_for_its_workers(switched_on: li
 
 def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> None:
     copies = "from verl.utils import hdfs_io; print(hdfs_io.copy.__wrapped__.__module__)"
-    ended = said("from trinity_sync.integrations.verl import engines\n" + ENGINES + RESUMES + copies, ON)
+    ended = said("from trinity_sync.integrations.verl import engine_registry\n" + ENGINES + RESUMES + copies, ON)
     assert ended.stdout.split()[:2] == ["TrinityFSDPEngineWithLMHead", "TrinityFSDPEngineWithValueHead"], ended.stderr
     assert ended.stdout.split()[4:] == ["verl.utils.checkpoint.checkpoint_manager", "verl.utils.hdfs_io"]
     assert "left as it is" not in ended.stderr

@@ -16,27 +16,27 @@ from trinity_sync.checkpoint.daemon.service import Lifetime
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import local_run, resuming
+from trinity_sync.integrations.verl import local_run, program_start
 from trinity_sync.protocol.parts import FULL
 
 
 def test_what_was_committed_and_is_gone_or_unreadable_stops_the_start_unless_the_user_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(resuming.SKIP_MISSING, raising=False)
+    monkeypatch.delenv(program_start.SKIP_MISSING, raising=False)
     write_tracker(tmp_path, FULL, 20)
     with pytest.raises(RunError, match=r"step 20 was committed.*SKIP_MISSING=1.*resume_mode=disable.*\(SFT and V1"):
-        resuming.newest(tmp_path)
+        program_start.newest(tmp_path)
     commit(tmp_path, 10)
     commit(tmp_path, 20)
     unreadable(step_dir(tmp_path, 20) / "actor/model.pt")
     with pytest.raises(RunError, match=r"global_step_20.*cannot be read now.*SKIP_MISSING=1"):
-        resuming.newest(tmp_path)
-    monkeypatch.setenv(resuming.SKIP_MISSING, "1")
-    assert resuming.newest(tmp_path) == step_dir(tmp_path, 10)
+        program_start.newest(tmp_path)
+    monkeypatch.setenv(program_start.SKIP_MISSING, "1")
+    assert program_start.newest(tmp_path) == step_dir(tmp_path, 10)
     unreadable(step_dir(tmp_path, 10) / "actor/model.pt")
     capsys.readouterr()
-    assert resuming.newest(tmp_path) is None
+    assert program_start.newest(tmp_path) is None
     assert f"starting from nothing: {tmp_path} has no checkpoint" in capsys.readouterr().err
 
 
@@ -57,7 +57,7 @@ def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from
     (step_dir(tmp_path, 10) / "data_0.pt").write_text("the trainer's own")
     write_tracker(tmp_path, FULL, 10)  # as verl's trainer, whose processes end now
     before.close()
-    assert resuming.newest(tmp_path) == step_dir(tmp_path, 10)
+    assert program_start.newest(tmp_path) == step_dir(tmp_path, 10)
     assert read_manifest(step_dir(tmp_path, 10)).paths == {"model", "data_0.pt"}
     assert "waiting for the checkpoint monitor of another program" in capsys.readouterr().err
     wait_until_let_go(tmp_path)
@@ -69,7 +69,7 @@ def test_a_monitor_at_work_is_not_waited_for(tmp_path: Path) -> None:
         tmp_path, program="one", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME, config=config
     )
     commit_through(at_work, 10)
-    assert resuming.newest(tmp_path) == step_dir(tmp_path, 10)
+    assert program_start.newest(tmp_path) == step_dir(tmp_path, 10)
     at_work.close()
     wait_until_let_go(tmp_path)
 

@@ -12,7 +12,8 @@ import pytest
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import local_run
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
-from trinity_sync.integrations.verl.engine_registry import RETENTION, policies_in
+from trinity_sync.integrations.verl.engine_registry import policies_in
+from trinity_sync.integrations.verl.vendor import RETENTION
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepEvery, KeepFor, KeepLast, KeepWithinBudget
 
@@ -55,7 +56,7 @@ def test_the_monitor_knows_verls_limit_before_the_commit(limit: int | None, told
         **{"rank": 0, "world_size": 1, "_backend": "fsdp", "_roles": [], "_attempt": 0, "_timeout_s": 1.0},
         **{"_monitor": monitor, "_coordinator": Mock(), "_limit": limit},
     )
-    CommittedSaves._tell_parts(rank, "/checkpoints/global_step_4/actor", 4, FULL, {"part": "model"})
+    CommittedSaves._announce_parts(rank, "/checkpoints/global_step_4/actor", 4, FULL, {"part": "model"})
     assert monitor.begin.call_args.args[4] == {"backend": "fsdp", "world_size": 1, **told}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trinity_sync.integrations.verl import start_line
-from trinity_sync.integrations.verl.engine_registry import RETENTION
+from trinity_sync.integrations.verl import program_start
+from trinity_sync.integrations.verl.vendor import RETENTION
 
 
 class Mode(Enum):
@@ -50,7 +50,7 @@ def verls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PPOTrainer, "_load_checkpoint", PPOTrainer._load_checkpoint)
     module = ModuleType(__name__)
     vars(module).update(CheckpointHandler=CheckpointHandler, PPOTrainer=PPOTrainer, OrchestrationMode=Mode)
-    start_line.register(module)
+    program_start.register(module)
 
 
 def line(kept: str) -> str:
@@ -106,7 +106,7 @@ def test_a_relative_folder_is_said_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    start_line.announce("checkpoints/mine", [])
+    program_start.announce("checkpoints/mine", [])
     assert f"{tmp_path}/checkpoints/mine;" in capsys.readouterr().err
 
 

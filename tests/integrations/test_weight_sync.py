@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tests.integrations.sync_members import (
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
-from trinity_sync.integrations.verl.weight_sync import memory, session
-from trinity_sync.integrations.verl.weight_sync.engine import ShardedWeightSync, WeightSync
+from trinity_sync.integrations.verl.weight_sync import transfers, version_stream
+from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import ShardedWeightSync, WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, MemberReady, Node, WeightSyncSettings, place
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
@@ -146,21 +147,21 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
     members = make(mode, receivers=1, verify=verify)
     members.meet()
     handed: list[str] = []
-    real = session.Stream._take
+    real = version_stream.Stream._take
 
-    def damaged(self: session.Stream, bucket: Any) -> None:
+    def damaged(self: version_stream.Stream, bucket: Any) -> None:
         if bucket.number == 2:
-            taken = self._incoming.take
+            taken = self._receiver.take
 
             def other(bucket: Any) -> torch.Tensor:
                 data = taken(bucket).clone()
                 data[-1] ^= 1
                 return data
 
-            monkeypatch.setattr(self._incoming, "take", other)
+            monkeypatch.setattr(self._receiver, "take", other)
         real(self, bucket)
 
-    monkeypatch.setattr(session.Stream, "_take", damaged)
+    monkeypatch.setattr(version_stream.Stream, "_take", damaged)
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     sender, nothing, receiver = members.move(weights(1), 1)
     assert isinstance(receiver, ChecksumError)
@@ -184,7 +185,8 @@ def test_the_last_tensor_comes_after_the_digest_of_the_version(
     members = make("memory", receivers=1)
     members.meet()
     handed: list[str] = []
-    monkeypatch.setattr(session, "version_digest", lambda entries: "0" * 32)
+    finish = version_stream.Stream._finish
+    monkeypatch.setattr(version_stream.Stream, "_finish", lambda self, end: finish(self, replace(end, digest="0" * 32)))
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     state = weights(1) | {"beside it": torch.zeros(3), "last": torch.zeros(3)}  # in one bucket
     sender, _, receiver = members.move(state, 1)
@@ -206,13 +208,13 @@ def test_a_receiver_tells_what_the_sender_failed_of(
         raise RuntimeError("Connection closed by peer")
 
     sending = members.pool.submit(send, members.ranks[0], failing(), 1)
-    real = memory._MemoryIncoming.take
+    real = transfers._MemoryReceiver.take
 
-    def late(self: memory._MemoryIncoming, bucket: BucketNotice) -> torch.Tensor:
+    def late(self: transfers._MemoryReceiver, bucket: BucketNotice) -> torch.Tensor:
         sending.exception(LIMIT)
         return real(self, bucket)
 
-    monkeypatch.setattr(memory._MemoryIncoming, "take", late)
+    monkeypatch.setattr(transfers._MemoryReceiver, "take", late)
     with pytest.raises(RunError, match=r"trainer rank 0 .* gave the weights up: .*Connection closed by peer"):
         receive(members.rollout[0], 1)
 

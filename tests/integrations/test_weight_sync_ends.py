@@ -17,9 +17,10 @@ import torch
 
 from tests.integrations.sync_members import LIMIT, MODES, Members, Named, receive, send, weights
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.weight_sync import link, nccl
-from trinity_sync.integrations.verl.weight_sync.engine import WeightSync
+from trinity_sync.integrations.verl.weight_sync import link
+from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import BucketReceipt, Done, Hub, SenderAddress, Spoke, Working
+from trinity_sync.sync.nccl import BroadcastGroup
 from trinity_sync.weights.tensors import state_digest
 
 
@@ -210,7 +211,7 @@ def test_a_group_whose_members_do_not_meet_is_waited_for_with_a_limit(
 ) -> None:
     members = make("nccl", receivers=1, timeout_s=1.0)
     release = threading.Event()
-    monkeypatch.setattr(nccl, "begin_broadcast", lambda *given: release.wait(LIMIT))  # as NCCL's first one
+    monkeypatch.setattr(BroadcastGroup, "_begin", lambda *given: release.wait(LIMIT))  # as NCCL's first one
     members.meet()
     sender, _, receiver = members.move(weights(1), 1)
     assert isinstance(sender, RunError)

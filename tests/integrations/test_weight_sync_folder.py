@@ -16,8 +16,8 @@ import pytest
 from tests.integrations.sync_members import Members, left_in, weights
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.locks import open_lock, try_lock
-from trinity_sync.integrations.verl.weight_sync import versions_folder
-from trinity_sync.integrations.verl.weight_sync.versions_folder import begin, hold, remove_others
+from trinity_sync.sync import checkpoint
+from trinity_sync.sync.checkpoint import begin_version, lease_version, remove_unleased
 from trinity_sync.weights.tensors import state_digest
 
 LIMIT = 20.0
@@ -29,53 +29,56 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_version_is_a_draft_then_committed_and_gone_when_nobody_needs_it(root: Path) -> None:
-    held = begin(root, LIMIT)
+    held = begin_version(root, LIMIT)
     assert held.path.name.startswith(".sending-")
     assert held.path.stat().st_mode & 0o777 == 0o700
     (held.path / "bucket").write_text("bytes")
-    folder = held.commit(20)
+    held.commit(20)
+    folder = held.path
     assert folder.name.startswith("version_20-")
     assert held.path == folder
     assert (folder / "bucket").read_text() == "bytes"
-    held.leave(remove=True)
-    held.leave(remove=True)
+    held.release(remove=True)
+    held.release(remove=True)
     assert left_in(root) == []
 
 
 def test_a_version_without_a_step_is_committed_and_removed_too(root: Path) -> None:
-    held = begin(root, LIMIT)
-    assert held.commit(None).name.startswith("version-")
-    held.leave(remove=False)
+    held = begin_version(root, LIMIT)
+    held.commit(None)
+    assert held.path.name.startswith("version-")
+    held.release(remove=False)
     assert len(left_in(root)) == 1
-    remove_others(root, LIMIT)
+    remove_unleased(root, LIMIT)
     assert left_in(root) == []
 
 
 def test_nothing_is_removed_that_somebody_holds(root: Path) -> None:
-    draft, committed = begin(root, LIMIT), begin(root, LIMIT)
-    receiver = hold(committed.path)
-    folder = committed.commit(1)
-    begin(root, LIMIT).leave(remove=True)
-    remove_others(root, LIMIT)
+    draft, committed = begin_version(root, LIMIT), begin_version(root, LIMIT)
+    receiver = lease_version(committed.path)
+    committed.commit(1)
+    folder = committed.path
+    begin_version(root, LIMIT).release(remove=True)
+    remove_unleased(root, LIMIT)
     assert left_in(root) == sorted([draft.path.name, folder.name])
-    committed.leave(remove=True)
+    committed.release(remove=True)
     assert folder.exists()
-    remove_others(root, LIMIT)
+    remove_unleased(root, LIMIT)
     assert folder.exists()
-    receiver.leave(remove=True)
+    receiver.release(remove=True)
     assert left_in(root) == [draft.path.name]
-    draft.leave(remove=False)
-    begin(root, LIMIT).leave(remove=True)
+    draft.release(remove=False)
+    begin_version(root, LIMIT).release(remove=True)
     assert left_in(root) == []
 
 
 def test_the_last_who_leaves_a_failed_version_removes_it(root: Path) -> None:
-    held = begin(root, LIMIT)
-    receivers = [hold(held.path) for _ in range(3)]
-    held.leave(remove=True)
+    held = begin_version(root, LIMIT)
+    receivers = [lease_version(held.path) for _ in range(3)]
+    held.release(remove=True)
     for receiver in receivers:
         assert len(left_in(root)) == 1
-        receiver.leave(remove=True)
+        receiver.release(remove=True)
     assert left_in(root) == []
 
 
@@ -95,14 +98,14 @@ def test_what_is_not_ours_is_left_alone(root: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_text("mine")
     elsewhere = root.parent / "elsewhere"
-    begin(elsewhere, LIMIT).leave(remove=False)  # a draft that nobody has
+    begin_version(elsewhere, LIMIT).release(remove=False)  # a draft that nobody has
     (draft,) = elsewhere.glob(".sending-*")
     (root / ".sending-fedcba9876543210").symlink_to(draft)
-    held = begin(root, LIMIT)
+    held = begin_version(root, LIMIT)
     held.commit(1)
-    remove_others(root, LIMIT)
-    held.leave(remove=True)
-    remove_others(root, LIMIT)
+    remove_unleased(root, LIMIT)
+    held.release(remove=True)
+    remove_unleased(root, LIMIT)
     assert {name for name, path in kept.items() if path.exists()} == set(OTHERS)
     assert draft.exists()
 
@@ -110,22 +113,22 @@ def test_what_is_not_ours_is_left_alone(root: Path) -> None:
 def test_what_cannot_be_had_is_named(root: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"no version can be written to .*/file/versions: .* \(.*/file"):
-        begin(tmp_path / "file" / "versions", LIMIT)
+        begin_version(tmp_path / "file" / "versions", LIMIT)
     with pytest.raises(RunError, match=r"/versions/\.sending-12, which the sender has made, cannot be read here"):
-        hold(root / ".sending-12")
-    held = begin(root, LIMIT)
+        lease_version(root / ".sending-12")
+    held = begin_version(root, LIMIT)
     shutil.rmtree(held.path)
     with pytest.raises(RunError, match=r"is gone: somebody else has removed it"):
         held.commit(1)
-    held.leave(remove=True)
+    held.release(remove=True)
 
 
 def test_a_folder_that_another_keeps_locked_is_waited_for_with_a_limit(root: Path) -> None:
-    begin(root, LIMIT).leave(remove=True)
+    begin_version(root, LIMIT).release(remove=True)
     lock = open_lock(root / ".lock")
     assert try_lock(lock)
     try:
-        for call in (begin, remove_others):
+        for call in (begin_version, remove_unleased):
             with pytest.raises(
                 WaitTimeout, match=rf"process {os.getpid()} did not let go of its lock on .* within 0.1 s"
             ):
@@ -135,11 +138,11 @@ def test_a_folder_that_another_keeps_locked_is_waited_for_with_a_limit(root: Pat
     assert left_in(root) == []
 
 
-AT = ("mkdir", "_lease", "open_lock", "sync_folder", "rename")
+AT = ("mkdir", "_take_lease", "open_lock", "sync_folder", "rename")
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trinity_sync.integrations.verl.weight_sync import versions_folder as folder
+from trinity_sync.sync import checkpoint as folder
 
 at, after, root = sys.argv[1], sys.argv[2] == "after", Path(sys.argv[3])
 place = Path if at in ("mkdir", "rename") else folder
@@ -154,9 +157,9 @@ def killed(*args, **kwargs):
 
 held = None
 if at in ("sync_folder", "rename"):
-    held = folder.begin(root, 5.0)
+    held = folder.begin_version(root, 5.0)
 setattr(place, at, killed)
-held = held or folder.begin(root, 5.0)
+held = held or folder.begin_version(root, 5.0)
 held.commit(3)
 """
 
@@ -167,21 +170,23 @@ def test_what_a_killed_sender_leaves_is_removed_by_the_next(at: str, after: str,
     root.mkdir(parents=True)
     killed = subprocess.run([sys.executable, "-c", KILLED, at, after, str(root)], check=False, timeout=LIMIT)
     assert killed.returncode == -signal.SIGKILL
-    held = begin(root, LIMIT)
-    folder = held.commit(4)
-    remove_others(root, LIMIT)
+    held = begin_version(root, LIMIT)
+    held.commit(4)
+    folder = held.path
+    remove_unleased(root, LIMIT)
     assert left_in(root) == [folder.name]
-    held.leave(remove=True)
+    held.release(remove=True)
 
 
 @pytest.mark.parametrize("at", ["lock", "rename", "half"])
 def test_a_removal_that_is_broken_off_is_ended_by_the_next(
     at: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = begin(root, LIMIT)
-    folder = held.commit(1)
+    held = begin_version(root, LIMIT)
+    held.commit(1)
+    folder = held.path
     (folder / "bucket").write_text("bytes")
-    held.leave(remove=False)
+    held.release(remove=False)
     with monkeypatch.context() as broken:
 
         def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -190,23 +195,23 @@ def test_a_removal_that_is_broken_off_is_ended_by_the_next(
             raise KeyboardInterrupt
 
         if at == "lock":
-            broken.setattr(versions_folder, "try_lock", interrupted)
+            broken.setattr(checkpoint, "try_lock", interrupted)
         elif at == "rename":
             broken.setattr(Path, "rename", interrupted)
         else:
             broken.setattr(shutil, "rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            remove_others(root, LIMIT)
-    remove_others(root, LIMIT)
+            remove_unleased(root, LIMIT)
+    remove_unleased(root, LIMIT)
     assert left_in(root) == []
 
 
 def test_versions_of_an_earlier_attempt_go_when_the_next_is_read(make: Callable[..., Members]) -> None:
     members = make("checkpoint", receivers=1)
     for step in (1, 2):
-        earlier = begin(members.folder, LIMIT)
+        earlier = begin_version(members.folder, LIMIT)
         earlier.commit(step)
-        earlier.leave(remove=False)
+        earlier.release(remove=False)
     members.meet()
     assert len(left_in(members.folder)) == 3
     members.move(weights(3), 3)

@@ -15,8 +15,8 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec
 
 from tests.integrations.sync_members import Members, weights
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.weight_sync.sending import own_shards
-from trinity_sync.integrations.verl.weight_sync.session import _together
+from trinity_sync.integrations.verl.weight_sync.trainer_tensors import own_shards
+from trinity_sync.integrations.verl.weight_sync.version_stream import _together
 from trinity_sync.weights.shards import CoverageError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
@@ -132,7 +132,7 @@ def test_packed_experts_that_are_saved_packed_are_sent() -> None:
         (
             "model.q_proj.base_layer.weight",
             torch.zeros(2),
-            r"base_layer.weight is .* adapters .* model.lora.merge=true",
+            r"base_layer.weight belongs to .* adapters .* model.lora.merge=true",
         ),
         ("freqs", torch.zeros(2, dtype=torch.complex64), r"freqs cannot be sent: torch.complex64 cannot travel"),
     ],

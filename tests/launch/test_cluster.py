@@ -393,8 +393,8 @@ from types import SimpleNamespace
 import psutil, ray
 from trinity_sync.host.hardware import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch, own_ray, ray_end
-ray_end._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
+from trinity_sync.launch import node_watch, own_ray
+own_ray._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
 )

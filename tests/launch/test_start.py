@@ -316,7 +316,10 @@ def test_a_resume_marks_no_place_that_has_lost_what_the_run_has_copied_there(tmp
     here, there, events = tmp_path / "here", tmp_path / "there", tmp_path / "events.jsonl"
     saved(here, 10)
     there.mkdir()
-    lines = [{"event": "mirror", "state": state, "url": url} for state, url in (("copied", str(there)), ("x", "/y"))]
+    lines = [
+        {"event": "mirror", "step": 10, "state": state, "url": url}
+        for state, url in (("copied", str(there)), ("x", "/y"))
+    ]
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert copied_to(events) == {str(there)}
     cfg = config(f"checkpoint.mirror={there}", "checkpoint.mirror_tries=1")

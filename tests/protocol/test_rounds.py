@@ -88,7 +88,9 @@ def test_an_explorer_of_the_group_before_does_not_start_a_round_of_the_new_one()
     rounds = book(1)
     rounds.join(A)
     rounds.open(T, "host", 29501, None, 1)
-    with pytest.raises(RoundError, match="explorer-0 belongs to a weight sync group that is over; join the one of now"):
+    with pytest.raises(
+        RoundError, match="explorer-0 belongs to a weight sync group that is over; join the current one"
+    ):
         rounds.arrive(A, None)
     assert not rounds.arrive(T, 7).ended
     rounds.join(A)
@@ -117,7 +119,7 @@ def test_an_explorer_that_is_started_again_ends_the_group_of_the_process_before_
     rounds, again = book(1), member("explorer-0")
     rounds.join(A)
     meeting = rounds.arrive(T, 7)
-    with pytest.raises(RoundError, match="explorer-0 was started again, so its weight sync group is over"):
+    with pytest.raises(RoundError, match="explorer-0 was restarted, so its weight sync group is over"):
         rounds.join(again)
     assert meeting.failed is not None
     assert not rounds.joinable(0)
@@ -125,7 +127,7 @@ def test_an_explorer_that_is_started_again_ends_the_group_of_the_process_before_
     assert rounds.joinable(1)
     assert rounds.join(again).rank == 1
     for late in (lambda: rounds.join(A), lambda: rounds.arrive(A, None)):
-        with pytest.raises(RoundError, match=r"was started again since|belongs to a weight sync group that is over"):
+        with pytest.raises(RoundError, match=r"is dead or was restarted|belongs to a weight sync group that is over"):
             late()
     assert rounds.failed is None
 
@@ -147,7 +149,7 @@ def test_a_trainer_of_the_group_before_neither_meets_nor_has_sent_anything() -> 
 def test_a_trainer_that_was_started_again_is_not_ousted_by_what_the_one_before_it_said() -> None:
     rounds, again = book(1), member(TRAINER)
     rounds.open(again, "host", 29501, None, 1)
-    with pytest.raises(RoundError, match="this trainer is dead, or was started again since: it opens no group"):
+    with pytest.raises(RoundError, match="this trainer is dead or was restarted, so it cannot open a group"):
         rounds.open(T, "host", 29500, None, 1)
     assert rounds.joinable(1)
     rounds.gone(again)

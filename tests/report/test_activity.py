@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -7,21 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tracking import synthetic
 from trinity_sync.report import timeline
 from trinity_sync.report.timeline import TimelineSpan
+from trinity_sync.tracking.events import Event
 
 AT = 1_700_000_000.0
 
 
-def event(name: str, at: float = 0.0, **fields: Any) -> dict[str, Any]:
-    return {"event": name, "time": AT + at, "attempt": 0, **fields}
+def event(name: str, at: float = 0.0, **fields: Any) -> Event:
+    return synthetic.event(name, time=AT + at, attempt=0, **fields)
 
 
 def step(number: int, at: float, attempt: int = 0, **seconds: float) -> dict[str, Any]:
     return {"step": number, "time": AT + at, "attempt": attempt, **{f"timing/{k}": v for k, v in seconds.items()}}
 
 
-def told(*events: dict[str, Any]) -> list[tuple[str, str, float, float]]:
+def told(*events: Event) -> list[tuple[str, str, float, float]]:
     """Who did what, from when to when."""
     found = timeline.spans((), events)
     return [(one.who, one.what, round(one.begin - AT, 6), round(one.end - AT, 6)) for one in found]
@@ -93,8 +96,9 @@ def test_what_an_older_run_did_not_note_stands_where_it_was_told() -> None:
     [{"total_s": None}, {"total_s": "long"}, {"time": None}, {"total_s": -1.0}, {"paused_s": 99.0}, {"began": "x"}],
 )
 def test_damaged_events_make_no_impossible_spans(wrong: dict[str, Any]) -> None:
-    load = {**event("load", 12, version=1, explorer="explorer-0", total_s=1.0, paused_s=0.5), **wrong}
-    for span in timeline.spans((), [load, event("dance", 1), {"no": 1}]):
+    fields = {"version": 1, "explorer": "explorer-0", "total_s": 1.0, "paused_s": 0.5}
+    load = synthetic.event("load", **{"time": AT + 12, **fields, **wrong})
+    for span in timeline.spans((), [load, event("dance", 1)]):
         assert span.begin <= span.end
         for part in span.parts:
             assert span.begin <= part.begin <= part.end <= span.end
@@ -127,9 +131,9 @@ def test_an_overlap_by_the_jitter_of_clocks_needs_no_second_row() -> None:
 
 
 def test_versions_held_are_those_that_were_loaded_when_a_step_began() -> None:
-    def load(version: int, end: float, attempt: int = 0, explorer: str = "explorer-0") -> dict[str, Any]:
+    def load(version: int, end: float, attempt: int = 0, explorer: str = "explorer-0") -> Event:
         late = event("load", 99, version=version, explorer=explorer, began=AT + end - 0.5, total_s=0.5)
-        return {**late, "attempt": attempt}
+        return replace(late, attempt=attempt)
 
     metrics = [step(1, 2, step=1), step(2, 3, step=1), step(3, 4, step=1), step(3, 12, attempt=1, step=1)]
     events = [load(0, 0.9), load(1, 2.5), load(0, 1.5, explorer="explorer-1"), load(2, 11.5, attempt=1)]

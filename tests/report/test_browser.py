@@ -81,7 +81,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     with synthetic.recording(tmp_path / "run", clock) as recorder:
         for version in (1, 2, 3):
             clock.pass_(2.5)
-            recorder.event("load", **synthetic.load(version, "<img src=x onerror=alert(1)>|9 9"))
+            recorder.event(synthetic.event("load", **synthetic.load(version, "<img src=x onerror=alert(1)>|9 9")))
             recorder.metrics(version, synthetic.metrics(version))
     page = write_report(tmp_path / "run")
     text = after(page, tmp_path, "at(found('Version held'), 0.9, 0.5, 'pointermove')")

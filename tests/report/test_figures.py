@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tracking import synthetic
 from trinity_sync.report.charts import marks
 from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail, figure, figures, fold
 from trinity_sync.report.run_data import Run
@@ -121,10 +122,10 @@ def test_the_figures_of_a_run() -> None:
             {"step": step, "reward/mean": step / 10, "timing/train": 1.0, "timing/step": 4.0} for step in range(1, 13)
         ],
         events=[
-            {"event": "publish", "version": 1, "blocked_s": 0.1, "total_s": 0.2, "bytes_moved": 5},
-            {"event": "load", "version": 1, "paused_s": 0.3, "total_s": 0.4},
-            {"event": "commit", "step": 1, "blocked_s": 0.5, "total_s": 0.6},
-            {"event": "commit", "step": 2, "blocked_s": None, "total_s": "soon"},
+            synthetic.event("publish", version=1, blocked_s=0.1, total_s=0.2, bytes_moved=5),
+            synthetic.event("load", version=1, paused_s=0.3, total_s=0.4),
+            synthetic.event("commit", step=1, blocked_s=0.5, total_s=0.6),
+            synthetic.event("commit", step=2, blocked_s=None, total_s="soon"),
         ],
     )
     values = {key: one and one.value for key, one in figures(run).items()}

@@ -68,7 +68,7 @@ def troubled(tmp_path: Path) -> Path:
         recorder.fault("explorer-1", "<script>alert(1)</script>")
         recorder.finish("interrupted")
     with synthetic.recording(tmp_path, clock, resumed_from=20) as recorder:
-        recorder.event("load", **synthetic.load(20, "explorer-0", digest="deadbeef" * 4))
+        recorder.event(synthetic.event("load", **synthetic.load(20, "explorer-0", digest="deadbeef" * 4)))
         synthetic.steps(recorder, clock, 21, 30)
         recorder.finish("failed", "rank 1 & its <memory>")
     return tmp_path
@@ -177,10 +177,10 @@ def test_weights_that_are_not_the_published_ones_stand_at_the_top_and_in_the_tab
 
 def test_loads_of_one_version_may_lack_a_time_and_a_digest(tmp_path: Path) -> None:
     with synthetic.recording(tmp_path) as recorder:
-        recorder.event("publish", **synthetic.publish(1))
-        recorder.event("load", **synthetic.load(1, "explorer-0", paused_s=None, digest=None))
-        recorder.event("load", **synthetic.load(1, "explorer-1"))
-        recorder.event("load", **synthetic.load(0, "explorer-1"))
+        recorder.event(synthetic.event("publish", **synthetic.publish(1)))
+        recorder.event(synthetic.event("load", **synthetic.load(1, "explorer-0", paused_s=None, digest=None)))
+        recorder.event(synthetic.event("load", **synthetic.load(1, "explorer-1")))
+        recorder.event(synthetic.event("load", **synthetic.load(0, "explorer-1")))
     assert re.search(r"explorer-0 \S+ ms \(not checked\), ✓ explorer-1", Page(write_report(tmp_path)).text)
 
 
@@ -284,7 +284,7 @@ def test_thousands_of_versions_make_a_page_of_bearable_size(tmp_path: Path) -> N
     clock = Clock()
     with synthetic.recording(tmp_path, clock) as recorder:
         for version in range(3000):
-            recorder.event("publish", **synthetic.publish(version))
+            recorder.event(synthetic.event("publish", **synthetic.publish(version)))
     page = write_report(tmp_path)
     assert page.stat().st_size < 1_500_000
     assert "The 2600 older ones are in events.jsonl." in Page(page).text

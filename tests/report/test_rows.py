@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tracking import synthetic
 from trinity_sync.report import run_charts
 from trinity_sync.report.figures import figures
 from trinity_sync.report.run_data import Run, Sweep
@@ -25,7 +26,7 @@ def job(name: int, *overrides: str, seed: int | None = 0, status: str = "complet
         config_text="",
         config={"seed": seed},
         overrides=[*overrides, "trainer.steps=9"],
-        events=[{"event": "publish", "version": 1, "blocked_s": blocked}],
+        events=[synthetic.event("publish", version=1, blocked_s=blocked)],
     )
     run.summary["steps"] = 9
     return run

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tests.report.test_activity import AT, event, step
 from trinity_sync.report.run_data import Run
 from trinity_sync.report.timeline import timeline
+from trinity_sync.tracking.events import GenerateEvent, event_step
 
 
 def run(steps: int, explorers: int = 1, slow: int | None = None, **record: Any) -> Run:
@@ -91,7 +93,7 @@ def test_a_large_run_stays_light_and_says_what_is_left_out() -> None:
 
 def test_an_older_run_says_what_it_cannot_show() -> None:
     older = run(3)
-    older.events = [line for line in older.events if line["event"] != "generate"]
+    older.events = [event for event in older.events if not isinstance(event, GenerateEvent)]
     assert "This run did not note when explorers generated" in drawn(older)
 
 
@@ -101,14 +103,16 @@ def test_the_clock_counts_from_the_beginning_of_the_run() -> None:
     assert "1.0 s" not in drawn(found)
 
 
+def later(event: Any, seconds: float) -> Any:
+    began = {"began": event.began + seconds} if event.began is not None else {}
+    return replace(event, time=event.time + seconds, **began)
+
+
 def test_no_picture_spans_the_time_between_two_attempts() -> None:
     day = 86400.0
     found = run(20, slow=9)
-    for line in [*found.metrics, *found.events]:
-        number = line["step"] if line.get("event") == "generate" else line.get("version", line.get("step"))
-        if number >= 10:
-            for key in {"time", "began"} & line.keys():
-                line[key] += day  # type: ignore[index]
+    found.metrics = [line | {"time": line["time"] + day * (line["step"] >= 10)} for line in found.metrics]
+    found.events = [later(event, day) if (event_step(event) or 0) >= 10 else event for event in found.events]
     found.record["started"] = AT + day
     assert titles(found) == [
         "The last 11 of 20 steps",

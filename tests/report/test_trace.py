@@ -15,6 +15,7 @@ from tests.tracking.synthetic import START, Clock
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.report import run_data, trace, write_trace
 from trinity_sync.report.run_data import Run
+from trinity_sync.tracking.events import GenerateEvent, event_line, parse_event
 
 
 def read(run: Run) -> list[dict[str, Any]]:
@@ -141,13 +142,20 @@ def test_a_resumed_run_has_its_attempts_one_after_the_other(tmp_path: Path) -> N
     ],
 )
 def test_damaged_lines_make_no_damaged_trace(lines: list[dict[str, Any]]) -> None:
-    read(Run(path=Path("x"), metrics=[{"step": 1}, {"step": 2, "time": START, "timing/a": -1}], events=lines))
+    read(
+        Run(
+            path=Path("x"),
+            metrics=[{"step": 1}, {"step": 2, "time": START, "timing/a": -1}],
+            events=[parse_event(line) for line in lines],
+        )
+    )
 
 
 def test_an_older_run_has_a_trace(finished: Run) -> None:
     gone = ("began", "written_s", "sealed_s", "digest_s")
-    lines = [{key: value for key, value in line.items() if key not in gone} for line in finished.events]
-    older = Run(path=Path("x"), metrics=finished.metrics, events=[x for x in lines if x["event"] != "generate"])
+    lines = [event_line(event) for event in finished.events if not isinstance(event, GenerateEvent)]
+    events = [parse_event({key: value for key, value in line.items() if key not in gone}) for line in lines]
+    older = Run(path=Path("x"), metrics=finished.metrics, events=events)
     assert "generate" not in {one["name"] for one in read(older)}
 
 

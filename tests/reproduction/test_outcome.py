@@ -82,8 +82,8 @@ def test_a_folder_has_what_its_logs_have(tmp_path: Path) -> None:
     _write(tmp_path / "metrics.jsonl", {"step": 1, "attempt": 0, "time": 1.0, "loss": 0.25})
     _write(
         tmp_path / "events.jsonl",
-        {"event": "publish", "version": 0, "digest": "a"},
-        {"event": "commit", "step": 1, "digest": "b"},
+        {"event": "publish", "version": 0, "mode": "memory", "encoding": "full", "digest": "a"},
+        {"event": "commit", "step": 1, "kind": "full", "digest": "b"},
     )
     outcome = read_outcome(tmp_path, {"last_version": {"step": 1, "digest": "other"}})
     assert outcome == Outcome(digests={0: "a", 1: "b"}, metrics={1: {"loss": 0.25}})

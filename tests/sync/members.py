@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl
+from trinity_sync.sync.base import Bucket
 from trinity_sync.sync.in_place import InPlace, WeightLoader
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.nccl import NcclTransport
@@ -44,14 +47,16 @@ class Misbehaving(NcclTransport):
     signum: int | None = None
     damaged = False
 
-    def _arrived(self, data: Any) -> Any:
-        if self.signum is not None:
-            signum, self.signum = self.signum, None
-            os.kill(os.getpid(), signum)
-        if self.damaged:
-            self.damaged = False
-            raise ChecksumError("the first bucket arrived damaged")
-        return data
+    def buckets(self, *given: Any) -> Generator[Bucket, None, None]:
+        with closing(super().buckets(*given)) as buckets:
+            for bucket in buckets:
+                if self.signum is not None:
+                    signum, self.signum = self.signum, None
+                    os.kill(os.getpid(), signum)
+                if self.damaged:
+                    self.damaged = False
+                    raise ChecksumError("the first bucket arrived damaged")
+                yield bucket
 
 
 class Receiver:

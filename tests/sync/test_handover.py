@@ -22,7 +22,7 @@ from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync import Synchronizer, handover
+from trinity_sync.sync import Synchronizer, state_dicts
 from trinity_sync.weights.tensors import state_digest
 
 
@@ -82,7 +82,7 @@ def test_tensors_of_every_kind_are_handed_out(
 
 def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(synchronizer: Synchronizer) -> None:
     weights = {f"layer.{number}": torch.randn(64, 64) for number in range(600)}
-    assert len(handover.put(weights, bucket_bytes=1 << 20).buckets) == 10
+    assert len(state_dicts.put(weights, bucket_bytes=1 << 20).buckets) == 10
     for step in range(3):
         synchronizer.set_model_state_dict(weights, step)
     found, _ = synchronizer.get_model_state_dict()
@@ -116,7 +116,7 @@ def test_a_version_on_disk_is_named_by_its_folder(
 
 def test_damaged_bytes_are_not_handed_out(make_synchronizer: Callable[..., Synchronizer]) -> None:
     synchronizer = make_synchronizer()
-    published, other = (handover.put(random_weights(seed)) for seed in (1, 2))
+    published, other = (state_dicts.put(random_weights(seed)) for seed in (1, 2))
     synchronizer.client._ask("put_state", Version(0, 1), replace(published, buckets=other.buckets)).result(LIMIT)
     with pytest.raises(RunError, match="bucket 0 of version 1 is damaged"):
         synchronizer.get_model_state_dict()
@@ -161,8 +161,8 @@ def test_what_one_reader_cannot_fetch_is_not_lost_for_all(
     monkeypatch.setattr(ray, "get", fail)
     stored: Any = SimpleNamespace(buckets=[])
     with pytest.raises(RunError, match="the tensors of version 20 ") as raised:
-        handover.get(Version(0, 20), stored, LIMIT)
-    assert isinstance(raised.value, handover.StateLostError) is lost
+        state_dicts.get(Version(0, 20), stored, LIMIT)
+    assert isinstance(raised.value, state_dicts.StateLostError) is lost
 
 
 def _when_lost(synchronizer: Synchronizer) -> str:
@@ -238,13 +238,13 @@ def test_an_explorer_that_is_started_again_meets_the_trainer_and_the_one_before_
     assert ray.get(old.join_group.remote("explorer-0"), timeout=LIMIT) == 1
     ray.get([old.is_running.remote(), new.is_running.remote()], timeout=LIMIT)
     again = new.join_group.remote("explorer-0")
-    with pytest.raises(RunError, match="explorer-0 was started again, so its weight sync group is over"):
+    with pytest.raises(RunError, match="explorer-0 was restarted, so its weight sync group is over"):
         synchronizer.ready_to_nccl_sync("trainer", 3, timeout_s=LIMIT)
     synchronizer.setup_weight_sync_group("127.0.0.1", 29501, explorers=1)
     assert ray.get(again, timeout=LIMIT) == 2
     with pytest.raises(RunError, match="explorer-0 belongs to a weight sync group that is over"):
         ray.get(old.ready.remote("explorer-0"), timeout=LIMIT)
-    with pytest.raises(RunError, match="this explorer-0 is dead, or was started again since"):
+    with pytest.raises(RunError, match="this explorer-0 is dead or was restarted"):
         ray.get(old.join_group.remote("explorer-0"), timeout=LIMIT)
     assert synchronizer.get_explorer_status_counts()["running"] == 2
     os.kill(ray.get(old.pid.remote(), timeout=LIMIT), signal.SIGKILL)

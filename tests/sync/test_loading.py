@@ -274,7 +274,7 @@ def test_a_version_whose_parts_are_gone_is_told(trainer: PretendTrainer, monkeyp
     trainer.publish(random_weights(35))
     loader = make_loader(trainer, empty(random_weights(0)))
     monkeypatch.setattr("trinity_sync.weights.slots.map_segment", refuse)
-    with pytest.raises(RunError, match="the node agent that owned it has ended"):
+    with pytest.raises(RunError, match="its node agent ended"):
         loader.load(None)
     assert loader.held is None
     monkeypatch.undo()

@@ -22,7 +22,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.nccl import NcclPublisher
+from trinity_sync.sync.nccl import BroadcastGroup, NcclPublisher
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 
@@ -202,6 +202,9 @@ class Device:
         self.done: list[str] = []
         self.asked = 0
 
+    def name(self) -> str:
+        return "nccl"
+
     def broadcast(self, tensors: list[Any], options: Any) -> Any:
         self.asked += 1
         number = self.asked
@@ -220,17 +223,16 @@ class Device:
         self.done.append("shutdown")
 
 
-def arriving_on(device: Device, index: int, monkeypatch: pytest.MonkeyPatch) -> nccl._Arriving:
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+def arriving_on(device: Device, index: int) -> nccl._PieceArrivals:
     layout = PartLayout.build("rank-00000", [whole(name, "U8", (64,)) for name in "abcdef"], 64)
     place = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=index))
-    broadcast: Any = SimpleNamespace(transport="nccl", cut="tensor", timeout_s=5.0)
-    return nccl._Arriving(device, broadcast, layout, lambda *_: place, [])
+    group = BroadcastGroup(device, torch.device("cuda", 0), 5.0)
+    return nccl._PieceArrivals(group, layout, "tensor", lambda *_: place, [])
 
 
-def test_between_gpus_a_piece_is_taken_for_received_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_gpus_a_piece_is_taken_for_received_when_it_is_there() -> None:
     device = Device()
-    arriving = arriving_on(device, 0, monkeypatch)
+    arriving = arriving_on(device, 0)
     for number, data in arriving:
         assert data is None
         assert device.done == [f"arrived {1 + one}" for one in range(number + 1)]
@@ -238,17 +240,17 @@ def test_between_gpus_a_piece_is_taken_for_received_when_it_is_there(monkeypatch
     assert device.done[6:] == ["shutdown"]
 
 
-def test_between_gpus_a_load_that_is_given_up_breaks_off_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_gpus_a_load_that_is_given_up_breaks_off_what_is_under_way() -> None:
     device = Device()
-    arriving = arriving_on(device, 0, monkeypatch)
+    arriving = arriving_on(device, 0)
     next(iter(arriving))
     assert device.asked == 5
     assert not arriving.close()
     assert device.done == ["arrived 1", "abort", *(f"arrived {number}" for number in range(2, 6)), "shutdown"]
 
 
-def test_a_place_on_another_gpu_than_the_groups_is_not_received_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_on_another_gpu_than_the_groups_is_not_received_into() -> None:
     device = Device()
     with pytest.raises(IndexError):  # no room for it either
-        next(iter(arriving_on(device, 1, monkeypatch)))
+        next(iter(arriving_on(device, 1)))
     assert device.asked == 0

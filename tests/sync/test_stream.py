@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
-from trinity_sync.sync.nccl import make_group
+from trinity_sync.sync.nccl import BroadcastGroup, make_group
 from trinity_sync.sync.stream import _broadcast, broadcast, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 
@@ -136,6 +136,6 @@ def test_between_gpus_a_broadcast_that_does_not_end_is_an_error_within_the_limit
             raise RuntimeError(f"not within {timeout}")
 
     group: Any = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(wait=ended))
-    tensor: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    sender = BroadcastGroup(group, torch.device("cuda", 0), 2.0)
     with pytest.raises(RunError, match=r"weight could not be broadcast within 2 s: not within 0:00:02"):
-        _broadcast(group, tensor, 2.0, "weight")
+        _broadcast(sender, torch.empty(0), "weight")

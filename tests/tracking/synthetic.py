@@ -11,10 +11,24 @@ from typing import Any
 
 from rich.console import Console
 
+from trinity_sync.tracking.events import Event, parse_event
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
 
 START = 1_700_000_000.0
+
+
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "publish": {"mode": "memory", "encoding": "full"},
+    "load": {"explorer": "explorer-0"},
+    "commit": {"kind": "full"},
+    "prune": {"reason": "r"},
+}
+
+
+def event(name: str, **fields: Any) -> Event:
+    """An event, with the texts that its class requires where a test does not care for them."""
+    return parse_event({"event": name, **_REQUIRED.get(name, {}), **fields})
 
 
 class Clock:
@@ -125,19 +139,19 @@ def steps(
     """
     for step in range(first, last + 1):
         clock.pass_(2.5 * pace)
-        recorder.event("publish", **slower(publish(step), pace))
+        recorder.event(event("publish", **slower(publish(step), pace)))
         began = clock.now - metrics(step)["timing/step"]
         for index in range(explorers):
             name, total_s = f"explorer-{index}", pace * (1 - 0.2 * index)
-            recorder.event("generate", step=step, explorer=name, version=step - 1, began=began, total_s=total_s)
-            recorder.event("load", **slower(load(step, name), pace))
+            recorder.event(event("generate", step=step, explorer=name, version=step - 1, began=began, total_s=total_s))
+            recorder.event(event("load", **slower(load(step, name), pace)))
         if step % 10 == 0:
-            recorder.event("commit", **slower(commit(step), pace), written_s=1.5 * pace, began=clock.now)
+            recorder.event(event("commit", **slower(commit(step), pace), written_s=1.5 * pace, began=clock.now))
             (recorder.folder.checkpoints / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
             if step > 20:
                 (recorder.folder.checkpoints / f"global_step_{step - 20}").rmdir()
                 recorder.event(
-                    "prune", step=step - 20, reason="keep_last n=2: two newer ones", freed_bytes=3_700_000_000
+                    event("prune", step=step - 20, reason="keep_last n=2: two newer ones", freed_bytes=3_700_000_000)
                 )
         recorder.metrics(step, {**metrics(step), "reward/mean": metrics(step - late)["reward/mean"]})
 
@@ -206,7 +220,7 @@ def whole_run(
     clock = Clock()
     hydra(path, overrides or ["backend=fsdp2", "sync=memory"], total=total, seed=seed, mode=mode)
     with recording(path, clock, total=total, report=report, seed=seed) as recorder:
-        recorder.event("publish", **slower(publish(0), pace))
+        recorder.event(event("publish", **slower(publish(0), pace)))
         steps(recorder, clock, 1, total, pace=pace, late=late)
         recorder.samples(total, samples(total))
         recorder.finish("completed", peak_memory={"trainer": 9_400_000_000, "explorer": 4_100_000_000})

@@ -255,9 +255,9 @@ def test_a_tracker_apart_is_closed_as_failed_when_the_process_of_the_run_is_kill
 def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
-        "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking import apart\n"
+        "from tests.tracking.pretend import FileTracker\nfrom trinity_sync.tracking import tracker_feed\n"
         "from trinity_sync.tracking.tracker_feed import Trackers\n"
-        "from trinity_sync.tracking.trackers import TrackedRun\napart._LAST_S = 1.0\n"
+        "from trinity_sync.tracking.trackers import TrackedRun\ntracker_feed._LAST_S = 1.0\n"
         f"trackers = Trackers([FileTracker('log', 'stop')], TrackedRun(folder=Path({str(tmp_path)!r}), name='copy'))\n"
         "trackers.log(1, {'a': 1})\n"
     )

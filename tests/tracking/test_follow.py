@@ -10,6 +10,7 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tracking import follow, json_lines
+from trinity_sync.tracking.events import Event, SaveEvent, event_name
 from trinity_sync.tracking.follow import FollowedRun, ReplacedError, Tail, standing
 from trinity_sync.tracking.run_record import RunFolder
 
@@ -99,11 +100,11 @@ def test_a_followed_run_gives_what_it_wrote_in_order(tmp_path: Path) -> None:
         run = FollowedRun(tmp_path)
         recorder.phase("starting Ray")
         synthetic.steps(recorder, clock, 1, 2, explorers=1)
-        assert [line.get("event", line.get("step")) for line in run.lines()] == [
+        assert [event_name(line) if isinstance(line, Event) else line["step"] for line in run.lines()] == [
             *("phase", "publish", "generate", "load", 1, "publish", "generate", "load", 2)
         ]
         recorder.saving(2)
-        assert [line["event"] for line in run.lines()] == ["save"]
+        assert [type(line) for line in run.lines()] == [SaveEvent]
 
 
 def test_a_resume_is_noticed_by_who_follows(tmp_path: Path) -> None:

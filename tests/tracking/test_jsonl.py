@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tracking import synthetic
 from trinity_sync.errors import RunError
 from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.events import event_line_step
 
 RECORDS = st.lists(
     st.dictionaries(st.text(max_size=4), st.one_of(st.integers(), st.text(max_size=6), st.booleans()), max_size=3),
@@ -177,16 +179,16 @@ def test_a_resume_cuts_the_metrics_of_later_steps(tmp_path: Path) -> None:
 
 
 EVENTS = [
-    {"event": "publish", "version": 0},
-    {"event": "publish", "version": 7},
-    {"event": "load", "version": 5},
-    {"event": "load", "version": 6},
-    {"event": "commit", "step": 5},
-    {"event": "commit", "step": 10},
-    {"event": "prune", "step": 4},
-    {"event": "prune", "step": 8},
-    {"event": "generate", "step": 5},
-    {"event": "generate", "step": 6},
+    {"event": "publish", **synthetic.publish(0)},
+    {"event": "publish", **synthetic.publish(7)},
+    {"event": "load", **synthetic.load(5)},
+    {"event": "load", **synthetic.load(6)},
+    {"event": "commit", **synthetic.commit(5)},
+    {"event": "commit", **synthetic.commit(10)},
+    {"event": "prune", "step": 4, "reason": "r"},
+    {"event": "prune", "step": 8, "reason": "r"},
+    {"event": "generate", "step": 5, "version": 4, "explorer": "explorer-0"},
+    {"event": "generate", "step": 6, "version": 4, "explorer": "explorer-0"},
     {"event": "fault", "where": "x", "error": "y", "step": 9},
 ]
 
@@ -194,7 +196,7 @@ EVENTS = [
 def test_a_resume_cuts_the_events_of_later_versions_and_steps_but_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, EVENTS)
-    json_lines.cut_after(path, 5, key=json_lines.event_step)
+    json_lines.cut_after(path, 5, key=event_line_step)
     assert json_lines.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8, 10)]
 
 

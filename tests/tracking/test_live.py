@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
+from trinity_sync.tracking.events import Event
 from trinity_sync.tracking.live import LiveView, knows_unicode, sparkline
 from trinity_sync.tracking.run_state import RunState
 
@@ -47,11 +48,10 @@ def ascii_console() -> Console:
     return Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=80)
 
 
-def event(name: str, **fields: Any) -> dict[str, Any]:
-    return {"event": name, **fields}
+event = synthetic.event
 
 
-def phase(what: str) -> dict[str, Any]:
+def phase(what: str) -> Event:
     return event("phase", what=what)
 
 
@@ -424,8 +424,8 @@ def test_what_it_does_not_understand_is_swallowed(mode: Any) -> None:
     view.take({})
     view.take({"step": "?"})
     view.take({})
-    view.take({"event": "load"})
-    view.take({"event": "publish", "version": None, "blocked_s": "soon"})
+    view.take(event("load"))
+    view.take(event("publish", version=None, blocked_s="soon"))
     view.take({"step": 1, "reward/mean": "good", "staleness/mean": None})
     view.close()
     view.close()

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tracking import synthetic
+from trinity_sync.tracking.events import Event, LogLine, parse_event
 from trinity_sync.tracking.run_state import RunState
 
 JSON = st.recursive(
@@ -17,15 +19,15 @@ KEYS = ("event", "time", "attempt", "step", "version", "explorer", "where", "err
 EVENTS = st.sampled_from(("phase", "publish", "load", "save", "commit", "fault", "skip"))
 
 
-def event(name: str, at: float, attempt: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"event": name, "time": at, "attempt": attempt, **fields}
+def event(name: str, at: float, attempt: int = 0, **fields: Any) -> Event:
+    return synthetic.event(name, time=at, attempt=attempt, **fields)
 
 
 def step(number: int, at: float, attempt: int = 0, **fields: Any) -> dict[str, Any]:
     return {"step": number, "time": at, "attempt": attempt, **fields}
 
 
-def fed(*lines: dict[str, Any], total: int | None = None) -> RunState:
+def fed(*lines: LogLine, total: int | None = None) -> RunState:
     state = RunState(total)
     for line in lines:
         state.take(line, 0.0)
@@ -73,7 +75,7 @@ def test_a_new_attempt_begins_afresh_but_keeps_what_was_learned_and_saved() -> N
         event("phase", 50.0, 1, what="starting Ray"),
     )
     assert (state.attempt, state.began, state.faults, state.held, state.stepped) == (1, 50.0, 0, {}, None)
-    assert (state.rewards, state.committed["step"], state.busy) == ([0.1], 1, "starting Ray")
+    assert (state.rewards, state.committed.step, state.busy) == ([0.1], 1, "starting Ray")
 
 
 def test_lines_of_an_attempt_that_is_over_change_nothing() -> None:
@@ -102,7 +104,7 @@ def test_a_save_is_under_way_until_it_is_committed_or_a_later_one_is() -> None:
 
 def test_weights_that_are_committed_are_no_checkpoint_to_go_on_from() -> None:
     state = fed(event("commit", 1.0, step=10, kind="full"), event("commit", 2.0, step=11, kind="state_dict"))
-    assert state.committed["step"] == 10
+    assert state.committed.step == 10
 
 
 def test_a_run_is_busy_until_its_next_step() -> None:
@@ -122,5 +124,5 @@ def test_a_run_that_has_done_all_steps_does_not_stand_still() -> None:
 @settings(max_examples=40)
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), JSON | EVENTS), max_size=8))
 def test_no_line_whatever_is_in_it_raises(lines: list[dict[str, Any]]) -> None:
-    state = fed(*lines, total=5)
+    state = fed(*(parse_event(line) if "event" in line else line for line in lines), total=5)
     assert state.pace_s is None or state.pace_s >= 0

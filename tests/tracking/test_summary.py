@@ -18,9 +18,9 @@ from trinity_sync.tracking.summary import copies_taken, kept_checkpoints, mismat
 EXAMPLES = {"publish": synthetic.publish, "load": synthetic.load, "commit": synthetic.commit}
 
 
-def event(name: str, **fields: Any) -> dict[str, Any]:
+def event(name: str, **fields: Any) -> Any:
     example = EXAMPLES[name](1) if name in EXAMPLES else {}
-    return {"event": name, "attempt": 0, "time": 1.0, **example, **fields}
+    return synthetic.event(name, **{"attempt": 0, "time": 1.0, **example, **fields})
 
 
 def metrics(rewards: list[float | None]) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ def test_what_was_pruned_is_not_kept_unless_it_was_saved_again() -> None:
         event("prune", step=3, reason="r", freed_bytes=1),
         event("commit", step=3),
     ]
-    assert [item["step"] for item in kept_checkpoints(events)] == [2, 3]
+    assert [commit.step for commit in kept_checkpoints(events)] == [2, 3]
     checkpoint = summarise([], events, "completed", 1.0)["checkpoint"]
     assert (checkpoint["kept"], checkpoint["latest"], checkpoint["pruned"]) == ([2, 3], 3, 2)
 
@@ -187,7 +187,10 @@ def test_wall_time_is_that_of_all_attempts_and_a_killed_one_lasts_until_its_last
             {"attempt": 2, "started": 300.0, "ended": 301.0},
         ]
     }
-    assert wall_seconds(record, [{"attempt": 1, "time": 205.0}], [{"attempt": 1, "time": 207.0}]) == 18.0
+    assert (
+        wall_seconds(record, [{"attempt": 1, "time": 205.0}], [synthetic.event("save", step=1, attempt=1, time=207.0)])
+        == 18.0
+    )
 
 
 def shown(summary: dict[str, Any], folder: Path, *, width: int = 80, **other: Any) -> str:
@@ -242,7 +245,7 @@ def test_a_command_keeps_blanks_of_other_kinds() -> None:
 def test_copies_are_of_the_speed_beside_the_version_and_of_the_median_load() -> None:
     metrics = [{"step": step, "memcpy_gb_s": speed} for step, speed in ((1, 2.0), (2, 4.0))]
     events = [
-        {"event": kind, "version": version, "total_s": seconds, "bytes_full": 1e9}
+        synthetic.event(kind, version=version, total_s=seconds, bytes_full=1e9)
         for kind, version, seconds in (
             ("publish", 0, 9.0),
             ("load", 0, 9.0),

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.tracking import synthetic
 from tests.tracking.test_recorder import EXAMPLES
-from trinity_sync.tracking.recorder import EVENT_FIELDS
+from trinity_sync.tracking.events import EVENTS
 from trinity_sync.tracking.run_end import told_event, told_step
 
 LINES: list[tuple[str, dict[str, Any], str]] = [
@@ -89,16 +90,16 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "fields", "line"), LINES)
 def test_an_event_is_told_in_plain_words(name: str, fields: dict[str, Any], line: str) -> None:
-    assert told_event({"event": name, "time": 0.0, "attempt": 0, **fields}) == line
+    assert told_event(synthetic.event(name, time=0.0, attempt=0, **fields)) == line
 
 
 def test_each_kind_of_event_has_a_line_here() -> None:
-    assert {name for name, _, _ in LINES} == set(EVENT_FIELDS)
+    assert {name for name, _, _ in LINES} == set(EVENTS)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_event_without_what_it_need_not_have_is_told(name: str) -> None:
-    told = told_event({"event": name, **{key: EXAMPLES[name][key] for key in EVENT_FIELDS[name]}})
+    told = told_event(synthetic.event(name, **EXAMPLES[name]))
     assert "None" not in told
     assert "\n" not in told
 

@@ -14,6 +14,7 @@ from trinity_sync import config
 from trinity_sync.actors.rank_client import RankClient, Recomputed
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.tracking.events import Event, event_fields, event_name
 from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
 from trinity_sync.trainer.group import TrainerGroup
 
@@ -72,8 +73,8 @@ class Checked:
         group = cast(TrainerGroup, ranks)
         self.check = AgreementCheck(group, self._event, 0.06, 5.0, refuse=refuse).check
 
-    def _event(self, name: str, **fields: Any) -> None:
-        self.events.append({"event": name, **fields})
+    def _event(self, event: Event) -> None:
+        self.events.append({"event": event_name(event), **event_fields(event)})
 
 
 def test_the_figures_of_each_explorer_are_an_event() -> None:

@@ -19,6 +19,7 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
+from trinity_sync.tracking.events import Event, event_name, event_step
 from trinity_sync.trainer.free_loop import FreeLoop
 from trinity_sync.trainer.steps import LoopSettings
 
@@ -162,10 +163,11 @@ class World:
     def finish(self) -> None:
         self.happened.append("finish")
 
-    def event(self, name: str, **fields: Any) -> None:
-        if name == self.refused and fields["version"]:
+    def event(self, event: Event) -> None:
+        step = event_step(event)
+        if event_name(event) == self.refused and step:
             raise RunError("events.jsonl cannot be written: No space left on device")
-        self.happened.append((name, fields["version"] if "version" in fields else fields["step"]))
+        self.happened.append((event_name(event), step))
 
     def loop(self, **changes: Any) -> FreeLoop:
         stop = changes.pop("stop", None)

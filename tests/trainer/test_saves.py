@@ -29,6 +29,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.threads import Yielding, in_background
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
+from trinity_sync.tracking.events import Event, event_fields, event_name
 from trinity_sync.trainer import full_saves as module
 from trinity_sync.trainer.full_saves import FullSaves, SaveSettings, WeightSaves
 from trinity_sync.weights.layout import PartLayout
@@ -52,8 +53,8 @@ class Log:
         self.faults: list[tuple[str, str]] = []
         self.begun: list[int] = []
 
-    def event(self, name: str, **fields: Any) -> None:
-        self.events.append({"event": name, **fields})
+    def event(self, event: Event) -> None:
+        self.events.append({"event": event_name(event), **event_fields(event)})
 
     def fault(self, where: str, error: BaseException | str) -> None:
         self.faults.append((where, str(error)))

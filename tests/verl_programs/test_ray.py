@@ -16,8 +16,7 @@ from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, p
 from tests.verl_programs.test_sft import assert_goes_on, assert_whole, make
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
 from trinity_sync.checkpoint.folder.lock import has_no_monitor
-from trinity_sync.integrations.verl.engine_registry import RETENTION
-from trinity_sync.integrations.verl.vendor import CALLBACK
+from trinity_sync.integrations.verl.vendor import CALLBACK, RETENTION
 
 ON_CPU = "tests.verl_programs.on_cpu"
 WITH_US = {**PLUGIN, MODULES: f"{ON_CPU},{PLUGIN[MODULES]}"}

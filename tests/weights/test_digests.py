@@ -143,6 +143,6 @@ def test_padding_is_no_part_of_the_version_digest() -> None:
     layout = version.layouts[0]
     segment = bytearray(layout.nbytes)
     stage(layout, version.sources[0], segment)
-    for start, stop in layout.gaps():
+    for start, stop in layout.gaps:
         segment[start:stop] = b"\xff" * (stop - start)
     assert digest_rows([(layout, segment)]).version_digest() == reference_digest(tensors, "BF16")

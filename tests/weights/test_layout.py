@@ -19,7 +19,7 @@ def example() -> PartLayout:
 def test_shards_keep_their_order_and_start_on_64_byte_boundaries() -> None:
     assert [(shard.name, offset) for shard, offset in example().entries] == [("b", 0), ("a", 64)]
     assert example().nbytes == 64 + 3 * 40 * 4
-    assert example().gaps() == [(6, 64)]
+    assert example().gaps == [(6, 64)]
 
 
 def test_buckets_cover_the_segment() -> None:

@@ -94,7 +94,7 @@ def test_close_leaves_nothing_may_be_repeated_and_ends_the_arena(root: Path) -> 
     arena.close()
     arena.close()
     assert list(root.iterdir()) == []
-    with pytest.raises(SegmentError, match=r"rank-00000 is gone: the node agent that owned it has ended"):
+    with pytest.raises(SegmentError, match=r"rank-00000 is gone: its node agent ended"):
         map_segment(path, 10)
     with pytest.raises(SegmentError, match="is closed"):
         arena.map(0, "rank-00000")
@@ -192,7 +192,7 @@ def test_the_folder_of_a_living_process_is_neither_removed_nor_taken(root: Path)
     with other_process_with_an_arena(root, "run"):
         assert remove_stale(root) == []
         assert (root / HOME / "run" / "slot-0" / "rank-00000").exists()
-        with pytest.raises(SegmentError, match="is in use by a process that lives"):
+        with pytest.raises(SegmentError, match="is in use by a live process"):
             SlotArena.create("run", 1, PARTS, root, fallback=root)
 
 

@@ -230,7 +230,7 @@ def test_tensors_that_the_plan_does_not_know_are_not_written_as_holes(
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_MAX_CONSTANT_BYTES", 100)
     snapshot = copied(plan({"x": Hidden(torch.ones(100))}), bytearray(10), in_background=False)
-    with pytest.raises(RunError, match="400 bytes are pickled that the snapshot does not hold"):
+    with pytest.raises(RunError, match="a tensor of 400 bytes that the snapshot does not contain"):
         snapshot.file_images(tmp_path, LIMIT)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MONITOR = "checkpoint_monitor"
 """Name of the actor in a run's Ray namespace."""
 
-Event = dict[str, object]
+EventLine = dict[str, object]
 """Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 
 
@@ -243,7 +243,7 @@ class MonitorClient(Client):
 
     # -- the run
 
-    def drain_events(self) -> Pending[list[Event]]:
+    def drain_events(self) -> Pending[list[EventLine]]:
         """Fetch what happened since the last call, but for commits: those are the answers of `wait_committed`."""
         return self._call("tell its events", "drain_events")
 

@@ -31,6 +31,7 @@ from trinity_sync.backends.saved_tensors import on_the_wire, travelling
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
+from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
 
@@ -214,7 +215,7 @@ class BytesBackend:
         dist.barrier()
 
     def _file(self, name: str) -> str:
-        return f"{name}_world_size_{self._ranks}_rank_{self._rank}.pt"
+        return rank_file(name, self._ranks, self._rank)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

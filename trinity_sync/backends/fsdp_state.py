@@ -49,6 +49,7 @@ from trinity_sync.backends.engine_types import FsdpEngine
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
 from trinity_sync.weights.shards import listed
 
@@ -89,11 +90,10 @@ class FsdpState:
                 state = self._distributed()
                 apart_from_buffers(self._engine.module, state["model"])
                 return {DISTRIBUTED: state, names["extra_state"]: extra}
-            model = self._trained(self._engine.module.state_dict())
-            apart_from_buffers(self._engine.module, model)
+            model, optimizer = live_state(self._engine.module, self._engine.optimizer)
             return {
-                names["model"]: model,
-                names["optim"]: optimizer_state(self._engine.optimizer),
+                names["model"]: self._trained(model),
+                names["optim"]: optimizer,
                 names["extra_state"]: extra,
             }
 
@@ -202,7 +202,7 @@ class FsdpState:
     # -- helpers
 
     def _file(self, name: str) -> str:
-        return f"{name}_world_size_{self._ranks}_rank_{self._rank}.pt"
+        return rank_file(name, self._ranks, self._rank)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -378,10 +378,20 @@ def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
             yield
 
 
-def apart_from_buffers(model: torch.nn.Module, state: dict[str, object]) -> dict[str, object]:
-    """Put copies in place of the buffers in a state dict of the model, and return it. A forward pass may change them,
-    where the parameters stay what they are until the optimizer's step. They are small.
+def live_state(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dicts of a model and of its optimizer, empty for None; inside `sharded`. Collective in FSDP1.
+
+    Parameters and optimizer states are the live tensors, which change at the optimizer's step. Buffers are copies, as
+    a forward pass may change them, and so are the containers.
     """
+    state: dict[str, Any] = {} if model is None else apart_from_buffers(model, model.state_dict())
+    return state, {} if optimizer is None else _optimizer_state(optimizer)
+
+
+def apart_from_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Put copies in place of the buffers in a state dict of the model, and return it."""
     live = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
     for name, value in state.items():
         if type(value) is torch.Tensor and value.untyped_storage()._cdata in live:
@@ -389,10 +399,7 @@ def apart_from_buffers(model: torch.nn.Module, state: dict[str, object]) -> dict
     return state
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return the optimizer's state dict. Its tensors are live; what else is in it, such as a count of steps that is a
-    number, does not change with the optimizer.
-    """
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
-    held = {key: dict(value) if isinstance(value, dict) else value for key, value in state["state"].items()}
-    return {**state, "state": held}
+    copies = {key: dict(value) if isinstance(value, dict) else value for key, value in state["state"].items()}
+    return {**state, "state": copies}

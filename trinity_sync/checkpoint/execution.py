@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 
-from trinity_sync.actors.monitor_client import Committed, Event
+from trinity_sync.actors.monitor_client import Committed, EventLine
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.folder.owner import Owner
@@ -24,6 +25,7 @@ from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, Decision, Fail, Grant, Kind, MoveTracker
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.tracking import units
+from trinity_sync.tracking.events import Event, FaultEvent, MirrorEvent, PruneEvent, event_line
 
 _MOST_RESULTS = 10_000
 
@@ -82,7 +84,7 @@ class Execution:
             owner=owner or Owner.new(str(self._disk.run), self._disk.root),
             policies=self._disk.policies,
             start=max(here, default=0) if resumed else None,
-            report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),
+            report=lambda event: loop.call_soon_threadsafe(self._mirrored, event),
             on_idle=lambda: loop.call_soon_threadsafe(self._unmirrored),
             clock=self._clock,
         )
@@ -274,13 +276,13 @@ class Execution:
         for problem in await asyncio.to_thread(self._disk.empty_trash):
             self._events.fault("retention", problem)
 
-    def _mirrored(self, event: str, fields: dict[str, object]) -> None:
-        """Tell what happened on the way to the mirror."""
-        if event == "fault":
-            self._events.fault(str(fields["where"]), fields["error"])
+    def _mirrored(self, event: MirrorEvent | FaultEvent) -> None:
+        """Record what happened on the way to the mirror."""
+        if isinstance(event, FaultEvent):
+            self._events.fault(event.where, event.error)
         else:
-            self._events.add(event, **fields)
-            story.info("checkpoint of step %s %s: %s", fields["step"], fields["state"], fields["url"])
+            self._events.add(event)
+            story.info("checkpoint of step %s %s: %s", event.step, event.state, event.url)
             self._unmirrored()
         self._changes.announce()
 
@@ -290,7 +292,7 @@ class Execution:
 
     async def _prune_late(self) -> None:
         for gone in await self.prune():
-            self._events.add("prune", step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes)
+            self._events.add(PruneEvent(step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes))
 
 
 # What the monitor has to tell that nobody waits for, until somebody asks for it.
@@ -313,20 +315,19 @@ class EventLog:
     def __init__(self, attempt: int, clock: Callable[[], float]) -> None:
         self._attempt = attempt
         self._clock = clock
-        self._events: deque[Event] = deque(maxlen=_MOST)
+        self._events: deque[EventLine] = deque(maxlen=_MOST)
 
-    def add(self, event: str, **fields: object) -> None:
-        """Note that something happened."""
-        self._events.append({"event": event, "time": self._clock(), "attempt": self._attempt, **fields})
+    def add(self, event: Event) -> None:
+        """Keep an event, with the time and the attempt."""
+        self._events.append(event_line(replace(event, time=self._clock(), attempt=self._attempt)))
 
     def fault(self, where: str, error: object) -> None:
         """Note that something went wrong; it goes to the actor's log, too."""
-        more: dict[str, object] = {}
-        if isinstance(error, BaseException) and (found := origin(error)) is not None:
-            more["traceback"] = found.traceback
-        self.add("fault", where=where, error=log_fault(where, error), **more)
+        found = origin(error) if isinstance(error, BaseException) else None
+        trace = None if found is None else found.traceback
+        self.add(FaultEvent(where=where, error=log_fault(where, error), traceback=trace))
 
-    def drain(self) -> list[Event]:
+    def drain(self) -> list[EventLine]:
         """Return all since the last call."""
         drained = list(self._events)
         self._events.clear()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.actors.calls import failures_logged
-from trinity_sync.actors.monitor_client import MONITOR, Committed, Event, Facts, PrunedStep, StepReport
+from trinity_sync.actors.monitor_client import MONITOR, Committed, EventLine, Facts, PrunedStep, StepReport
 from trinity_sync.actors.pending import ANSWER_S, Changes, Host
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.execution import EventLog, Execution
@@ -51,6 +51,7 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, CommitMeta, FileEntry,
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.protocol.step import SAVE_STRATEGIES
 from trinity_sync.protocol.versions import Version
+from trinity_sync.tracking.events import PruneEvent
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -639,7 +640,7 @@ class CheckpointMonitor(Writers):
             for gone in await self._execution.prune(keep_last)
         ]
         for gone in pruned:
-            self._events.add("prune", **gone)
+            self._events.add(PruneEvent(**gone))
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
@@ -650,7 +651,7 @@ class CheckpointMonitor(Writers):
         """
         return await self._execution.wait_mirrored(timeout_s)
 
-    async def drain_events(self) -> list[Event]:
+    async def drain_events(self) -> list[EventLine]:
         """Return what happened since the last call and nobody waits for, oldest first: ``mirror``, ``fault``, and
         ``prune`` of what was deleted late. What became of a step is the answer of `wait_committed` alone.
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trinity_sync.actors.monitor_client import Event, MonitorClient
+from trinity_sync.actors.monitor_client import EventLine, MonitorClient
 from trinity_sync.actors.pending import Pending
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
 from trinity_sync.checkpoint.folder import resume_point
@@ -37,6 +37,7 @@ from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST
+from trinity_sync.tracking.events import Event, FaultEvent, OtherEvent, parse_event
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -341,8 +342,8 @@ class Actors:
                 assert left_out is not None, "it names the missing tensors"
                 raise ConfigError(
                     f"{start.folder} goes on with another engine, which would lose {listed(done.missing)} of the "
-                    f"model's folder, such as draft heads: {left_out['path']} does not hold them as they were any more; put "
-                    " them back, or go on without them by model.path at an export of the checkpoint"
+                    f"model's folder, such as draft heads: {left_out['path']} does not hold them as they were any "
+                    "more; put them back, or go on without them by model.path at an export of the checkpoint"
                 )
 
     def _check_base(self) -> None:
@@ -432,14 +433,14 @@ class EventRelay:
 
     Args:
         monitor: the checkpoint monitor.
-        sink: gets each event's name and fields, called in the relay's thread and in that of `close`. An unknown event
-            (ValueError) is passed on as a fault; an event that the disk refuses (RunError) is retried.
+        sink: gets each event, called in the relay's thread and in that of `close`. Unknown or damaged events arrive as
+            faults; an event that the disk refuses (RunError) is retried.
     """
 
-    def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
+    def __init__(self, monitor: MonitorClient, sink: Callable[[Event], None]) -> None:
         self._monitor, self._sink = monitor, sink
-        self._asked: Pending[list[Event]] | None = None
-        self._fetched: deque[Event] = deque()
+        self._asked: Pending[list[EventLine]] | None = None
+        self._fetched: deque[EventLine] = deque()
         self._answered = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -478,12 +479,11 @@ class EventRelay:
                 return  # a full disk ends the run elsewhere
             self._fetched.popleft()
 
-    def _tell(self, event: Event) -> None:
-        fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
-        try:
-            self._sink(event["event"], **fields)
-        except (KeyError, TypeError, ValueError) as error:
-            self._sink("fault", where="an event of the checkpoint monitor", error=f"{error}: {event}")
+    def _tell(self, line: EventLine) -> None:
+        event = parse_event(line)
+        if isinstance(event, OtherEvent):
+            event = FaultEvent(where="an event of the checkpoint monitor", error=f"unknown or damaged: {line}")
+        self._sink(event)
 
 
 # -- node agents: one on each node with trainer ranks, with the slots of these ranks

@@ -46,9 +46,10 @@ from trinity_sync.launch.start import (
     run_mirror,
     written_places,
 )
-from trinity_sync.models.architecture import check_vocabulary
+from trinity_sync.models.characters import check_vocabulary
 from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
-from trinity_sync.models.model_folder import check_named
+from trinity_sync.models.hub import check_named
+from trinity_sync.tracking.events import RowsEvent
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder, holds_run, run_id
 from trinity_sync.tracking.trackers import Tracker, build_trackers
@@ -131,7 +132,7 @@ def run(
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
             with recorder, deaths_told(recorder.fault), (resume and settings) or contextlib.nullcontext():
                 if scanned.counts is not None:
-                    recorder.event("rows", **scanned.counts._asdict())
+                    recorder.event(RowsEvent(**scanned.counts._asdict()))
                 prepared = Preparation(
                     cfg=cfg,
                     config_digest=config.digest,

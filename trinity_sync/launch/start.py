@@ -23,7 +23,7 @@ from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.events import CommitEvent, MirrorEvent, PruneEvent, read_events
 from trinity_sync.tracking.run_record import read_record
 from trinity_sync.tracking.units import progress_bar
 
@@ -408,22 +408,16 @@ def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:
 
 def recorded_commits(path: Path) -> owner.Recorded:
     """Return the commits in a run's events. Raises RunError if the events cannot be read."""
-    events = [event for event in json_lines.read(path) if event.get("event") == "commit"]
-    return {
-        commit
-        for commit in (
-            (event.get("step"), event.get("attempt"), event.get("digest"), event.get("bytes")) for event in events
-        )
-        if all(isinstance(value, int | str | None) for value in commit)
-    }
+    commits = [event for event in read_events(path) if isinstance(event, CommitEvent)]
+    return {(event.step, event.attempt, event.digest, event.bytes) for event in commits}
 
 
 def copied_to(events: Path) -> set[str]:
     """Return the mirrors that have copies of a run's checkpoints, by its events. Raises RunError if they cannot be
     read.
     """
-    copies = [event for event in json_lines.read(events) if event.get("event") == "mirror"]
-    return {str(event.get("url")) for event in copies if event.get("state") == "copied"}
+    copies = [event for event in read_events(events) if isinstance(event, MirrorEvent)]
+    return {event.url for event in copies if event.state == "copied"}
 
 
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:
@@ -437,13 +431,9 @@ def committed_steps(events: Path, checkpoints: Path) -> list[int]:
     """
     steps: set[int] = set()
     gone = noted_deletions(checkpoints)
-    for event in json_lines.read(events):
-        step = json_lines.event_step(event)
-        if step is None:
-            continue
-        if event.get("event") == "commit" and event.get("kind") == "full":
-            if (step, event.get("attempt")) not in gone:
-                steps.add(step)
-        elif event.get("event") == "prune":
-            steps.discard(step)
+    for event in read_events(events):
+        if isinstance(event, PruneEvent):
+            steps.discard(event.step)
+        elif isinstance(event, CommitEvent) and event.kind == FULL and (event.step, event.attempt) not in gone:
+            steps.add(event.step)
     return sorted(steps)

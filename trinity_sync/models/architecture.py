@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.initialization import no_init_weights
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.characters import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 from trinity_sync.models.families import auto_class
-from trinity_sync.weights.tensors import cast_model, kept_by_class
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -95,30 +94,6 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f" (meant {close[0]}?)" if close else ""
 
 
-# The characters of the tokenizer that a model made from `model.architecture` has. Imports nothing.
-
-
-SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
-"""Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
-CHARACTERS = "0123456789=+-*,;<>?:#%"
-"""Tokens 3 and following."""
-UNUSED = 0xE000
-"""Tokens behind the characters are written as private-use characters: this code point plus the token's number."""
-
-
-def check_vocabulary(vocab_size: int) -> None:
-    """Check that a vocabulary has room for the characters.
-
-    Raises:
-        ConfigError: it is too small.
-    """
-    needed = len(SPECIAL) + len(CHARACTERS)
-    if vocab_size < needed:
-        raise ConfigError(
-            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {needed}"
-        )
-
-
 # Makes the initial model of a run that names none: random weights and a tokenizer with one token per character.
 
 
@@ -158,6 +133,11 @@ def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Pat
 
 
 def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trinity_sync.weights.tensors import cast_model, kept_by_class
+
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # of the CPU alone: torch.manual_seed would reset the accelerators' generators as well
         torch.default_generator.manual_seed(seed)
@@ -194,6 +174,9 @@ def unfilled_model(
         attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
     """
+    import torch
+    from transformers.initialization import no_init_weights
+
     kind = getattr(transformers, auto_class(config.to_dict()))
     with no_init_weights(), torch.device(device):
         model: PreTrainedModel = kind.from_config(

@@ -1,4 +1,4 @@
-"""What programs of Trinity-RFT pass: members of its enums, and fields of its `Config`, known by their names."""
+"""Values that Trinity-RFT's programs pass to ours: members of its enums and fields of its `Config`, read by name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from trinity_sync.errors import ConfigError
 
 
 def plain(choice: object) -> Any:
-    """Return the value of an enum's member, which a process without that enum cannot unpickle; else what is given."""
+    """Return the value of an enum's member, because another process may lack the enum; return other values as given."""
     return choice.value if isinstance(choice, Enum) else choice
 
 
 def trinity_field(config: object, path: str) -> Any:
-    """Return a field of a configuration, such as ``trainer.save_strategy``.
-
-    Raises:
-        ConfigError: there is none; names it.
+    """Return a field of a Trinity-RFT `Config`, such as ``trainer.save_strategy``, or raise a `ConfigError` that names
+    it.
     """
     found = config
     for name in path.split("."):

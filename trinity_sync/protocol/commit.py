@@ -1,18 +1,18 @@
-"""When does a checkpoint become one? The state machine that counts the parts of every step and decides.
+"""The state machine that decides when a step's checkpoint is committed, by counting its parts.
 
-The monitor actor (`trinity_sync.checkpoint.monitor`) feeds it what writers report and carries out what it decides.
-Nothing here touches a disk, a clock of its own or a network, so a test can drive thousands of steps through it.
+The monitor actor (`trinity_sync.checkpoint.monitor`) passes it the writers' reports and executes its decisions. It uses
+no disk, no network and an injected clock, so a test can drive thousands of steps through it.
 
-How a step goes through the book, in any order unless said otherwise:
+How a step goes through the book, in any order unless the list says otherwise:
 
 1. Its parts become known: by name (`begin`) or as a number (`register`).
 2. A kind of commit is asked for (`begin` or `mark`).
 3. A writer asks for its turn (`started`), gets a `Grant` when the save strategy allows, reports `finished` or `failed`.
-4. When the parts of a kind that was asked for are in, and no announced part is out, the book decides `Commit`; the
-   caller does it and answers with `commit_done` or `commit_failed`. Only then do trackers move (`MoveTracker`), and
-   never backwards.
-5. One failed part, lost writer or failed commit, or silence for too long, ends the step for good: one `Fail`, and
-   nothing of it is committed afterwards. What had been committed before (its weights, say) stays.
+4. When all parts of the requested kind are in and no announced part is missing, the book decides `Commit`. The caller
+   executes it and answers with `commit_done` or `commit_failed`. Only then do trackers move (`MoveTracker`), and only
+   forward.
+5. A failed part, a lost writer, a failed commit or a timeout fails the step for good: one `Fail`, and no later commit
+   of the step. Earlier commits of it (its weights, say) stay.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from trinity_sync.protocol.step import JournalEntry, Step, StepStatus, Turn, Tur
 class CommitBook:
     """All steps of one attempt, their parts, the writers' turns and the two trackers.
 
+    Every method that takes a report returns the resulting decisions, to be executed in order. A step is named by its
+    number and its attempt; ``attempt=None`` means the book's own.
+
     Args:
         clock: returns seconds; Unix time where the result of `dump` is to outlive the process.
         strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
-        attempt: the attempt this book is for. Reports for another one are refused.
-        step_timeout_s: a step of which nothing was heard for so long fails, with the names of what is missing.
-        committed: what is on the disk already, as (step, attempt, kind); this is how a restarted actor begins.
-
-    Every method that takes a report returns the decisions that follow from it, in the order in which to carry them out.
-    A step is named by its number and the attempt; ``attempt=None`` means the book's own.
+        attempt: the attempt of this book; reports for another one are refused.
+        step_timeout_s: a step without a report for so long fails; the error names the missing parts.
+        committed: the commits on disk at the start, as (step, attempt, kind).
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class CommitBook:
         self._steps = StepTable(clock, self._turns, self._committed.own)
         self._listed: dict[int, frozenset[FileTuple]] = {}
 
-    # ---- what callers may ask
+    # ---- queries
 
     @property
     def trackers(self) -> Mapping[Kind, int | None]:
-        """The step that each tracker names; None: nothing committed yet."""
+        """The step that each tracker names; None before the first commit."""
         return self._committed.trackers
 
     def status(self, step: int, kind: Kind | None = None) -> StepStatus:
-        """Return where the step stands in this attempt; with a kind: where its commit as that kind does."""
+        """Return where the step stands in this attempt: as a whole, or its commit as `kind`."""
         entry = self._steps.get(step)
         visible = self._committed.kind(step)
         if entry is not None:
@@ -90,29 +90,29 @@ class CommitBook:
         return StepStatus("committed" if done else "unknown", visible)
 
     def has(self, step: int, part: str) -> bool:
-        """Return whether the part is in: who wrote its files again would tear what is committed, or about to be."""
+        """Return whether the part is in. Writing its files again would damage the commit."""
         entry = self._steps.get(step)
         return entry is not None and entry.failed is None and not entry.deleted and part in entry.parts.done
 
     def awaited(self, step: int) -> list[str]:
-        """Names of the announced parts of a step that are not in."""
+        """Return the names of the announced parts of a step that are missing."""
         entry = self._steps.get(step)
         if entry is None:
             return []
         return [name for name in (*entry.parts.expected, *entry.parts.announced) if name not in entry.parts.done]
 
     def turn(self, ticket: str) -> bool | None:
-        """Return whether this ticket has its turn. None: not known; its step failed or its writer is lost."""
+        """Return whether this ticket has its turn. None: unknown, because its step failed or its writer is lost."""
         turn = self._turns.get(ticket)
         return None if turn is None else turn.granted
 
     @property
     def failures(self) -> dict[int, str]:
-        """The steps that failed (of those remembered), and why."""
+        """The failed steps that are remembered, with the errors."""
         return {entry.step: entry.failed for entry in self._steps if entry.failed is not None}
 
     def open_steps(self) -> list[int]:
-        """List the steps of which something is being saved or committed now."""
+        """List the steps that have a save or a commit in progress."""
         return sorted(entry.step for entry in self._steps if self._steps.is_open(entry))
 
     def writers(self) -> set[tuple[str, str, str]]:
@@ -132,13 +132,12 @@ class CommitBook:
         durable: bool | None = None,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """Name all parts of a step and ask for its commit as `kind`. Calling it again adds to it.
+        """Name all parts of a step and ask for its commit as `kind`. Further calls add to it.
 
         Args:
-            parts: names of the parts; `DIGEST_PART` among them makes the commit wait for the version digest.
+            parts: names of the parts; with `DIGEST_PART` among them the commit waits for the version digest.
             weights_parts: those of them that are weights; for a ``state_dict`` commit all of them are.
-            durable: whether the commit as this kind, and no other of the step, has to survive a power cut. What was
-                asked for once with True stays so.
+            durable: whether the commit as this kind has to survive a power cut. True stays True in further calls.
 
         Raises:
             RunError: the step has failed, or all of these parts are committed already.
@@ -149,7 +148,7 @@ class CommitBook:
         parts = list(parts)
         if entry.is_committed(kind) and set(parts) <= entry.committed_keys:
             raise RunError(f"step {step} is already committed as {entry.committed}; saving it again would add nothing")
-        if entry.settled:  # its weights are committed, and this is a save of its own
+        if entry.settled:  # its weights are committed, and this is another save
             entry.opened = entry.touched
         entry.ask(kind, parts, weights_parts, meta or CommitMeta(), durable)
         return self._evaluate(entry)
@@ -157,7 +156,7 @@ class CommitBook:
     def register(
         self, step: int, *, weights: int = 0, checkpoint: int = 0, report: str | None = None, attempt: int | None = None
     ) -> list[Decision]:
-        """Add to the numbers of expected parts; several callers add up, a doubled `report` id counts once."""
+        """Add to the numbers of expected parts. Calls add up; a repeated `report` id counts once."""
         if weights < 0 or checkpoint < 0:
             raise ValueError(f"part counts cannot be negative: weights {weights}, checkpoint {checkpoint}")
         entry = self._announced(step, attempt)
@@ -165,19 +164,14 @@ class CommitBook:
         return self._evaluate(entry)
 
     def announce(self, step: int, parts: Iterable[str], *, weights: bool, attempt: int | None = None) -> None:
-        """Name parts that writers are going to start: the step waits for them, whatever was registered.
-
-        Raises:
-            RunError: the step has failed.
-        """
+        """Name parts that writers are going to start; the step waits for them, in addition to the registered ones."""
         entry = self._announced(step, attempt)
-        if entry.failed is not None:
-            raise RunError(f"step {step} has already failed, nothing more is saved of it: {entry.failed}")
+        self._check_not_failed(entry)
         for name in parts:
             entry.parts.announce(name, weights)
 
     def mark(self, step: int, kind: Kind, *, attempt: int | None = None) -> list[Decision]:
-        """Note that the step is to be committed as `kind` as soon as its parts are in."""
+        """Ask for a commit of the step as `kind` when its parts are in."""
         entry = self._announced(step, attempt)
         entry.marks.add(kind)
         return self._evaluate(entry)
@@ -198,27 +192,27 @@ class CommitBook:
         anonymous: bool = False,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """Note that a writer asks for its turn. The `Grant` may be among the decisions or come later. The step waits
-        for the part from now on.
+        """Note that a writer asks for its turn, and wait for its part. The `Grant` is among the decisions or comes
+        later.
 
         Args:
-            ticket: the caller's name for this turn; asking again with the same one is the same turn.
+            ticket: the caller's name for this turn; a repeated call with the same ticket is the same turn.
             node_id, job_id: name the writing process.
-            weights: whether it writes a weights part; None: not known, every commit of the step waits for it.
+            weights: whether it writes a weights part; None: unknown, so every commit of the step waits for it.
             life: tells the process from an earlier one with the same node_id and job_id.
             collective: the save has barriers with its peers, so it does not queue.
             anonymous: the writer will report its end without the ticket.
 
         Raises:
-            RunError: the step has failed already, so that writing for it is pointless; or the part comes after the
-                commit, see `finished`. A collective save is let through: its peers may be in it already.
+            RunError: the step has failed, or the part comes after the commit (see `finished`). Collective saves are
+                exempt, because their peers may already be in a barrier.
         """
         if step is not None:
             entry = self._open(step, attempt)
-            if entry.failed is not None and not collective:
-                raise RunError(f"step {step} has already failed, nothing more is saved of it: {entry.failed}")
+            if not collective:
+                self._check_not_failed(entry)
             if ticket in entry.ended:
-                return []  # a late double of the question: nobody would ever end a turn that it gets
+                return []  # a late repeat of the request: its turn would never end
             late = entry.late(part, weights) if part is not None else None
             if late is not None and not collective:
                 raise RunError(late)
@@ -227,23 +221,12 @@ class CommitBook:
         known = self._turns.get(ticket)
         if known is not None and known.granted:
             return [Grant(ticket)]
-        self._turns.ask(
-            Turn(
-                ticket=ticket,
-                node_id=node_id,
-                job_id=job_id,
-                step=step,
-                part=part,
-                collective=collective,
-                anonymous=anonymous,
-                since=self._clock(),
-                life=life,
-            )
-        )
+        now = self._clock()
+        self._turns.ask(Turn(ticket, node_id, job_id, step, part, collective, anonymous, since=now, life=life))
         return self._grants()
 
     def cancel(self, ticket: str | None) -> list[Decision]:
-        """Note that a writer no longer wants its turn, or has ended without a report."""
+        """End the turn of a writer that no longer needs it, or that ended without a report."""
         self._turns.release(ticket)
         return self._grants()
 
@@ -262,17 +245,16 @@ class CommitBook:
         """Note that a part is written.
 
         Args:
-            part: its name; a second report of the name counts for nothing, but for another save of what is committed
-                already or just now, which is told by its ticket: there is nothing to commit, and what was registered
-                for it is in.
-            report: for a part without a name, an id of this report, so that a doubled one is recognised.
-            files: what was written for it; None: not told.
+            part: its name. A repeated report counts for nothing. A report with a new ticket is another save of a
+                committed part; it stands for the registrations that came with that save.
+            report: for a part without a name, an id of this report, so that a repeated one is recognised.
+            files: the files written for it; None: unknown.
             digest: the version digest of the weights; two different ones fail the step.
             ticket: the turn that ends with this; None: there was none.
 
         Raises:
-            RunError: the part comes after the commit that it belongs to, and was neither announced nor registered; a
-                double of what was committed in an earlier life is let through.
+            RunError: the part comes after the commit that it belongs to, and was neither announced nor registered. A
+                repeated report of a commit of an earlier process is accepted.
         """
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")
@@ -280,7 +262,7 @@ class CommitBook:
         late = entry.late(part, weights) if part is not None and entry.failed is None else None
         if late is not None:
             if files is not None and step in self._listed and self._listed[step].issuperset(files):
-                return self._release(ticket)  # the writer has not heard the answer of the life before
+                return self._release(ticket)  # the writer missed the answer of the actor's earlier process
             raise RunError(late)
         entry.ended |= {ticket} if ticket is not None else set()
         decisions = self._release(ticket) if part != DIGEST_PART else []
@@ -304,7 +286,7 @@ class CommitBook:
     def writer_lost(
         self, node_id: str, job_id: str | None = None, life: str | None = None, *, error: str = "its process died"
     ) -> list[Decision]:
-        """Note that a writer process (with no `job_id`: all of a node) is gone: what it was writing fails."""
+        """Fail the parts that a lost process (without `job_id`: a lost node) was writing."""
         named = (node_id, job_id, life)
         lost = self._turns.select(
             lambda turn: all(name in (None, own) for name, own in zip(named, turn.writer, strict=True))
@@ -318,16 +300,16 @@ class CommitBook:
                 if turn.part is None or turn.part not in entry.parts.done:
                     decisions += self._fail(entry, f"{describe_part(turn.part)} {reason}")
                 continue
-            # It did not say for which step it was writing: any step that still waits may be waiting for it.
+            # A writer without a step: any step that still waits may be waiting for it.
             for entry in self._steps:
                 if self._steps.is_open(entry) and entry.committing is None:
                     decisions += self._fail(entry, f"a part {reason}")
         return decisions + self._grants()
 
-    # ---- answers of the one who carries out the decisions
+    # ---- answers to the decisions
 
     def commit_done(self, step: int, kind: Kind, *, beside: bool = False) -> list[Decision]:
-        """Note that the step is visible as `kind` now; `beside`: beside its place, as decided or for what was there."""
+        """Note that the step is visible as `kind`; `beside`: in a folder beside its place, because that is taken."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
         decisions: list[Decision] = []
@@ -339,25 +321,23 @@ class CommitBook:
         return [*decisions, *([Clean(step, self.attempt)] if entry.failed is not None else self._evaluate(entry))]
 
     def commit_failed(self, step: int, kind: Kind, error: str) -> list[Decision]:
-        """Note that the commit could not be carried out; the step fails."""
+        """Note that the commit failed; the step fails."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
         entry.committing = None
         return self._fail(entry, f"the commit as {kind} failed: {error}")
 
     def forget(self, step: int) -> None:
-        """Note that the checkpoint of this step was deleted from the disk.
-
-        Those who ask late still hear that it was committed; one who announces it again begins it anew.
-        """
+        """Note that the checkpoint of this step was deleted. Its status stays committed until a new announcement."""
         self._committed.forget(step)
         entry = self._steps.get(step)
         if entry is not None:
             entry.deleted = True
 
     def tick(self) -> list[Decision]:
-        """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns as old as that. One that
-        waits for verl's trainer alone has time: that may validate before it goes on.
+        """Fail the steps without a report for `step_timeout_s`, and end turns as old as that.
+
+        A step that waits only for the files of verl's trainer does not time out: the trainer may validate first.
         """
         decisions: list[Decision] = []
         now = self._clock()
@@ -375,24 +355,24 @@ class CommitBook:
                 self._turns.release(turn.ticket)
         return decisions + self._grants()
 
-    # ---- a life after the actor's death
+    # ---- restart of the actor
 
     def dump(self, step: int) -> JournalEntry | None:
-        """Return what lets the step survive a restart, as JSON values; None: nothing of it is open."""
+        """Return the step as JSON values, so that it survives a restart; None: it is not open."""
         entry = self._steps.get(step)
         if entry is None or not self._steps.is_open(entry):
             return None
         return {"attempt": self.attempt, **entry.dump(), "turns": self._turns.dump(step)}
 
     def restore(self, dumped: JournalEntry, committed_paths: Collection[str] = ()) -> list[Decision]:
-        """Take up a dumped step again.
+        """Restore a step from `dump`.
 
         Args:
-            dumped: what `dump` gave.
-            committed_paths: the files that this attempt's commit on the disk lists, which may be newer than the dump.
+            dumped: the result of `dump`.
+            committed_paths: the files that this attempt's commit on disk lists; it may be newer than the dump.
 
         Raises:
-            ValueError, KeyError, TypeError: `dumped` is not what `dump` gives, or is of another attempt.
+            ValueError, KeyError, TypeError: `dumped` is not a result of `dump`, or is of another attempt.
         """
         if dumped["attempt"] != self.attempt:
             raise ValueError(f"it is of attempt {dumped['attempt']}, not {self.attempt}")
@@ -403,15 +383,15 @@ class CommitBook:
         return self._evaluate(entry)
 
     def restore_files(self, step: int, files: Iterable[FileTuple]) -> None:
-        """Note what the manifest lists that this attempt has committed of the step in an earlier life."""
+        """Note the files that the manifest of this attempt's commit of the step lists."""
         self._listed[step] = frozenset(files)
 
     def restore_beside(self, step: int) -> None:
-        """Note that in an earlier life of this attempt weights of the step were committed beside what is visible."""
+        """Note that this attempt committed weights of the step beside its place before the restart."""
         self._committed.add_beside(step)
 
     def restore_failure(self, step: int, error: str) -> None:
-        """Note that the step failed in an earlier life: it stays failed, and is not reported again."""
+        """Note that the step failed before the restart: it stays failed and is not reported again."""
         entry = self._open(step, None)
         entry.failed = error
         self._steps.note_settled(entry)
@@ -432,6 +412,10 @@ class CommitBook:
         if step < 0:
             raise ValueError(f"a step cannot be negative: {step}")
 
+    def _check_not_failed(self, entry: Step) -> None:
+        if entry.failed is not None:
+            raise RunError(f"step {entry.step} has already failed, nothing more is saved of it: {entry.failed}")
+
     def _evaluate(self, entry: Step) -> list[Decision]:
         kind = entry.due()
         if kind is None:
@@ -443,7 +427,7 @@ class CommitBook:
         if entry.failed is not None:
             return [Clean(entry.step, self.attempt)]
         entry.failed = error
-        # Those still in the queue would write what is thrown away. Those at work keep their turn until they report.
+        # Queued writers would write in vain. Active writers keep their turn until they report.
         for turn in self._turns.of_step(entry.step):
             if not turn.granted:
                 self._turns.release(turn.ticket)
@@ -452,7 +436,7 @@ class CommitBook:
 
     def _release(self, ticket: str | None) -> list[Decision]:
         if self._turns.release(ticket):
-            # The queue moves: the steps in it are not forgotten, only waiting.
+            # The queue moves, so the steps in it are waiting and must not time out.
             for turn in self._turns.select(lambda turn: turn.step is not None and not turn.granted):
                 self._steps[turn.step].touched = self._clock()  # type: ignore[index]
         return self._grants()
@@ -461,15 +445,10 @@ class CommitBook:
         return [Grant(ticket) for ticket in self._turns.grant(self._clock())]
 
 
-# Which steps are committed, as what, and which of them the trackers name. Used by `trinity_sync.protocol.commit`.
-
-
 class CommittedSteps:
-    """What is on the disk, as one attempt has to know it.
+    """The commits on disk, as one attempt sees them, and the steps that the trackers name.
 
-    Args:
-        attempt: the run's attempt.
-        found: what is there at first, as (step, attempt, kind).
+    `found` lists the commits at the start, as (step, attempt, kind).
     """
 
     def __init__(self, attempt: int, found: Iterable[tuple[int, int, Kind]]) -> None:
@@ -483,22 +462,23 @@ class CommittedSteps:
 
     @property
     def trackers(self) -> Mapping[Kind, int | None]:
-        """The step that each tracker names; None: nothing committed yet."""
         return dict(self._trackers)
 
     def kind(self, step: int) -> Kind | None:
-        """Return as what a step is committed: by this attempt, else by an earlier one; None: it is not."""
+        """Return the kind as which a step is committed, by this attempt or else an earlier one; None: it is not
+        committed.
+        """
         return self.own(step) or (self._visible[step][1] if step in self._visible else None)
 
     def own(self, step: int) -> Kind | None:
-        """Return as what this attempt has committed a step, visible or beside what must stay; None: it has not."""
+        """Return the kind as which this attempt has committed a step, in its place or beside it; None: it has not."""
         by, kind = self._visible.get(step, (None, None))
         if by == self._attempt:
             return kind
         return STATE_DICT if step in self._beside else None
 
     def is_taken(self, step: int, kind: Kind) -> bool:
-        """Return whether what is visible is in the way of a commit of this kind.
+        """Return whether the visible commit blocks a commit of this kind.
 
         It is never replaced by less, nor by weights that its own readers and pins do not know of.
         """
@@ -506,7 +486,7 @@ class CommittedSteps:
         return kind == STATE_DICT and visible is not None and (by != self._attempt or visible == FULL)
 
     def add(self, step: int, kind: Kind) -> list[MoveTracker]:
-        """Note that this attempt's commit is visible; return which trackers follow."""
+        """Note that this attempt's commit is visible; return the trackers that move."""
         self._visible[step] = (self._attempt, kind)
         decisions = []
         for tracked in KINDS if kind == FULL else (STATE_DICT,):
@@ -517,28 +497,23 @@ class CommittedSteps:
         return decisions
 
     def add_beside(self, step: int) -> None:
-        """Note that this attempt has committed weights beside what is visible."""
         self._beside.add(step)
 
     def forget(self, step: int) -> None:
-        """Note that what was visible is deleted."""
         self._visible.pop(step, None)
 
 
-# The steps that the book of commits knows, and when it forgets one. Used by `trinity_sync.protocol.commit`.
-
-
-#: How many settled steps are remembered, so that late and doubled reports of them are recognised.
+#: Number of settled steps that are remembered, so that late and repeated reports of them are recognised.
 _REMEMBERED = 256
 
 
 class StepTable:
-    """Steps by number: all that are open, and of the others the latest.
+    """Steps by number: all open ones, and the latest of the others.
 
     Args:
         clock: returns seconds.
         turns: the writers' turns; a step that has one is open.
-        committed: told a step, what this attempt has committed of it.
+        committed: returns the kind as which this attempt has committed a step.
     """
 
     def __init__(self, clock: Callable[[], float], turns: TurnQueue, committed: Callable[[int], Kind | None]) -> None:
@@ -558,11 +533,10 @@ class StepTable:
         return iter(list(self._steps.values()))
 
     def get(self, step: int) -> Step | None:
-        """Return what is known of the step; None: nothing, or nothing any more."""
         return self._steps.get(step)
 
     def is_open(self, entry: Step) -> bool:
-        """Return whether something of the step is being saved or committed now."""
+        """Return whether a save or a commit of the step is in progress."""
         if entry.committing is not None:
             return True
         if entry.failed is not None:
@@ -570,7 +544,7 @@ class StepTable:
         return (entry.parts.any and not entry.settled) or bool(self._turns.of_step(entry.step))
 
     def touch(self, step: int) -> Step:
-        """Return the step, of which something was heard just now; it begins where it is not known."""
+        """Return the step and note that it was heard of now; an unknown step begins."""
         now = self._clock()
         entry = self._steps.get(step)
         if entry is None:
@@ -579,7 +553,7 @@ class StepTable:
         return entry
 
     def announce(self, step: int) -> Step:
-        """Return the step as `touch` does, without what is known of an earlier checkpoint of it that was deleted."""
+        """Return the step as `touch` does; if its checkpoint was deleted, the step begins anew."""
         entry = self.touch(step)
         if not entry.deleted or entry.failed is not None or self.is_open(entry):
             return entry
@@ -589,11 +563,10 @@ class StepTable:
         return self.touch(step)
 
     def put(self, entry: Step) -> None:
-        """Take up a step of an earlier life."""
         self._steps[entry.step] = entry
 
     def note_settled(self, entry: Step) -> None:
-        """Remember the step as the latest where it is settled by now, or has failed, and forget the oldest."""
+        """Remember a settled or failed step as the latest, and forget the oldest."""
         if self.is_open(entry) or not (entry.parts.any or entry.failed) or entry.step in self._settled:
             return
         self._settled.append(entry.step)

@@ -1,7 +1,7 @@
-"""The parts of one checkpoint step: expected, in, missing. Used by `trinity_sync.protocol.commit`.
+"""The parts of one checkpoint step, and the messages of the commit protocol. Used by `trinity_sync.protocol.commit`.
 
-A part is known by its name, or only counted; it is a weights part or a checkpoint part (optimizer, extra, an HF
-export). A state-dict commit needs the weights parts, a full one needs all of them.
+A part has a name, or is only counted; it is a weights part or a checkpoint part (optimizer, extra, an HF export). A
+state-dict commit needs the weights parts, a full one needs all of them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ FULL: Kind = "full"
 STATE_DICT: Kind = "state_dict"
 KINDS: tuple[Kind, ...] = (STATE_DICT, FULL)
 
-#: The part that brings the version digest and no files. It is a weights part, waited for only where it is named.
+#: The part with the version digest and no files. It is a weights part; a commit waits for it only where it is named.
 DIGEST_PART = "digest"
-#: What verl's trainer writes itself, beside the files of an engine, is there. It brings no files and nobody writes it;
-#: so no silence is too long where it alone is missing.
+#: Stands for the files that verl's trainer itself writes next to an engine's files. The part has no files and no
+#: writer,
+#: so a step that waits only for it does not time out.
 BESIDE_PART = "beside"
 
 #: A file of a part: (path relative to the checkpoint folder, bytes, xxh3_128 hex).
 FileTuple: TypeAlias = tuple[str, int, str]
-#: The file of one rank, of one of the contents that verl's FSDP engines save.
+#: The file of one rank, for one of the contents (model, optim, extra) that verl's FSDP engines save.
 _RANK_FILE = re.compile(r"(.*_world_size_)([1-9]\d{0,5})_rank_(\d{1,6})\.pt", re.DOTALL)
 
 
-def missing_rank_files(paths: Iterable[str]) -> list[str]:
-    """Return the files of other ranks that belong to these by their names, of each set the first that is missing.
+def rank_file(content: str, ranks: int, rank: int) -> str:
+    """Name the file in which verl's FSDP engines keep one content (``model``, ``optim``, ``extra_state``) of a rank."""
+    return f"{content}_world_size_{ranks}_rank_{rank}.pt"
 
-    Every rank of an FSDP engine writes its own file of each content, replicas of a hybrid mesh too. Where sets of
-    several world sizes lie side by side, one whole set is enough.
+
+def missing_rank_files(paths: Iterable[str]) -> list[str]:
+    """Return the first missing rank file of each content whose sets are all incomplete, judged by the file names.
+
+    Every rank of an FSDP engine writes its own file of each content, replicas of a hybrid mesh too. With files of
+    several world sizes, one complete set is enough.
     """
     worlds: dict[str, dict[int, set[int]]] = {}
     for path in paths:
@@ -48,34 +54,34 @@ def missing_rank_files(paths: Iterable[str]) -> list[str]:
 
 
 def covers(committed: Kind, wanted: Kind) -> bool:
-    """Return whether a commit of the first kind has all that one of the second would."""
+    """Return whether a commit of the first kind contains all that one of the second kind would."""
     return committed == FULL or wanted == STATE_DICT
 
 
 def describe_part(name: str | None) -> str:
-    """Name a part in a sentence; parts that are only counted have keys that begin with ``#``."""
+    """Name a part in a sentence; the keys of counted parts begin with ``#``."""
     return f"part {name!r}" if name is not None and not name.startswith("#") else "a part without a name"
 
 
 def beside_part(file: str | None) -> str:
-    """Name the part that is in when the trainer has written this file beside an engine's; None: all of rank 0's."""
+    """Name the part that stands for this file of the trainer; None: for all files of rank 0."""
     return BESIDE_PART if file is None else f"{BESIDE_PART}-{file}"
 
 
 def is_beside(part: str) -> bool:
-    """Whether a part, in whatever role's folder, is of what the trainer writes itself."""
+    """Return whether a part, in any role's folder, stands for files that the trainer itself writes."""
     name = part.rpartition("/")[2]
     return name == BESIDE_PART or name.startswith(f"{BESIDE_PART}-")
 
 
 def beside_file(part: str) -> str | None:
-    """The file that a part of this kind stands for; see `beside_part`."""
+    """Return the file that a part stands for; see `beside_part`."""
     return part.rpartition("/")[2].removeprefix(BESIDE_PART).removeprefix("-") or None
 
 
 @dataclass(slots=True)
 class DonePart:
-    """A part that is in: the files it wrote, as far as it said (None: it did not), and the ticket of the save."""
+    """A part that is in: its files (None: unknown), and the ticket of its save."""
 
     weights: bool
     files: tuple[FileTuple, ...] | None
@@ -83,7 +89,7 @@ class DonePart:
 
 
 class PartsDump(TypedDict):
-    """`StepParts` as JSON values; what is a tuple here comes back from JSON as a list."""
+    """`StepParts` as JSON values; JSON turns the tuples into lists."""
 
     expected: dict[str, bool]
     registered: tuple[int, int]
@@ -96,40 +102,32 @@ class PartsDump(TypedDict):
 
 @dataclass(slots=True)
 class StepParts:
-    """Counts and names of one step.
-
-    Args:
-        expected: named parts, and whether each is a weights part.
-        announced: parts that a writer has announced and not reported yet, by name or by ``#`` and the ticket of the
-            save, and whether each is a weights part; None: not known. They need no registration.
-        registered: how many parts were announced without a name, for weights (True) and others (False).
-        registrations: ids of the announcements, so that a doubled one is recognised.
-        done: the parts that are in, by name or by ``#`` and the id of the report.
-        settled: how many parts were registered when the last commit began.
-        again: tickets of saves whose part was committed before; they stand for announcements that came with them.
-    """
+    """Counts and names of one step. A weights flag is True for a weights part, False for others, None for unknown."""
 
     expected: dict[str, bool] = field(default_factory=dict)
+    # The number of parts registered without a name, by weights flag, and the ids of these reports.
     registered: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     registrations: set[str] = field(default_factory=set)
+    # Announced and not reported yet, by name or by ``#`` and the ticket of the save. They need no registration.
     announced: dict[str, bool | None] = field(default_factory=dict)
+    # `registered` when the last commit began.
     settled: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    # By name, or by ``#`` and the id of the report.
     done: dict[str, DonePart] = field(default_factory=dict)
+    # Tickets of repeated saves of committed parts; each stands for one registration that came with it.
     again: dict[bool, set[str]] = field(default_factory=lambda: {True: set(), False: set()})
 
     @property
     def any(self) -> bool:
-        """Whether anything of this step was announced or written."""
         return bool(self.expected or self.announced or self.done or self.registered[True] or self.registered[False])
 
     @property
     def more_than_weights(self) -> bool:
-        """Whether there are checkpoint parts."""
         named = any(weights is False for named in (self.expected, self.announced) for weights in named.values())
         return named or self.registered[False] > 0 or any(not done.weights for done in self.done.values())
 
     def expect(self, name: str, weights: bool) -> None:
-        """Wait for a part of this name. What it was reported as before gives way."""
+        """Wait for a part of this name. Its earlier announcement or class gives way."""
         self.expected[name] = weights
         self.announced.pop(name, None)
         if name in self.done:
@@ -146,7 +144,7 @@ class StepParts:
         return known or any(self.registered[of] > self.settled[of] for of in (True, False) if weights in (None, of))
 
     def register(self, weights: int, checkpoint: int, report: str | None) -> None:
-        """Wait for so many more parts; a doubled `report` id counts once."""
+        """Wait for so many more parts; a repeated `report` id counts once."""
         if report is not None and report in self.registrations:
             return
         if report is not None:
@@ -155,18 +153,18 @@ class StepParts:
         self.registered[False] += checkpoint
 
     def add(self, key: str, weights: bool, files: Sequence[FileTuple] | None, ticket: str | None = None) -> None:
-        """Note that a part is in; the second time counts for nothing."""
+        """Note that a part is in; a repeated call counts for nothing."""
         self.announced.pop(key, None)
         weights = self.expected.get(key, weights or key == DIGEST_PART)
         self.done.setdefault(key, DonePart(weights, None if files is None else tuple(files), ticket))
 
     def repeat(self, key: str, ticket: str | None) -> None:
-        """Note that a part that was committed came once more, of another save; the same one doubled is not."""
+        """Note that another save wrote a committed part again; a repeated report of the same save does not count."""
         if ticket is not None and ticket != self.done[key].ticket:
             self.again[self.done[key].weights].add(ticket)
 
     def clash(self, key: str, files: Sequence[FileTuple]) -> str | None:
-        """Return a sentence if another part wrote one of these files with other contents, else None."""
+        """Return an error if another part wrote one of these files with other contents."""
         known = {file[0]: (other, file) for other, done in self.done.items() for file in done.files or ()}
         for file in files:
             if file[0] in known and known[file[0]][1] != file:
@@ -179,18 +177,17 @@ class StepParts:
         return frozenset(key for key, done in self.done.items() if kind == FULL or done.weights)
 
     def files(self, keys: Iterable[str]) -> tuple[FileTuple, ...]:
-        """Return what these parts wrote, sorted by path."""
+        """Return the files of these parts, sorted by path."""
         return tuple(sorted({file for key in keys for file in self.done[key].files or ()}))
 
     def untold(self, keys: Iterable[str]) -> bool:
-        """Return whether one of these parts said nothing of its files.
-
-        Parts that are only counted never do: their writers use the step's own folder.
+        """Return whether the files of one of these parts are unknown. Counted parts use the step's own folder and do
+        not count.
         """
         return any(self.done[key].files is None for key in keys if key != DIGEST_PART and not key.startswith("#"))
 
     def missing(self, kind: Kind) -> list[str]:
-        """Say what a commit of this kind still waits for, one phrase each; empty: nothing."""
+        """Return what a commit of this kind still waits for, one phrase each."""
         classes = (True, False) if kind == FULL else (True,)
         wanted = {name: weights for name, weights in self.expected.items() if weights in classes}
         missing = [f"part {name!r}" for name in wanted if name not in self.done]
@@ -217,7 +214,7 @@ class StepParts:
     def _missing_rank_files(self, kind: Kind) -> list[str]:
         told = [self.done[key].files for key in self.keys(kind) if key != DIGEST_PART]
         if None in told:
-            return []  # the commit looks at the folder
+            return []  # the commit lists the folder
         return missing_rank_files(path for files in told for path, *_ in files or ())
 
     def _counted(self, weights: bool) -> list[str]:
@@ -228,7 +225,6 @@ class StepParts:
         ]
 
     def dump(self) -> PartsDump:
-        """Return all of it as JSON values."""
         return {
             "expected": self.expected,
             "registered": (self.registered[True], self.registered[False]),
@@ -241,10 +237,10 @@ class StepParts:
 
     @classmethod
     def load(cls, dumped: PartsDump) -> StepParts:
-        """Make the parts from what `dump` returned.
+        """Restore the parts from `dump`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not what `dump` returns.
+            ValueError, KeyError, TypeError: it is not a result of `dump`.
         """
         parts = cls(
             expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},
@@ -260,61 +256,38 @@ class StepParts:
         return parts
 
 
-# What the book of commits decides; whoever feeds it carries that out. See `trinity_sync.protocol.commit`.
+# The decisions of the commit book, and the metadata of a commit.
 
 
 class LeftOut(TypedDict):
-    """Tensors of the model's folder that are in no version: draft heads, and a vision tower.
+    """Tensors of the model's folder that no version contains: draft heads, and a vision tower."""
 
-    Args:
-        path: the folder.
-        names: of the tensors.
-        digest: of all of them together, as they are stored, hex.
-        tower: of the names those of a vision tower, which full checkpoints hold as well.
-    """
-
-    path: str
+    path: str  # the folder
     names: Sequence[str]
-    digest: str
-    tower: Sequence[str]
+    digest: str  # hex, of all of them together, as they are stored
+    tower: Sequence[str]  # the names of the vision tower's tensors, which full checkpoints contain
 
 
 class Compared(TypedDict):
-    """The reference that a policy is held near to.
+    """The reference model of the policy's KL term."""
 
-    Args:
-        path: its folder, absolute, or its hub id.
-        digest: of its weights as they are stored, hex.
-    """
-
-    path: str
-    digest: str
+    path: str  # absolute folder, or hub id
+    digest: str  # hex, of its weights as they are stored
 
 
 class CommitMeta(TypedDict, total=False):
-    """What a checkpoint's manifest says beside what the book knows, and what retention goes by.
-
-    Args:
-        backend: the training engine.
-        world_size: how many ranks it has.
-        config_digest: the digest of the run's configuration.
-        metrics: name to value, as of the step.
-        base: of an adapter: the model it belongs to, as `layout.Base.to_json` gives it; None: the weights are whole.
-        wire: the dtypes of the version digest, as `Wire.to_json` gives them.
-        left_out: what an export takes from the model's folder; None: nothing.
-        reference: what the policy is held near to; None: nothing, or the base of the adapter.
-        keep_last: so many of the newest full checkpoints stay after this commit, beside what the configured policies
-            keep; at least 1. Not in the manifest. Left out: the policies alone decide.
-    """
+    """Fields of a checkpoint's manifest that the book does not know itself, and `keep_last` for retention."""
 
     backend: str
     world_size: int
     config_digest: str | None
     metrics: Mapping[str, float | None] | None
-    base: Mapping[str, object] | None
-    wire: Mapping[str, object] | None
-    left_out: LeftOut | None
-    reference: Compared | None
+    base: Mapping[str, object] | None  # for an adapter: `layout.Base.to_json` of its model; None: whole weights
+    wire: Mapping[str, object] | None  # `Wire.to_json`: the dtypes of the version digest
+    left_out: LeftOut | None  # tensors that an export copies from the model's folder
+    reference: Compared | None  # None also where the reference is the base of the adapter
+    # Keep at least this many of the newest full checkpoints (at least 1), in addition to the policies; not in the
+    # manifest.
     keep_last: int
 
 
@@ -330,16 +303,13 @@ class Commit:
     """Commit the step as `kind`.
 
     Args:
-        files: what the parts said they wrote; parts that named no files are not in it.
+        files: the files that the parts named.
         digest: the version digest of the weights, where it was reported.
-        meta: what `CommitBook.begin` was given.
         opened: when this save of the step was first heard of, in seconds of the book's clock.
-        partial: other parts of the step are still being written: only `files` may go into the commit, and the
-            staging folder has to stay. Weights that did not name their files are not committed so: which of those that
-            are there are theirs, nobody knows.
-        durable: whether it has to survive a power cut, as was asked for this kind; None: as all commits do.
-        beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
-            attempt. They are committed beside it.
+        partial: other parts of the step are still being written: only `files` may go into the commit, and the staging
+            folder has to stay. Weights whose files are unknown are never committed in part.
+        durable: whether it has to survive a power cut; None: as all commits do.
+        beside: a full checkpoint, or a commit of another attempt, has the place; these weights go beside it.
     """
 
     step: int
@@ -356,7 +326,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The step is lost: report it (this comes once) and remove what is staged."""
+    """The step failed: report it (once) and delete its staged files."""
 
     step: int
     attempt: int
@@ -365,7 +335,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Clean:
-    """A writer of a failed step has ended only now: remove what is staged again."""
+    """A writer of a failed step ended late: delete its staged files again."""
 
     step: int
     attempt: int
@@ -382,20 +352,13 @@ class MoveTracker:
 Decision: TypeAlias = Grant | Commit | Fail | Clean | MoveTracker
 
 
-# A file of a checkpoint, as it is known from who wrote it to the manifest.
-
-
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileEntry:
-    """One file of a checkpoint.
-
-    Args:
-        path: relative to the checkpoint folder, with ``/``.
-        bytes: its size.
-        xxh3_128: hex digest of its contents.
+    """One file of a checkpoint: its path relative to the checkpoint folder, with ``/``, its size, and the digest in
+    hex.
     """
 
     path: str
@@ -410,37 +373,25 @@ class FileEntry:
             )
 
     def as_tuple(self) -> FileTuple:
-        """Return the entry as the protocol carries it."""
         return (self.path, self.bytes, self.xxh3_128)
-
-
-# What readers need to know of a staged part. Apart from the agent, so that the synchronizer's process stays small.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartInfo:
-    """What a reader needs to take a staged part.
-
-    Attributes:
-        part: its name, such as ``"rank-00000"``.
-        node: Ray node id of the agent that holds it.
-        path: the slot's file, to be mapped by readers on that node.
-        nbytes: size of the part.
-        layout: digest of its layout, by which a reader finds the layout it has seen before.
-        buckets: transfer digests where `sync.verify` is ``bucket``. With ``full`` the digest of the version is what
-            tells damage, of whatever a reader then holds; with ``off`` nothing does.
-        blocked_s: seconds in which the rank stood still while it copied the part.
-        digest_s: seconds in which the agent digested all parts of its node.
+    """Describes a staged part to its readers. Not in the agent's module, so that the synchronizer's process stays
+    small.
     """
 
-    part: str
-    node: str
-    path: str
+    part: str  # such as ``"rank-00000"``
+    node: str  # Ray node id of its agent
+    path: str  # the slot's file, which readers on that node map
     nbytes: int
-    layout: str
+    layout: str  # digest of its layout, by which a reader finds a known layout
+    # Transfer digests where `sync.verify` is ``bucket``. With ``full`` the digest of the version detects damage, with
+    # ``off`` nothing does.
     buckets: list[bytes] | None
-    blocked_s: float = 0.0
-    digest_s: float = 0.0
+    blocked_s: float = 0.0  # how long the rank's copy of the part blocked training
+    digest_s: float = 0.0  # how long the agent took to digest all parts of its node
 
 
 def part_name(rank: int) -> str:
@@ -449,5 +400,5 @@ def part_name(rank: int) -> str:
 
 
 def shard_file(part: str) -> str:
-    """Return where a part stands in a checkpoint folder."""
+    """Return the path of a part's file in a checkpoint folder."""
     return f"actor/weights_{part}.safetensors"

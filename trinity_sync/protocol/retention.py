@@ -1,11 +1,11 @@
-"""Which checkpoints stay: policies as small frozen dataclasses, and one pure function that decides, with reasons.
+"""Retention: policies as small frozen dataclasses, and one pure function that decides which checkpoints stay, and why.
 
-The monitor asks after every commit, the command line asks for ``ckpt prune``. A full checkpoint stays if any policy
-keeps it. Then, if a byte budget is set and exceeded, the oldest of those that only one policy keeps go first.
-State-dict folders, which exist for sync, follow a rule of their own: the newest few stay. Never deleted: the newest
-full checkpoint, the newest weights, and what is leased, pinned, being saved or named by a tracker.
+The monitor calls it after every commit, the command line for ``ckpt prune``. A full checkpoint stays if any policy
+keeps it. If a byte budget is exceeded, the oldest checkpoints that only one policy keeps are deleted first. State-dict
+folders, which exist for sync, have a rule of their own: the newest few stay. Never deleted: the newest full checkpoint,
+the newest weights, and checkpoints that are leased, pinned, being saved or named by a tracker.
 
-A policy is a subclass of `Policy`. Its fields are declared here alone: the schema of the configuration is made of them.
+A policy is a subclass of `Policy`. Its fields are declared only here: the schema of the configuration is made of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.typed import mistyped
 
-# Durations and sizes that a user may give as text, such as ``12h`` and ``100GB``.
-
-
 QUANTITY = "quantity"
-"""Key in the metadata of a dataclass's field whose value may be given as text; its value is the `Quantity`."""
+"""Metadata key of dataclass fields that take text such as ``12h`` or ``100GB``; the value is their `Quantity`."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,9 @@ class Quantity:
     """A number with a unit.
 
     Args:
-        units: unit, in lower case, to what one of it is; the empty one is for a number alone.
-        right: what the user may write.
-        whole: it comes as a whole number.
+        units: factor by unit in lower case; the empty unit is for a bare number.
+        right: what the user may write, for error messages.
+        whole: return an int.
     """
 
     units: Mapping[str, float]
@@ -43,11 +40,7 @@ class Quantity:
     whole: bool = False
 
     def parse(self, text: str) -> float:
-        """Return the number that a text means.
-
-        Raises:
-            ValueError: it means none; the message is `right`.
-        """
+        """Return the number that a text means, or raise a `ValueError` with the text of `right`."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", text.lower())
         if not match or match[2] not in self.units:
             raise ValueError(self.right)
@@ -73,16 +66,16 @@ SIZE = Quantity(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What a decision needs to know of one committed checkpoint.
+    """The facts of one committed checkpoint that a decision depends on.
 
     Args:
         step: its step; one checkpoint per step.
         kind: ``full`` or ``state_dict``.
         created: when it was committed, Unix seconds.
         bytes: size of its files.
-        metrics: name to value, as its manifest has them.
+        metrics: name to value, as in its manifest.
         pinned: a user has pinned it.
-        leased: somebody reads it now.
+        leased: a reader has a lease on it.
         saving: more of it is being saved (weights on the way to a full checkpoint).
         named: a tracker names it.
     """
@@ -103,8 +96,8 @@ class Decision:
     """Whether the checkpoint of a step stays, and why.
 
     Args:
-        reasons: at least one; of a checkpoint that goes, what spoke against it.
-        warnings: what the user should know, such as a budget that cannot be met; given with the newest checkpoint.
+        reasons: at least one reason for keeping or for deleting it.
+        warnings: messages for the user, such as a budget that cannot be met; given with the newest checkpoint.
     """
 
     step: int
@@ -116,12 +109,12 @@ class Decision:
 class Policy(ABC):
     """One rule: a frozen dataclass whose fields are what the configuration sets, by the same names.
 
-    It is pickled, so a class of your own has to lie in a module. A value that is wrong it refuses with a `ConfigError`
-    whose text begins with the field, after `name` and a dot where it has a name.
+    It is pickled, so define your own class in an importable module. For a wrong value its constructor raises a
+    `ConfigError` whose text begins with the field, after `name` and a dot where it has a name.
 
     Attributes:
-        name: what users call it; empty: the name of the class.
-        keeps_weights: state-dict folders stay as well, all of them.
+        name: the policy's name for users; empty: the name of the class.
+        keeps_weights: keep all state-dict folders as well.
     """
 
     __slots__ = ()
@@ -139,11 +132,11 @@ class Policy(ABC):
 
     @property
     def budget(self) -> int | None:
-        """The most bytes of all checkpoints together; a policy that has one keeps nothing, it only takes away."""
+        """The most bytes of all checkpoints together. A policy with a budget keeps nothing, it only deletes."""
         return None
 
     def warnings(self, checkpoints: Sequence[CheckpointFacts]) -> Sequence[str]:
-        """Say what the user should know; `checkpoints` as for `kept`."""
+        """Return messages for the user; `checkpoints` as for `kept`."""
         return ()
 
 
@@ -188,8 +181,9 @@ class KeepEvery(Policy):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(Policy):
-    """Keep the `n` best by a metric of the manifest; of equals the newer. What has no finite number under that name
-    cannot be told from the best, so it is kept beside them, with a warning.
+    """Keep the `n` best by a metric of the manifest; among equals the newer.
+
+    A checkpoint without a finite number under that name might be the best, so it is kept too, with a warning.
 
     Args:
         metric: its name, such as ``reward/mean``.
@@ -214,7 +208,7 @@ class KeepBest(Policy):
         return reasons | {c.step: f"keep_best: without {self.metric}" for c in self._unrated(checkpoints)}
 
     def warnings(self, checkpoints: Sequence[CheckpointFacts]) -> list[str]:
-        """Tell of checkpoints that have no such metric, and what they have."""
+        """Name the metric that some checkpoints lack, and the metrics that they have."""
         unrated = self._unrated(checkpoints)
         if not unrated:
             return []
@@ -223,7 +217,7 @@ class KeepBest(Policy):
             fault = "which is not a number in some checkpoints"
         else:
             fault = f"which some checkpoints do not have; they have {', '.join(sorted(metrics)) or 'no metrics'}"
-        return [f"retention.policies.keep_best.metric is {self.metric}, {fault}. keep_best keeps all of those"]
+        return [f"retention.policies.keep_best.metric is {self.metric}, {fault}. keep_best keeps all of them"]
 
     def _unrated(self, checkpoints: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
         return [checkpoint for checkpoint in checkpoints if self._rating(checkpoint) is None]
@@ -235,7 +229,7 @@ class KeepBest(Policy):
 
 @dataclass(frozen=True, slots=True)
 class KeepFor(Policy):
-    """Keep what was committed at most `seconds` ago."""
+    """Keep the checkpoints committed at most `seconds` ago."""
 
     name: ClassVar[str] = "keep_for"
     seconds: float = field(metadata={QUANTITY: DURATION})
@@ -249,7 +243,7 @@ class KeepFor(Policy):
 
 @dataclass(frozen=True, slots=True)
 class KeepWithinBudget(Policy):
-    """A limit to the bytes of all checkpoints together. It keeps nothing by itself."""
+    """Limit the bytes of all checkpoints together. It keeps nothing by itself."""
 
     name: ClassVar[str] = "keep_within_budget"
     bytes: int = field(metadata={QUANTITY: SIZE})
@@ -262,31 +256,22 @@ class KeepWithinBudget(Policy):
 
     @property
     def budget(self) -> int:
-        """The limit, in bytes."""
         return self.bytes
 
 
 POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy for policy in (KeepAll, KeepLast, KeepEvery, KeepBest, KeepFor, KeepWithinBudget)
 }
-"""Ours by name."""
+"""The built-in policies by name."""
 
 
 def make_policies(config: Mapping[str, Mapping[str, object] | None]) -> tuple[Policy, ...]:
-    """Make policies of ours from a map of policy name to fields.
-
-    Raises:
-        ConfigError: an unknown policy or field, or a value out of range; the message names the key.
-    """
+    """Make built-in policies from a map of policy name to fields; a `ConfigError` names the wrong key."""
     return tuple(make_policy(name, policy_named(name), fields or {}) for name, fields in config.items())
 
 
 def policy_named(name: str) -> type[Policy]:
-    """Return the class of one of our policies.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the class of a built-in policy, or raise a `ConfigError`."""
     if name not in POLICIES:
         raise ConfigError(
             f"retention.policies.{name} is not a policy; there are {', '.join(POLICIES)}; a class of your own is named "
@@ -299,7 +284,7 @@ def make_policy(name: str, policy: type[Policy], fields: Mapping[str, object]) -
     """Make one policy.
 
     Args:
-        name: what the configuration calls it, `retention.policies.NAME`.
+        name: its key in the configuration, `retention.policies.NAME`.
         policy: its class.
         fields: values of the class's fields; durations and sizes as numbers or as text (``12h``, ``100GB``).
 
@@ -332,17 +317,14 @@ def decide(
     *,
     keep_state_dicts: int = 2,
 ) -> list[Decision]:
-    """Decide which of these committed checkpoints stay.
+    """Decide which of these committed checkpoints stay; return one decision per checkpoint, oldest first.
 
     Args:
-        checkpoints: all that are committed, in any order.
-        policies: none, or only a budget, means that everything is kept (within the budget).
+        checkpoints: all committed ones, in any order.
+        policies: with none, or only a budget, everything is kept (within the budget).
         clock_now: Unix seconds.
-        keep_state_dicts: how many of the newest state-dict folders stay; they are not counted by the policies, and all
-            of them stay under a policy that keeps weights, as `KeepAll` does.
-
-    Returns:
-        One decision per checkpoint, oldest first.
+        keep_state_dicts: how many of the newest state-dict folders stay; policies do not count them. All of them stay
+            under a policy that keeps weights, as `KeepAll` does.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     rules: list[Policy] = [policy for policy in policies if policy.budget is None] or [KeepAll()]
@@ -386,7 +368,7 @@ def decide(
 
 
 def _protected(ordered: Sequence[CheckpointFacts]) -> dict[int, list[str]]:
-    """Return by step why no policy and no budget can remove it; an empty list: nothing protects it."""
+    """Return by step why no policy and no budget may delete it; an empty list: it is not protected."""
     reasons: dict[int, list[str]] = {checkpoint.step: [] for checkpoint in ordered}
     full = [checkpoint for checkpoint in ordered if checkpoint.kind == FULL]
     if full:
@@ -396,7 +378,7 @@ def _protected(ordered: Sequence[CheckpointFacts]) -> dict[int, list[str]]:
     for checkpoint in ordered:
         flags = {"pinned": checkpoint.pinned, "leased": checkpoint.leased, "being saved": checkpoint.saving}
         reasons[checkpoint.step] += [reason for reason, applies in flags.items() if applies]
-        if checkpoint.named and not reasons[checkpoint.step]:  # what is newest, as a rule
+        if checkpoint.named and not reasons[checkpoint.step]:  # usually a tracker names the newest
             reasons[checkpoint.step].append("named by a tracker")
     return reasons
 

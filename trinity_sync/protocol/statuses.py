@@ -1,4 +1,4 @@
-"""What the trainer and the explorers of a run say they are doing, as a pure book."""
+"""The statuses that the trainer and the explorers of a run report, as a pure book."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _ALIASES = {"require_sync": REQUIRES_SYNC}  # Trinity-RFT's word
 
 
 def known_status(status: object) -> str:
-    """Return one of `STATUSES`, which may be given as an enum's member, its value or its name.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return one of `STATUSES`, given as an enum's member, its value or its name; a `ValueError` for any other."""
     name = str(plain(status)).lower()
     name = _ALIASES.get(name, name)
     if name not in STATUSES:
@@ -28,40 +24,40 @@ def known_status(status: object) -> str:
 
 
 class StatusBook:
-    """The trainer's status, and how many explorers of each process are in which.
+    """The trainer's status, and the number of explorers of each process per status.
 
     Args:
-        expects_trainer: False: until a trainer has spoken, there is none.
+        expects_trainer: False: there is no trainer until one reports.
 
     Attributes:
-        explorer_died: an explorer is dead that had not stopped, and none has spoken since.
+        explorer_died: a running explorer died, and none has reported since.
     """
 
     def __init__(self, *, expects_trainer: bool = True) -> None:
         self._trainer = RUNNING if expects_trainer else STOPPED
         self._trainer_spoke = False
-        # By process: one bears several names.
+        # By process: one process may have several names.
         self._explorers: dict[str, Counter[str]] = {}
         self._explorer_spoke = self.explorer_died = False
 
     @property
     def trainer(self) -> str:
-        """What the trainer said last."""
+        """The trainer's latest status."""
         return self._trainer
 
     @property
     def trainer_stopped(self) -> bool:
-        """Whether no version is going to come."""
         return self._trainer == STOPPED
 
     def trainer_requires_sync(self) -> bool | None:
-        """Return whether the trainer waits for explorers; None: it has stopped. One that has not spoken does not."""
+        """Return whether the trainer waits for explorers; None: it has stopped. A trainer that never reported does not
+        wait.
+        """
         if self._trainer == STOPPED and self._trainer_spoke:
             return None
         return self._trainer == REQUIRES_SYNC
 
     def set_trainer(self, status: object) -> None:
-        """Note what the trainer says."""
         self._trainer, self._trainer_spoke = known_status(status), True
 
     def counts(self) -> dict[str, int]:
@@ -70,12 +66,12 @@ class StatusBook:
 
     @property
     def explorers_stopped(self) -> bool:
-        """Whether there were explorers, and none is left that is neither dead nor stopped."""
+        """Whether there were explorers, and all of them are dead or stopped."""
         counts = self.counts()
         return self._explorer_spoke and not counts[RUNNING] and not counts[REQUIRES_SYNC]
 
     def set_explorer(self, member: RoundMember, status: str, old_status: str | None) -> None:
-        """Note that one explorer of a process goes from `old_status` (None: it is new) to `status`.
+        """Move one explorer of a process from `old_status` (None: it is new) to `status`.
 
         Raises:
             ValueError: a status is unknown, or no explorer of the process is in the old one.
@@ -91,14 +87,14 @@ class StatusBook:
         self._explorer_spoke, self.explorer_died = True, False
 
     def drop(self, member: RoundMember) -> None:
-        """Forget the explorers of a process that is dead."""
+        """Forget the explorers of a dead process."""
         counts = self._explorers.pop(member.life, Counter())
         self.explorer_died |= counts[RUNNING] + counts[REQUIRES_SYNC] > 0
 
     @contextmanager
     def requiring_sync(self, member: RoundMember) -> Iterator[None]:
-        """For the length of the block, count an explorer of the process as requiring sync; one that runs, if it has
-        said so.
+        """Count an explorer of the process as requiring sync during the block; a running one of the process, if it has
+        any.
         """
         counts = self._explorers.setdefault(member.life, Counter())
         runs = min(counts[RUNNING], 1)
@@ -110,7 +106,7 @@ class StatusBook:
 
     @contextmanager
     def trainer_requiring_sync(self) -> Iterator[None]:
-        """For the length of the block, the trainer requires sync; then it runs, unless it says something else."""
+        """Let the trainer require sync during the block; then it runs, unless it has reported another status."""
         self.set_trainer(REQUIRES_SYNC)
         try:
             yield

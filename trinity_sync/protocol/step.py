@@ -1,4 +1,4 @@
-"""What the book of commits knows of one step, and which commit of it is due. Used by `trinity_sync.protocol.commit`."""
+"""One step in the book of commits, its due commit, and the queue of writers. Used by `trinity_sync.protocol.commit`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StepStatus:
     """Where a step stands.
 
     Args:
-        state: ``open``: parts are missing; ``committed``: as all that was asked for.
-        committed: the kind that there is now, whatever the state: of this attempt, else of an earlier one.
-        wanted: the most that was asked for; None: nothing yet.
+        state: ``open``: parts are missing; ``committed``: as all requested kinds.
+        committed: the kind of the current commit, whatever the state: of this attempt, else of an earlier one.
+        wanted: the highest requested kind; None: none yet.
         error: why it failed.
-        missing: what is still waited for, one phrase each.
+        missing: the missing parts, one phrase each.
     """
 
     state: Literal["unknown", "open", "committing", "committed", "failed"]
@@ -56,7 +56,7 @@ class StepDump(TypedDict):
 
 
 class JournalEntry(StepDump):
-    """What is kept of an open step, as JSON values."""
+    """An open step as JSON values."""
 
     attempt: int
     turns: list[TurnDump]
@@ -64,58 +64,43 @@ class JournalEntry(StepDump):
 
 @dataclass(slots=True)
 class Step:
-    """One step that is being saved, or was.
-
-    Args:
-        step: its number.
-        opened: when its newest save was first heard of, in seconds of the book's clock.
-        touched: when it was last heard of.
-        parts: the parts that are expected, are in, and are missing.
-        marks: the kinds of commit that were asked for.
-        digest: the version digest of its weights.
-        meta: fields of the manifest that whoever began the step has given.
-        durable: whether the commit as a kind has to survive a power cut, where that was said.
-        committing: the kind of the commit that is being carried out, with the parts `pending_keys`; `pending_beside`:
-            beside its place.
-        committed: as what this attempt has committed it, with the parts `committed_keys`.
-        failed: why it failed.
-        ended: tickets of saves that have ended.
-        deleted: its checkpoint was deleted since.
-    """
+    """One step that is or was being saved."""
 
     step: int
-    opened: float
-    touched: float
+    opened: float  # when its newest save was first heard of, in seconds of the book's clock
+    touched: float  # when it was last heard of
     parts: StepParts = field(default_factory=StepParts)
-    marks: set[Kind] = field(default_factory=set)
-    digest: str | None = None
+    marks: set[Kind] = field(default_factory=set)  # the requested kinds of commit
+    digest: str | None = None  # the version digest of its weights
     meta: CommitMeta = field(default_factory=lambda: CommitMeta())
-    durable: dict[Kind, bool] = field(default_factory=dict)
+    durable: dict[Kind, bool] = field(default_factory=dict)  # see `CommitBook.begin`
+    # The commit in progress, its parts, and whether it goes beside its place.
     committing: Kind | None = None
     pending_keys: frozenset[str] = frozenset()
     pending_beside: bool = False
+    # This attempt's commit, with its parts.
     committed: Kind | None = None
     committed_keys: frozenset[str] = frozenset()
-    failed: str | None = None
-    ended: set[str] = field(default_factory=set)
-    deleted: bool = False
+    failed: str | None = None  # the error
+    ended: set[str] = field(default_factory=set)  # tickets of ended saves
+    deleted: bool = False  # its checkpoint was deleted
 
     @property
     def wanted(self) -> Kind | None:
-        """The most that was asked for; None: nothing yet."""
+        """The highest requested kind; None: none yet."""
         if FULL in self.marks:
             return FULL
         return STATE_DICT if STATE_DICT in self.marks else None
 
     def is_committed(self, kind: Kind) -> bool:
-        """Return whether a commit of at least this kind is visible, with every part of that kind, and none is out."""
+        """Return whether a commit of at least this kind is visible, with every part of that kind and none missing."""
         if self.committed is None or not covers(self.committed, kind):
             return False
         return self.parts.keys(kind) <= self.committed_keys and not self.parts.missing(kind)
 
     @property
     def settled(self) -> bool:
-        """Whether all that was asked for is visible."""
+        """Whether all that was requested is visible."""
         wanted = FULL if self.parts.more_than_weights else self.wanted or STATE_DICT
         return self.committing is None and self.is_committed(wanted)
 
@@ -123,8 +108,8 @@ class Step:
         """Return where the step stands.
 
         Args:
-            visible: as what it is committed on the disk, by any attempt.
-            kind: the kind of commit that is asked about; None: all that was asked for.
+            visible: the kind of its commit on disk, by any attempt.
+            kind: the kind of commit to look at; None: all requested kinds.
         """
         if kind is not None and self.is_committed(kind):
             return StepStatus("committed", visible, self.wanted)
@@ -151,7 +136,7 @@ class Step:
         meta: CommitMeta,
         durable: bool | None,
     ) -> None:
-        """Note that a commit as this kind, with these parts, is asked for; see `CommitBook.begin`."""
+        """Note that a commit as this kind, with these parts, is requested; see `CommitBook.begin`."""
         for name in parts:
             self.parts.expect(name, kind == STATE_DICT or name in weights_parts or name == DIGEST_PART)
         self.meta.update(meta)
@@ -160,11 +145,9 @@ class Step:
         self.marks.add(kind)
 
     def late(self, key: str, weights: bool | None) -> str | None:
-        """Return a sentence if a part comes after the commit that it belongs to, and was not announced; else None.
+        """Return an error if a part comes after the commit that it belongs to, and was not announced.
 
-        Args:
-            key: of the part.
-            weights: whether it is a weights part; None: not known.
+        `weights`: whether it is a weights part; None: unknown.
         """
         done = FULL if FULL in (self.committing, self.committed) else self.committing or self.committed
         if done is None or key == DIGEST_PART or not covers(done, STATE_DICT if weights else FULL):
@@ -179,7 +162,7 @@ class Step:
     def add(
         self, key: str, weights: bool, files: Iterable[FileTuple] | None, digest: str | None, ticket: str | None
     ) -> str | None:
-        """Note that a part is in, see `CommitBook.finished`; say where it contradicts what was in before."""
+        """Note that a part is in, see `CommitBook.finished`; return an error where it contradicts an earlier one."""
         if digest is not None and self.digest not in (None, digest):
             return f"two digests were reported for the weights of step {self.step}: {self.digest} and {digest}"
         self.digest = digest or self.digest
@@ -196,7 +179,7 @@ class Step:
     # ---- its commit
 
     def due(self) -> Kind | None:
-        """Return the kind as which it is to be committed now; None: nothing is to be done, or parts are missing."""
+        """Return the kind to commit now; None: there is nothing to do, or parts are missing."""
         if self.failed is not None or self.committing is not None:
             return None
         kind = next((of for of in (FULL, STATE_DICT) if of in self.marks and not self.parts.missing(of)), None)
@@ -206,16 +189,16 @@ class Step:
         if not new and self.committed is not None and covers(self.committed, kind):
             return None
         if self._is_partial(kind) and self.parts.untold(new):
-            return None  # they come with the rest of the step
+            return None  # they are committed with the rest of the step
         return kind
 
     def begin_commit(self, attempt: int, kind: Kind, *, beside: bool) -> Commit:
-        """Begin a commit of all parts of this kind that are in now, and return it."""
+        """Begin a commit of all present parts of this kind, and return it."""
         self.committing, self.pending_keys, self.pending_beside = kind, self.parts.keys(kind), beside
         self.parts.settled = dict(self.parts.registered)
         durable = self.durable.get(kind)
         if kind == FULL and self.durable.get(STATE_DICT):
-            durable = True  # it takes the place of weights that are
+            durable = True  # it replaces durable weights
         return Commit(
             step=self.step,
             attempt=attempt,
@@ -230,11 +213,11 @@ class Step:
         )
 
     def end_commit(self, committed: Kind | None) -> None:
-        """Note that the commit is done; `committed`: as what this attempt has committed the step by now."""
+        """Note that the commit is done; `committed`: this attempt's commit of the step by now."""
         kind, self.committing, self.deleted = self.committing, None, False
         self.committed, self.committed_keys = committed, self.committed_keys | self.pending_keys
         if kind == FULL and self.failed is None:
-            # The manifest holds them now; only the names are needed, to recognise doubled reports.
+            # The manifest has the files now; the names are kept to recognise repeated reports.
             for key in self.committed_keys:
                 self.parts.done[key].files = ()
 
@@ -242,10 +225,9 @@ class Step:
         """Return whether a commit of this kind leaves other parts to be written."""
         return kind == STATE_DICT and (FULL in self.marks or self.parts.more_than_weights)
 
-    # ---- a life after the actor's death
+    # ---- restart of the actor
 
     def dump(self) -> StepDump:
-        """Return what has to be kept so that it survives a restart, as JSON values."""
         return {
             "step": self.step,
             "opened": self.opened,
@@ -260,16 +242,16 @@ class Step:
 
     @classmethod
     def load(cls, dumped: StepDump, now: float, committed: Kind | None, committed_paths: Collection[str]) -> Step:
-        """Make a step from what `dump` returned.
+        """Restore a step from `dump`.
 
         Args:
-            dumped: what `dump` returned.
+            dumped: the result of `dump`.
             now: seconds of the book's clock.
-            committed: as what this attempt has committed it, as the disk says; it may be newer than the dump.
+            committed: this attempt's commit of it on disk; it may be newer than the dump.
             committed_paths: the files that this commit lists.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not what `dump` returns.
+            ValueError, KeyError, TypeError: it is not a result of `dump`.
         """
         entry = cls(int(dumped["step"]), float(dumped["opened"]), now, StepParts.load(dumped["parts"]))
         entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}
@@ -288,54 +270,35 @@ class Step:
         return entry
 
 
-# Who may write now: the queue behind the save strategies, used by `trinity_sync.protocol.commit`.
-
-
-#: Who may write at once: one thread, the threads of one process, those of one node, or everybody.
+#: Who may write concurrently: one thread, the threads of one process, those of one node, or everybody.
 SAVE_STRATEGIES = ("single_thread", "single_process", "single_node", "unrestricted")
-
 
 #: A turn as JSON values: ticket, node_id, job_id, life, part, collective, granted.
 TurnDump: TypeAlias = tuple[str, str, str, str, str | None, bool, bool]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Turn:
-    """One save that writes (`granted`) or waits for its turn.
-
-    Args:
-        ticket: the name of this turn.
-        node_id, job_id: the writer: its node, and its process on it.
-        life: tells a process from an earlier one of the same name.
-        step, part: what it writes; None where the writer did not say.
-        collective: it has barriers with its peers; it is granted at once and stands in nobody's way.
-        anonymous: its writer will report the end without the ticket.
-        since: when it was asked for or, once granted, when that was, in seconds of the caller's clock.
-    """
+    """One save that writes (`granted`) or waits for its turn."""
 
     ticket: str
     node_id: str
-    job_id: str
+    job_id: str  # the writing process on its node
     step: int | None
-    part: str | None
-    collective: bool
-    anonymous: bool
-    since: float
-    life: str = ""
+    part: str | None  # None: the writer did not name it
+    collective: bool  # it has barriers with its peers: it is granted at once and does not block others
+    anonymous: bool  # its writer will report the end without the ticket
+    since: float  # when it was requested or, once granted, when that was, in seconds of the caller's clock
+    life: str = ""  # tells a process from an earlier one of the same name
     granted: bool = False
 
     @property
     def writer(self) -> tuple[str, str, str]:
-        """The process that writes."""
         return (self.node_id, self.job_id, self.life)
 
 
 class TurnQueue:
-    """Turns in the order in which they were asked for.
-
-    Args:
-        strategy: one of `SAVE_STRATEGIES`.
-    """
+    """Turns in the order of the requests. `strategy`: one of `SAVE_STRATEGIES`."""
 
     def __init__(self, strategy: str) -> None:
         if strategy not in SAVE_STRATEGIES:
@@ -344,15 +307,13 @@ class TurnQueue:
         self._turns: dict[str, Turn] = {}
 
     def get(self, ticket: str) -> Turn | None:
-        """Return the turn of this name, if it has not ended."""
         return self._turns.get(ticket)
 
     def select(self, which: Callable[[Turn], bool]) -> list[Turn]:
-        """Return the turns that `which` is true of, oldest first."""
+        """Return the turns that satisfy `which`, oldest first."""
         return [turn for turn in self._turns.values() if which(turn)]
 
     def of_step(self, step: int) -> list[Turn]:
-        """Return the turns of one step."""
         return self.select(lambda turn: turn.step == step)
 
     def ask(self, turn: Turn) -> None:
@@ -360,46 +321,29 @@ class TurnQueue:
         self._turns.setdefault(turn.ticket, turn)
 
     def release(self, ticket: str | None) -> bool:
-        """End a turn; None ends the oldest one of a writer that does not name its tickets. False: there was none."""
+        """End a turn, and return whether there was one. None ends the oldest granted turn of an anonymous writer."""
         if ticket is None:
             ticket = next((turn.ticket for turn in self.select(lambda turn: turn.anonymous and turn.granted)), None)
         return ticket is not None and self._turns.pop(ticket, None) is not None
 
     def grant(self, now: float) -> list[str]:
-        """Give out all turns that the strategy allows now; return their tickets."""
+        """Grant all turns that the strategy allows now; return their tickets."""
         granted = []
-        for turn in self.select(lambda turn: turn.collective and not turn.granted):
-            turn.granted, turn.since = True, now
-            granted.append(turn.ticket)
-        for turn in self.select(lambda turn: not turn.granted):
-            if not self._may_join(turn):
+        waiting = self.select(lambda turn: not turn.granted)
+        for turn in sorted(waiting, key=lambda turn: not turn.collective):
+            if not turn.collective and not self._may_join(turn):
                 break
             turn.granted, turn.since = True, now
             granted.append(turn.ticket)
         return granted
 
     def dump(self, step: int) -> list[TurnDump]:
-        """Return the turns of a step, as JSON values."""
         turns = self.of_step(step)
         return [(turn.ticket, *turn.writer, turn.part, turn.collective, turn.granted) for turn in turns]
 
     def restore(self, step: int, dumped: Iterable[TurnDump], now: float) -> None:
-        """Take up the turns again that `dump` gave."""
         for ticket, node_id, job_id, life, part, collective, granted in dumped:
-            self.ask(
-                Turn(
-                    ticket=ticket,
-                    node_id=node_id,
-                    job_id=job_id,
-                    step=step,
-                    part=part,
-                    collective=bool(collective),
-                    anonymous=False,
-                    since=now,
-                    life=life,
-                    granted=bool(granted),
-                )
-            )
+            self.ask(Turn(ticket, node_id, job_id, step, part, bool(collective), False, now, life, bool(granted)))
 
     def _may_join(self, turn: Turn) -> bool:
         others = self.select(lambda other: other.granted and not other.collective)

@@ -1,4 +1,4 @@
-"""Whether what a configuration gives a class is of the types with which the class annotates it."""
+"""Checks values of a configuration against the type annotations of a class."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def mistyped(kind: type, values: Mapping[str, object]) -> str | None:
-    """Say which value is of another type than the constructor's argument; None: none is, as far as can be told.
+    """Return an error for the first value whose type differs from the constructor's annotation, or None.
 
-    Args:
-        kind: the class: a dataclass, or one whose constructor is annotated. Judged are flags, numbers, texts, null, and
-            unions of them; a whole number is a number, too.
-        values: arguments of the constructor by name.
+    Only flags, numbers, texts, null and unions of them are checked; a whole number is a number, too.
     """
     try:
         hints = get_type_hints(kind if is_dataclass(kind) else kind.__init__)  # type: ignore[misc]

@@ -1,12 +1,12 @@
-"""The life of a version between the trainer's snapshot and the last reader: where it is, who reads it, what is newest.
+"""The life of a version between the trainer's snapshot and the last reader: its place, its readers, the newest one.
 
 A pure state machine with an injected clock; the `Synchronizer` actor is a shell over it. A version in a slot goes
 
     opened (has a slot) -> sealed (all parts staged, digest known) -> committed (visible) -> retired (slot free)
 
-and to failed from each of the first two. Readers hold leases on committed versions; a slot is reused only when its
-version is neither the newest committed nor leased nor still on its way. What is handed over whole has no slot: a state
-dict in the object store, a checkpoint on disk, or what was sent to all who wanted it.
+and to failed from each of the first two. Readers have leases on committed versions. A slot is reused only when its
+version is neither the newest committed, nor leased, nor still on its way. Other versions have no slot: a state dict in
+the object store, a checkpoint on disk, or one that was sent to every explorer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Version(NamedTuple):
 
 
 class VersionError(Exception):
-    """A call that does not fit the version's state; the message says which version, its state and the call."""
+    """A call that does not fit the version's state; the message names the version, its state and the call."""
 
 
 class State(enum.Enum):
@@ -44,7 +44,7 @@ class State(enum.Enum):
 
 
 class Place(enum.Enum):
-    """Where the weights of a committed version can be."""
+    """The places of a committed version's weights."""
 
     SLOT = "slot"
     STORE = "object store"
@@ -54,35 +54,26 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True)
 class VersionPlace:
-    """A version, and where its weights are. One record, so that no version gets another one's tensors.
-
-    Attributes:
-        version: whose weights they are.
-        state: what the trainer's side left for readers to get the tensors by; two of one version are equal where the
-            tensors are. None: there is nothing.
-        location: folder of its checkpoint; None: there is none, or none that is known.
-    """
+    """A version and the place of its weights, in one record, so that no version gets another one's tensors."""
 
     version: Version
+    # Gives readers the tensors; two of one version are equal where the tensors are. None: there are none.
     state: object = None
-    location: str | None = None
+    location: str | None = None  # folder of its checkpoint; None: there is none, or it is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """A reader's hold on a version, until `expires` (clock of the book). A reader is a process, as a `Member` names it.
-
-    `location` is what the mode that published the version said of where it is (a folder, or None for the slot).
-    """
+    """A reader's lease on a version, until `expires` (clock of the book)."""
 
     id: int
-    reader: Hashable
+    reader: Hashable  # names a process
     version: Version
     slot: int
     expires: float
     parts: dict[str, PartInfo]
     digest: str | None
-    location: str | None
+    location: str | None  # the folder that the mode published, or None for the slot
 
 
 @dataclass(kw_only=True)
@@ -100,12 +91,13 @@ class _VersionRecord:
 
 
 class VersionBook:
-    """All versions that still have a slot, and the newest one in each other place. When the tensors of a state dict are
-    lost with the process that owned them, the newest checkpoint serves.
+    """All versions that still have a slot, and the newest one in each other place.
+
+    The newest checkpoint replaces a state dict whose tensors are lost with the process that owned them.
 
     Args:
-        slots: how many snapshots the nodes' shared memory holds.
-        clock: seconds, monotonic; leases expire by it.
+        slots: the number of snapshots in each node's shared memory.
+        clock: seconds, monotonic, for the expiry of leases.
     """
 
     def __init__(self, slots: int, clock: Callable[[], float]) -> None:
@@ -118,23 +110,23 @@ class VersionBook:
         self._records: dict[Version, _VersionRecord] = {}
         self._ids = itertools.count(1)
         self._newest: dict[Place, VersionPlace] = {}
-        # The last state dict, also when its tensors are lost: explorers may have them.
+        # The last state dict, even when its tensors are lost: explorers may have loaded them.
         self._published: VersionPlace | None = None
         self._dropped: set[Hashable] = set()
 
     @property
     def newest(self) -> Version | None:
-        """Return the newest committed version, wherever it is."""
+        """The newest committed version in any place."""
         return max((known.version for known in self._newest.values()), default=None)
 
     @property
     def latest(self) -> Version | None:
-        """Return the newest version that there was, also where its tensors are lost."""
+        """The newest version so far, even if its tensors are lost."""
         known = [self.newest, self._published.version if self._published is not None else None]
         return max(filter(None, known), default=None)
 
     def find(self) -> VersionPlace | None:
-        """Return the newest version with all that is known of where it is; None before the first."""
+        """Return the newest version with its state and its location as far as known; None before the first."""
         found: VersionPlace | None = None
         for known in self._newest.values():
             if found is None or known.version > found.version:
@@ -144,20 +136,20 @@ class VersionBook:
         return found
 
     def newest_in(self, place: Place) -> VersionPlace | None:
-        """Return the newest version in one kind of place."""
         return self._newest.get(place)
 
     @property
     def location(self) -> str | None:
-        """Return the folder of the newest version that was staged or saved; None where that has none."""
+        """The folder of the newest version that was staged or saved, if it has one."""
         known = [self._newest[place] for place in (Place.SLOT, Place.DISK) if place in self._newest]
         return max(known, key=lambda one: (one.version, one.location is not None)).location if known else None
 
     # -- versions without a slot
 
     def publish(self, version: Version, state: object) -> None:
-        """Take note that a version's tensors are in the object store; those of the version before are let go. The same
-        version may be published again: its tensors are those of the last call.
+        """Note that a version's tensors are in the object store; those of the version before are released.
+
+        A version may be published again: its tensors are those of the last call.
 
         Raises:
             VersionError: it is older than the last state dict or checkpoint, or was published with another state.
@@ -171,8 +163,10 @@ class VersionBook:
         self._newest[Place.STORE] = self._published = VersionPlace(version, state)
 
     def follow(self, version: Version, location: str, *, always: bool = False) -> None:
-        """Take note of a commit that nobody announced. Where versions are checkpoints (`always`) it makes one; where
-        others were handed over, it is no news before they have come to its step.
+        """Note a commit that was not announced.
+
+        Where versions are checkpoints (`always`) it makes one. Otherwise it counts only up to the newest version that
+        was handed over.
         """
         newest = self.newest
         if newest is not None and version.step > newest.step:
@@ -182,15 +176,15 @@ class VersionBook:
             self.announce(version, location)
 
     def lost(self, version: Version) -> VersionPlace | None:
-        """Take note that a version's tensors are lost; return what serves in its place, None where nothing does."""
+        """Note that a version's tensors are lost; return the newest version that is left."""
         stored = self._newest.get(Place.STORE)
         if stored is not None and stored.version == version:
             del self._newest[Place.STORE]
         return self.find()
 
     def announce(self, version: Version, location: str | None = None, place: Place = Place.DISK) -> None:
-        """Take note that a version is on disk, or was sent. One older than the newest there is no news: saves may end
-        out of order.
+        """Note that a version is on disk, or was sent. An older one than the newest is ignored: saves may end out of
+        order.
         """
         before = self._newest.get(place)
         if before is None or version >= before.version:
@@ -199,7 +193,7 @@ class VersionBook:
     # -- versions in slots
 
     def open(self, version: Version, parts: Iterable[str]) -> int | None:
-        """Begin a version: the slot to stage it in, or None while every slot is held.
+        """Begin a version, and return its slot, or None while all slots are in use.
 
         Raises:
             VersionError: it is not newer than all before it, or has no parts.
@@ -218,7 +212,7 @@ class VersionBook:
         return slot
 
     def stage(self, version: Version, parts: dict[str, PartInfo]) -> bool:
-        """Record staged parts with what readers need of each. A repeated report counts once. True when sealed by it."""
+        """Record staged parts, and return whether this seals the version. A repeated report counts once."""
         record = self._require(version, State.OPENED, "stage", also=State.SEALED)
         unknown = parts.keys() - record.expected
         if unknown:
@@ -229,7 +223,7 @@ class VersionBook:
         return self._seal(record)
 
     def digest(self, version: Version, digest: str | None) -> bool:
-        """Record the version's digest (None where none is computed). True when sealed by it."""
+        """Record the version's digest (None where none is computed), and return whether this seals the version."""
         record = self._require(version, State.OPENED, "digest", also=State.SEALED)
         if record.state is State.SEALED:
             if digest != record.digest:
@@ -250,14 +244,12 @@ class VersionBook:
         self._newest[Place.SLOT] = VersionPlace(version, location=location)
 
     def discard(self, version: Version) -> None:
-        """Give back the slot of a version that was staged but is not to be published."""
+        """Release the slot of a staged version that will not be published."""
         record = self._require(version, State.OPENED, "discard", also=State.SEALED)
         del self._records[record.version]
 
     def fail(self, version: Version, error: str) -> bool:
-        """A part could not be staged or digested: nothing of the version becomes visible. False where it was over
-        already.
-        """
+        """Fail a version whose part could not be staged or digested, and return False if it had already ended."""
         record = self._records.get(version)
         if record is None or record.state not in (State.OPENED, State.SEALED):
             return False
@@ -265,22 +257,21 @@ class VersionBook:
         return True
 
     def state(self, version: Version) -> State | None:
-        """Where a version stands, None once its slot was reused or given back."""
+        """Return where a version stands; None once its slot was reused or released."""
         record = self._records.get(version)
         return record.state if record else None
 
     def sealed_info(self, version: Version) -> tuple[int, dict[str, PartInfo], str | None]:
-        """Slot, parts and digest of a sealed or committed version."""
+        """Return slot, parts and digest of a sealed or committed version."""
         record = self._require(version, State.SEALED, "read", also=State.COMMITTED)
         return record.slot, dict(record.parts), record.digest
 
     def error(self, version: Version) -> str | None:
-        """Why a version failed, None where it did not."""
         record = self._records.get(version)
         return record.error if record else None
 
     def lease(self, reader: Hashable, seconds: float, version: Version | None = None) -> Lease:
-        """Hold a committed version, the newest unless one is named, for `seconds`.
+        """Lease a committed version, by default the newest, for `seconds`.
 
         Raises:
             VersionError: nothing is committed, the named one is gone, or the reader was dropped.
@@ -308,30 +299,28 @@ class VersionBook:
         return lease
 
     def holds(self, lease_id: int) -> bool:
-        """Whether a lease has neither ended nor expired."""
+        """Return whether a lease has neither ended nor expired."""
         return any(lease_id in record.leases for record in self._records.values())
 
     def release(self, lease_id: int) -> bool:
-        """End a lease. False where it had ended or expired already."""
+        """End a lease, and return whether it was active."""
         return any(record.leases.pop(lease_id, None) is not None for record in self._records.values())
 
     def drop_reader(self, reader: Hashable) -> int:
-        """End all leases of a reader that is gone; how many there were. What it may still ask for, it does not get."""
+        """End all leases of a dead reader, and return their number. It gets no further leases."""
         self._dropped.add(reader)
-        ended = [
-            lease.id for record in self._records.values() for lease in record.leases.values() if lease.reader == reader
-        ]
-        for lease_id in ended:
-            self.release(lease_id)
-        return len(ended)
+        return len(self._end_leases(lambda lease: lease.reader == reader))
 
     def expire(self) -> list[Lease]:
-        """End the leases whose time is over, and return them."""
+        """End the expired leases, and return them."""
         now = self._clock()
-        over = [lease for record in self._records.values() for lease in record.leases.values() if lease.expires <= now]
-        for lease in over:
+        return self._end_leases(lambda lease: lease.expires <= now)
+
+    def _end_leases(self, which: Callable[[Lease], bool]) -> list[Lease]:
+        ended = [lease for record in self._records.values() for lease in record.leases.values() if which(lease)]
+        for lease in ended:
             self.release(lease.id)
-        return over
+        return ended
 
     @property
     def _newest_staged(self) -> Version | None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trinity_sync.report.run_data import TARGET_REWARD, Run, steps_to
+from trinity_sync.report.run_data import TARGET_REWARD, E, Run, steps_to
 from trinity_sync.tracking import units
+from trinity_sync.tracking.events import CommitEvent, LoadEvent, PublishEvent
 from trinity_sync.tracking.summary import REWARD_STEPS, quantile, training_spans
 
 Better = Literal["lower", "higher"]
@@ -120,8 +121,8 @@ def _inside(ordered: Sequence[float], share: float) -> float:
     return value
 
 
-def _events(event: str, name: str) -> Callable[[Run], Iterable[float | None]]:
-    return lambda run: [units.finite(record.get(name)) for record in run.of(event)]
+def _each(kind: type[E], measured: Callable[[E], float | None]) -> Callable[[Run], Iterable[float | None]]:
+    return lambda run: [measured(event) for event in run.of(kind)]
 
 
 def _training_s(run: Run) -> float | None:
@@ -203,17 +204,42 @@ COLUMNS = (
         text=_rate,
     ),
     _column("not_training", "Not training", "share of a step that is not training", _not_training, text=_percent),
-    _column("blocked_s", "Blocked", "the trainer, per version published", _events("publish", "blocked_s")),
-    _column("publish_s", "Publish", "until a version is committed", _events("publish", "total_s")),
-    _column("load_s", "Load", "until an explorer has loaded and checked a version", _events("load", "total_s")),
-    _column("pause_s", "Pause", "an explorer, per load", _events("load", "paused_s")),
-    _column("save_blocked_s", "Save blocks", "the trainer, per checkpoint", _events("commit", "blocked_s")),
-    _column("save_s", "Save", "until a checkpoint is committed", _events("commit", "total_s")),
+    _column(
+        "blocked_s",
+        "Blocked",
+        "the trainer, per version published",
+        _each(PublishEvent, lambda event: event.blocked_s),
+    ),
+    _column(
+        "publish_s",
+        "Publish",
+        "until a version is committed",
+        _each(PublishEvent, lambda event: event.total_s),
+    ),
+    _column(
+        "load_s",
+        "Load",
+        "until an explorer has loaded and checked a version",
+        _each(LoadEvent, lambda event: event.total_s),
+    ),
+    _column("pause_s", "Pause", "an explorer, per load", _each(LoadEvent, lambda event: event.paused_s)),
+    _column(
+        "save_blocked_s",
+        "Save blocks",
+        "the trainer, per checkpoint",
+        _each(CommitEvent, lambda event: event.blocked_s),
+    ),
+    _column(
+        "save_s",
+        "Save",
+        "until a checkpoint is committed",
+        _each(CommitEvent, lambda event: event.total_s),
+    ),
     _column(
         "bytes_moved",
         "Moved",
         "bytes per version",
-        _events("publish", "bytes_moved"),
+        _each(PublishEvent, lambda event: event.bytes_moved),
         statistic="mean",
         text=units.size,
     ),

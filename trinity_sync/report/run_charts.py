@@ -14,6 +14,7 @@ from trinity_sync.report import charts, timeline
 from trinity_sync.report.charts import Series
 from trinity_sync.report.run_data import Run, smooth
 from trinity_sync.tracking import units
+from trinity_sync.tracking.events import CommitEvent, LoadEvent, PublishEvent
 from trinity_sync.tracking.summary import ABS_DIFF, ABS_DIFF_MAX, EXACT, K3_KL, LOSS, REWARD, training_spans
 
 _MOST_PARTS = 7
@@ -157,11 +158,29 @@ def latencies(run: Run) -> Markup:
     return charts.line_chart(
         [
             Series(
-                name="publish: trainer blocked", points=run.measured("publish", "blocked_s"), colour=0, style="dots"
+                name="publish: trainer blocked",
+                points=run.measured(PublishEvent, lambda event: event.blocked_s),
+                colour=0,
+                style="dots",
             ),
-            Series(name="publish: until committed", points=run.measured("publish", "total_s"), colour=2, style="dots"),
-            Series(name="load: explorer paused", points=run.measured("load", "paused_s"), colour=1, style="dots"),
-            Series(name="load: until checked", points=run.measured("load", "total_s"), colour=3, style="dots"),
+            Series(
+                name="publish: until committed",
+                points=run.measured(PublishEvent, lambda event: event.total_s),
+                colour=2,
+                style="dots",
+            ),
+            Series(
+                name="load: explorer paused",
+                points=run.measured(LoadEvent, lambda event: event.paused_s),
+                colour=1,
+                style="dots",
+            ),
+            Series(
+                name="load: until checked",
+                points=run.measured(LoadEvent, lambda event: event.total_s),
+                colour=3,
+                style="dots",
+            ),
         ],
         label="Seconds of each publish and load by version",
         x_label="version",
@@ -176,8 +195,13 @@ def moved(run: Run) -> Markup:
     """Draw the bytes of each version, whole and as carried."""
     return charts.line_chart(
         [
-            Series(name=text, points=run.measured("publish", name), colour=colour, dash=dash)
-            for name, text, colour, dash in (("bytes_full", "whole version", 6, 1), ("bytes_moved", "moved", 0, 0))
+            Series(
+                name="whole version",
+                points=run.measured(PublishEvent, lambda event: event.bytes_full),
+                colour=6,
+                dash=1,
+            ),
+            Series(name="moved", points=run.measured(PublishEvent, lambda event: event.bytes_moved), colour=0),
         ],
         label="Bytes of each version",
         x_label="version",
@@ -191,8 +215,18 @@ def saves(run: Run) -> Markup:
     """Draw the times of each checkpoint."""
     return charts.line_chart(
         [
-            Series(name="trainer blocked", points=run.measured("commit", "blocked_s"), colour=0, style="dots"),
-            Series(name="until committed", points=run.measured("commit", "total_s"), colour=2, style="dots"),
+            Series(
+                name="trainer blocked",
+                points=run.measured(CommitEvent, lambda event: event.blocked_s),
+                colour=0,
+                style="dots",
+            ),
+            Series(
+                name="until committed",
+                points=run.measured(CommitEvent, lambda event: event.total_s),
+                colour=2,
+                style="dots",
+            ),
         ],
         label="Seconds of each checkpoint by step",
         y_format=units.seconds,
@@ -200,6 +234,10 @@ def saves(run: Run) -> Markup:
         marks=_resumes(run),
         empty="No checkpoint has been committed.",
     )
+
+
+def _dots(name: str, points: Sequence[tuple[float, float | None]], colour: int) -> Series:
+    return Series(name=name, points=points, colour=colour, style="dots")
 
 
 def metric_text(value: float) -> str:

@@ -14,6 +14,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import resolved, shown_values
 from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.events import Event, FaultEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
 from trinity_sync.tracking.summary import Summary, put_to_steps, summarise, wall_seconds
@@ -27,6 +28,7 @@ _TAIL = 512
 """Lines of samples.jsonl that are looked through."""
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +55,7 @@ class Run:
     checkpoints: Path | None = None
     record: RunJson = field(default_factory=lambda: RunJson())
     metrics: Sequence[Record] = ()
-    events: Sequence[Record] = ()
+    events: Sequence[Event] = ()
     samples: Sequence[Record] = ()
     validation_samples: Sequence[Record] = ()
     summary: Summary = field(default_factory=lambda: summarise((), (), "not started", None))
@@ -87,13 +89,13 @@ class Run:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def of(self, event: str) -> list[Record]:
+    def of(self, kind: type[E]) -> list[E]:
         """Return the events of one kind, oldest first."""
-        return [record for record in self.events if record.get("event") == event]
+        return [event for event in self.events if isinstance(event, kind)]
 
-    def measured(self, event: str, name: str) -> list[tuple[float, float | None]]:
-        """Return a figure of one kind of event by the version or step that it is about, rising."""
-        points = [(json_lines.event_step(record), finite(record.get(name))) for record in self.of(event)]
+    def measured(self, kind: type[E], figure: Callable[[E], float | None]) -> list[tuple[float, float | None]]:
+        """Return a figure of one kind of event by the version or step that it is about, ascending."""
+        points = [(event_step(event), figure(event)) for event in self.of(kind)]
         return sorted(((float(at), value) for at, value in points if at is not None), key=lambda point: point[0])
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
@@ -221,7 +223,8 @@ def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    return put_to_steps([line for line in json_lines.read(path) if _is_placed(line, json_lines.metrics_step(line))])
+    lines = [line for line in json_lines.read(path) if isinstance(line.get("attempt"), int | None)]
+    return put_to_steps([line for line in lines if _is_step(json_lines.metrics_step(line))])
 
 
 def _read_samples(path: Path) -> list[Record]:
@@ -243,17 +246,13 @@ def _has_spans(line: Record) -> bool:
     )
 
 
-def _read_events(path: Path) -> list[Record]:
-    """Read the events that say what they are about; a report has no use for others."""
-    lines = json_lines.read(path)
-    return [
-        line for line in lines if _is_placed(line, 0 if line.get("event") == "fault" else json_lines.event_step(line))
-    ]
+def _read_events(path: Path) -> list[Event]:
+    """Read the faults, and the events of a step or of a version: a report needs no others."""
+    return [event for event in read_events(path) if isinstance(event, FaultEvent) or _is_step(event_step(event))]
 
 
-def _is_placed(line: Record, step: object) -> bool:
-    """Whether a line says to what it belongs: somebody else may have written it."""
-    return isinstance(step, int) and 0 <= step < _MOST_STEPS and isinstance(line.get("attempt"), int | None)
+def _is_step(step: int | None) -> bool:
+    return step is not None and 0 <= step < _MOST_STEPS
 
 
 def _read_peaks(path: Path) -> dict[str, int] | None:

@@ -17,6 +17,16 @@ from trinity_sync.host.masking import masked_override
 from trinity_sync.report import charts, run_charts, timeline
 from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
 from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.events import (
+    CommitEvent,
+    Event,
+    FaultEvent,
+    LoadEvent,
+    PruneEvent,
+    PublishEvent,
+    parse_event,
+    read_events,
+)
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, read_record
 from trinity_sync.tracking.summary import (
@@ -37,15 +47,14 @@ def render(run: Run, now: float) -> str:
         run: what was read.
         now: Unix seconds, for the note on when it was made.
     """
-    loads: dict[object, list[Record]] = {}
-    for event in run.of("load"):
-        loads.setdefault(event.get("version"), []).append(event)
+    loads: dict[int, list[LoadEvent]] = {}
+    for load in run.of(LoadEvent):
+        loads.setdefault(load.version, []).append(load)
     attempts = run.record.get("attempts") or []
     started = run.start
 
-    def since_start(event: Record) -> float | None:
-        at = units.finite(event.get("time"))
-        return None if started is None or at is None else at - started
+    def since_start(event: Event) -> float | None:
+        return None if started is None or event.time is None else event.time - started
 
     return charts.render(
         "run.html",
@@ -58,8 +67,11 @@ def render(run: Run, now: float) -> str:
         charts=run_charts,
         timeline=timeline.timeline(run),
         wrong=mismatches(run.events),
-        kept={event["step"] for event in kept_checkpoints(run.events, run.checkpoints)},
-        pruned={event.get("step"): event for event in run.of("prune")},
+        kept={event.step for event in kept_checkpoints(run.events, run.checkpoints)},
+        commits=run.of(CommitEvent),
+        publishes=run.of(PublishEvent),
+        pruned={event.step: event for event in run.of(PruneEvent)},
+        faults=run.of(FaultEvent),
         loads=loads,
         since_start=since_start,
         attempts=attempts,
@@ -340,17 +352,15 @@ def _read_record(folder: Path, line: RunLine) -> None:
     line.steps, line.reward = summary["steps"], summary["reward_last"]
 
 
-def _last_lines(folder: Path, record: RunJson) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[Event]]:
     """Lines of metrics.jsonl and events.jsonl: the last ones; all of them where an earlier attempt was killed, as how
     long it lasted stands nowhere else.
     """
-    names = ("metrics.jsonl", "events.jsonl")
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
-        metrics, events = (json_lines.read(folder / name) for name in names)
-    else:
-        metrics, events = (json_lines.read_last(folder / name, REWARD_STEPS) for name in names)
-    return metrics, events
+        return json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
+    metrics, lines = (json_lines.read_last(folder / name, REWARD_STEPS) for name in ("metrics.jsonl", "events.jsonl"))
+    return metrics, [parse_event(line) for line in lines]
 
 
 def _read_settings(folder: Path, line: RunLine) -> None:

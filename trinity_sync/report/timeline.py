@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -16,6 +16,7 @@ from markupsafe import Markup
 from trinity_sync.report.charts import render, ticks
 from trinity_sync.report.run_data import Run
 from trinity_sync.tracking import units
+from trinity_sync.tracking.events import CommitEvent, Event, GenerateEvent, LoadEvent, MirrorEvent, PublishEvent
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.units import finite
 
@@ -167,9 +168,9 @@ def timeline(run: Run) -> Markup | None:
 
 def _notes(run: Run) -> list[str]:
     """Say what the timeline of a run cannot show, one sentence each."""
-    explorers = {str(event.get("explorer")) for event in run.of("load")}
+    explorers = {event.explorer for event in run.of(LoadEvent)}
     found = []
-    if explorers and not run.of("generate"):
+    if explorers and not run.of(GenerateEvent):
         found.append("This run did not note when explorers generated: their lanes show loads only.")
     if len(explorers) > _MOST_EXPLORERS:
         found.append(f"{len(explorers) - _MOST_EXPLORERS} more explorers are in the trace.")
@@ -311,7 +312,7 @@ class HeldVersion(NamedTuple):
     version: int
 
 
-def spans(metrics: Iterable[Record], events: Iterable[Record]) -> Iterator[TimelineSpan]:
+def spans(metrics: Iterable[Record], events: Iterable[Event]) -> Iterator[TimelineSpan]:
     """Work out the spans of a run, the trainer's first, each one's in the order of their lines.
 
     Args:
@@ -320,9 +321,22 @@ def spans(metrics: Iterable[Record], events: Iterable[Record]) -> Iterator[Timel
     for line in metrics:
         yield from _step(line)
     for event in events:
-        make = _EVENTS.get(str(event.get("event")))
-        if make is not None:
-            yield from make(event)
+        yield from event_spans(event)
+
+
+def event_spans(event: Event) -> Iterator[TimelineSpan]:
+    """Return the spans of one event; none where it has no duration."""
+    match event:
+        case GenerateEvent():
+            yield from _generate(event)
+        case LoadEvent():
+            yield from _load(event)
+        case PublishEvent():
+            yield from _publish(event)
+        case CommitEvent():
+            yield from _commit(event)
+        case MirrorEvent():
+            yield from _mirror(event)
 
 
 def span_lanes(found: Iterable[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
@@ -356,18 +370,17 @@ def within(span: TimelineSpan, begin: float, end: float) -> TimelineSpan:
     return span._replace(begin=min(max(span.begin, begin), end), end=min(max(span.end, begin), end), parts=parts)
 
 
-def loads(events: Iterable[Record]) -> list[HeldVersion]:
+def loads(events: Iterable[Event]) -> list[HeldVersion]:
     """List what explorers held from when on, in the order of time."""
     found = []
     for event in events:
-        version = event.get("version")
-        if event.get("event") == "load" and isinstance(version, int):
+        if isinstance(event, LoadEvent):
             for span in _load(event):
-                found.append(HeldVersion(span.end, event.get("attempt"), span.who, version))
+                found.append(HeldVersion(span.end, event.attempt, span.who, event.version))
     return sorted(found, key=lambda held: held.at)
 
 
-def held_by_step(metrics: Sequence[Record], events: Iterable[Record]) -> dict[str, list[tuple[float, float | None]]]:
+def held_by_step(metrics: Sequence[Record], events: Iterable[Event]) -> dict[str, list[tuple[float, float | None]]]:
     """Return by explorer which version it held when each step began; None before its first load of an attempt."""
     times: dict[tuple[str, object], list[float]] = defaultdict(list)
     versions: dict[tuple[str, object], list[int]] = defaultdict(list)
@@ -409,42 +422,42 @@ def _step(line: Record) -> Iterator[TimelineSpan]:
     yield TimelineSpan(TRAINER, "step", about, end - whole, end, tuple(parts), facts)
 
 
-def _generate(event: Record) -> Iterator[TimelineSpan]:
-    about = f"step {event.get('step')}, version {event.get('version')}"
-    for begin, took in _times(event):
-        yield TimelineSpan(str(event.get("explorer")), "generate", about, begin, begin + took)
+def _generate(event: GenerateEvent) -> Iterator[TimelineSpan]:
+    about = f"step {event.step}, version {event.version}"
+    for begin, took in _times(event, event.total_s, event.began):
+        yield TimelineSpan(event.explorer, "generate", about, begin, begin + took)
 
 
-def _load(event: Record) -> Iterator[TimelineSpan]:
-    who, about = str(event.get("explorer")), f"version {event.get('version')}"
-    for begin, took in _times(event):
+def _load(event: LoadEvent) -> Iterator[TimelineSpan]:
+    who, about = event.explorer, f"version {event.version}"
+    for begin, took in _times(event, event.total_s, event.began):
         end = begin + took
-        paused = min(max(finite(event.get("paused_s")) or 0.0, 0.0), took)
+        paused = min(max(event.paused_s or 0.0, 0.0), took)
         parts = (TimelineSpan(who, "pause", about, end - paused, end),) if paused else ()
-        yield TimelineSpan(who, "load", about, begin, end, parts, _facts(event, "bytes", "digest"))
+        yield TimelineSpan(who, "load", about, begin, end, parts, _facts(bytes=event.bytes, digest=event.digest))
 
 
-def _publish(event: Record) -> Iterator[TimelineSpan]:
-    about, facts = f"version {event.get('version')}", _facts(event, "blocked_s", "bytes_moved", "digest")
-    for begin, took in _times(event):
-        sealed = finite(event.get("sealed_s"))
-        if sealed is None:
+def _publish(event: PublishEvent) -> Iterator[TimelineSpan]:
+    about = f"version {event.version}"
+    facts = _facts(blocked_s=event.blocked_s, bytes_moved=event.bytes_moved, digest=event.digest)
+    for begin, took in _times(event, event.total_s):
+        if event.sealed_s is None:
             yield TimelineSpan(AGENT, "publish", about, begin, begin + took, (), facts)
             continue
-        sealed = min(max(sealed, 0.0), took)
-        digesting = min(max(finite(event.get("digest_s")) or 0.0, 0.0), sealed)
+        sealed = min(max(event.sealed_s, 0.0), took)
+        digesting = min(max(event.digest_s or 0.0, 0.0), sealed)
         if digesting:
             yield TimelineSpan(AGENT, "digest", about, begin + sealed - digesting, begin + sealed)
         yield TimelineSpan(AGENT, "publish", about, begin + sealed, begin + took, (), facts)
 
 
-def _commit(event: Record) -> Iterator[TimelineSpan]:
-    about, facts = f"step {event.get('step')}", _facts(event, "kind", "blocked_s", "bytes", "digest")
-    for begin, took in _times(event):
-        written = finite(event.get("written_s"))
+def _commit(event: CommitEvent) -> Iterator[TimelineSpan]:
+    about = f"step {event.step}"
+    facts = _facts(kind=event.kind, blocked_s=event.blocked_s, bytes=event.bytes, digest=event.digest)
+    for begin, took in _times(event, event.total_s, event.began):
         parts: tuple[TimelineSpan, ...] = ()
-        if written is not None:
-            between = begin + min(max(written, 0.0), took)
+        if event.written_s is not None:
+            between = begin + min(max(event.written_s, 0.0), took)
             parts = (
                 TimelineSpan(SAVES, "write", about, begin, between),
                 TimelineSpan(SAVES, "commit", about, between, begin + took),
@@ -452,35 +465,24 @@ def _commit(event: Record) -> Iterator[TimelineSpan]:
         yield TimelineSpan(SAVES, "save", about, begin, begin + took, parts, facts)
 
 
-def _mirror(event: Record) -> Iterator[TimelineSpan]:
-    for begin, took in _times(event):
-        yield TimelineSpan(
-            MIRROR, "copy", f"step {event.get('step')}", begin, begin + took, (), _facts(event, "state", "bytes")
-        )
+def _mirror(event: MirrorEvent) -> Iterator[TimelineSpan]:
+    facts = _facts(state=event.state, bytes=event.bytes)
+    for begin, took in _times(event, event.total_s):
+        yield TimelineSpan(MIRROR, "copy", f"step {event.step}", begin, begin + took, (), facts)
 
 
-def _times(event: Record) -> Iterator[tuple[float, float]]:
-    """When what an event tells of began and how long it took, where both are known."""
-    took, began, told = (finite(event.get(name)) for name in ("total_s", "began", "time"))
-    if took is not None and told is not None:
+def _times(event: Event, took: float | None, began: float | None = None) -> Iterator[tuple[float, float]]:
+    """Return when the work of an event began, in Unix seconds, and its duration; nothing where one is not known."""
+    if took is not None and event.time is not None:
         took = max(0.0, took)
-        yield (told - took if began is None else began), took
+        yield (event.time - took if began is None else began), took
 
 
-def _facts(event: Record, *names: str) -> dict[str, object]:
-    return {name: event[name] for name in names if event.get(name) is not None}
+def _facts(**values: object) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _lane(who: str) -> tuple[int, list[tuple[int, str]]]:
     places = (TRAINER, AGENT, SAVES, MIRROR)
     words = [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", who)]
     return (places.index(who) if who in places else len(places)), words
-
-
-_EVENTS: Mapping[str, Callable[[Record], Iterator[TimelineSpan]]] = {
-    "generate": _generate,
-    "load": _load,
-    "publish": _publish,
-    "commit": _commit,
-    "mirror": _mirror,
-}

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from trinity_sync.report import timeline
 from trinity_sync.report.run_data import Run
 from trinity_sync.report.timeline import AGENT, MIRROR, SAVES, TRAINER, TimelineSpan
 from trinity_sync.tracking import summary
-from trinity_sync.tracking.json_lines import Record, plain
-from trinity_sync.tracking.units import finite
+from trinity_sync.tracking.events import CommitEvent, Event, FaultEvent, PruneEvent, SkipEvent, event_fields, event_name
+from trinity_sync.tracking.json_lines import plain
 
-Event = Mapping[str, object]
+TraceEvent: TypeAlias = Mapping[str, object]
 
 _RUN, _TRAINER, _AGENT, _SAVES, _MIRROR, _EXPLORERS = range(1, 7)
 _PROCESSES = {
@@ -29,7 +30,7 @@ _PROCESSES = {
     _EXPLORERS: "explorers",
 }
 _PLACES = {TRAINER: _TRAINER, AGENT: _AGENT, SAVES: _SAVES, MIRROR: _MIRROR}
-_INSTANTS = {"fault": _RUN, "skip": _AGENT, "commit": _SAVES, "prune": _SAVES}
+_INSTANTS = {FaultEvent: _RUN, SkipEvent: _AGENT, CommitEvent: _SAVES, PruneEvent: _SAVES}
 
 
 def document(run: Run) -> Iterator[str]:
@@ -48,12 +49,12 @@ def document(run: Run) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def events(run: Run) -> Iterator[Event]:
+def events(run: Run) -> Iterator[TraceEvent]:
     """Make the events of a trace."""
     found = timeline.span_lanes(timeline.spans(run.metrics, run.events))
     attempts = summary.spans(run.record, run.metrics, run.events)
     begun = [begin for begin, _ in attempts.values()] + [lane[0].begin for lane in found.values()]
-    begun += [at for event in run.events if (at := finite(event.get("time"))) is not None]
+    begun += [event.time for event in run.events if event.time is not None]
     trace = _Trace(min(begun, default=0.0))
     for number, (pid, name) in enumerate(_PROCESSES.items()):
         if pid == _RUN or any(_PLACES.get(who, _EXPLORERS) == pid for who in found):
@@ -84,38 +85,39 @@ class _Trace:
     def __init__(self, zero: float) -> None:
         self._zero = zero
 
-    def thread(self, pid: int, tid: int, name: str) -> Iterator[Event]:
+    def thread(self, pid: int, tid: int, name: str) -> Iterator[TraceEvent]:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
-    def nested(self, pid: int, tid: int, span: TimelineSpan) -> Iterator[Event]:
+    def nested(self, pid: int, tid: int, span: TimelineSpan) -> Iterator[TraceEvent]:
         """A span, and after it its parts."""
         yield self.complete(pid, tid, span)
         for part in span.parts:
             yield from self.nested(pid, tid, part)
 
-    def complete(self, pid: int, tid: int, span: TimelineSpan) -> Event:
+    def complete(self, pid: int, tid: int, span: TimelineSpan) -> TraceEvent:
         begin, end = self._at(span.begin), self._at(span.end)
         event: dict[str, object] = {"ph": "X", "name": span.what, "pid": pid, "tid": tid}
         event |= {"ts": begin, "dur": end - begin}
         args = {**({"for": span.about} if span.about else {}), **span.facts}
         return {**event, "args": args} if args else event
 
-    def held(self, found: Iterable[timeline.HeldVersion]) -> Iterator[Event]:
+    def held(self, found: Iterable[timeline.HeldVersion]) -> Iterator[TraceEvent]:
         for held in found:
             name, args = f"version held by {held.explorer}", {"version": held.version}
             yield {"ph": "C", "name": name, "pid": _EXPLORERS, "ts": self._at(held.at), "args": args}
 
-    def instants(self, records: Sequence[Record]) -> Iterator[Event]:
-        for record in records:
-            name, at = str(record.get("event")), finite(record.get("time"))
-            if at is None or name not in _INSTANTS:
+    def instants(self, recorded: Sequence[Event]) -> Iterator[TraceEvent]:
+        for event in recorded:
+            at, pid = event.time, _INSTANTS.get(type(event))
+            if at is None or pid is None:
                 continue
-            if name == "commit":  # it was told of later
-                at = next((span.end for span in timeline.spans((), [record])), at)
-            args = {key: value for key, value in record.items() if key not in ("event", "time")}
-            event: dict[str, object] = {"ph": "i", "name": name, "pid": _INSTANTS[name], "tid": 1, "ts": self._at(at)}
-            yield {**event, "s": "g" if name == "fault" else "p", "args": args}
+            if isinstance(event, CommitEvent):  # it was recorded later
+                at = next((span.end for span in timeline.event_spans(event)), at)
+            scope = "g" if isinstance(event, FaultEvent) else "p"
+            args = {"attempt": event.attempt, **event_fields(event)}
+            name = event_name(event)
+            yield {"ph": "i", "name": name, "pid": pid, "tid": 1, "ts": self._at(at), "s": scope, "args": args}
 
     def _at(self, seconds: float) -> int:
         return round((seconds - self._zero) * 1e6)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.events import read_events
 from trinity_sync.tracking.run_record import RunJson
 from trinity_sync.tracking.summary import version_digests
 
@@ -134,7 +135,7 @@ def read_outcome(folder: Path, record: RunJson) -> Outcome:
         ConfigError: a log cannot be read, or is damaged.
     """
     try:
-        metrics, events = json_lines.read(folder / "metrics.jsonl"), json_lines.read(folder / "events.jsonl")
+        metrics, events = json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
     except RunError as error:
         raise ConfigError(str(error)) from error
     digests = {int(step): digest for step, digest in version_digests(events).items()}

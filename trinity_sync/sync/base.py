@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, results
@@ -133,7 +133,7 @@ class Bucket(NamedTuple):
 
     layout: PartLayout
     number: int
-    data: Any
+    data: Segment | None
     digest: bytes | None
     cut: Cut = "bucket"
 

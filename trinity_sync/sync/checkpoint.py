@@ -1,10 +1,18 @@
 """`sync=checkpoint`: the agents write the slot as shard files, the monitor commits them, explorers read the files. No
 merge step.
+
+verl's weight sync has no slot, agent or monitor: its sender writes buckets into a `VersionFolder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -13,6 +21,8 @@ from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import make_folder, replace_file, sync_folder
+from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -27,8 +37,8 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.weights.layout import Cut, PartLayout
-from trinity_sync.weights.shard_file import ShardFile, open_shard_file
+from trinity_sync.weights.layout import Cut, PartLayout, Segment
+from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
 
 
 class CheckpointMode(SyncMode):
@@ -169,3 +179,183 @@ def _check_layout(path: str | Path, layout: PartLayout, info: PartInfo) -> None:
 
 def _nothing() -> None:
     """Without a hold nothing has to be prolonged."""
+
+
+# ---- folders of versions, for verl's weight sync
+#
+#     <dir>/.lock                        locked while a folder is made or the folders are listed
+#     <dir>/.sending-<token>/            a version that is being written, or deleted
+#     <dir>/version_20-<token>/          the committed version of step 20
+#         lease                          flocked, shared, by every process that needs the folder
+#         version.json                   step, tensors, digest, files
+#         bucket-00000.safetensors       each bucket
+#
+# A process that releases a version deletes it unless another process has its lease. A killed process has no lease, so
+# the last of the others deletes the folder; where there are no others, the next sender does. A folder with another
+# name, or a committed one without a lease, belongs to somebody else and stays.
+
+_DRAFT = ".sending-"
+_COMMITTED = "version"
+_OURS = re.compile(r"(?:\.sending|version(?:_\d+)?)-[0-9a-f]{16}")
+_LEASE = "lease"
+_LOCK = ".lock"
+
+
+class VersionFolder:
+    """A version's folder under a lease, which keeps it from being deleted.
+
+    Args:
+        root: the folder of all versions.
+        token: the end of the folder's name.
+        lease: descriptor of its locked lease.
+    """
+
+    def __init__(self, root: Path, token: str, lease: int) -> None:
+        self._root = root
+        self._token = token
+        self._lease: int | None = lease
+        self._files: list[dict[str, str | int]] = []
+
+    @property
+    def path(self) -> Path:
+        """Where the folder is now; RunError: it is gone."""
+        for found in self._root.glob(f"*-{self._token}"):
+            return found
+        raise RunError(f"the version {self._token} in {self._root} is gone: somebody else has removed it")
+
+    def write_bucket(self, number: int, layout: PartLayout, data: Segment) -> None:
+        """Write a bucket to its file, durably; RunError: it cannot be written."""
+        name = f"bucket-{number:05d}.safetensors"
+        try:
+            size, digest = write_shard_file(self.path / name, layout, data, {}, fsync=True)
+        except OSError as error:
+            raise RunError(f"bucket {number} cannot be written to {self.path}: {error.strerror}") from error
+        self._files.append({"path": name, "bytes": size, "xxh3_128": digest})
+
+    def commit(self, step: int | None, *, tensors: int = 0, digest: str | None = None) -> list[Path]:
+        """Give the folder its name, once all in it is durable; return the files of its buckets.
+
+        Raises:
+            RunError: it cannot be committed, or is gone.
+        """
+        draft = self.path
+        body = {"format": 1, "step": step, "tensors": tensors, "digest": digest, "files": self._files}
+        number = "" if step is None else f"_{step}"
+        target = self._root / f"{_COMMITTED}{number}-{self._token}"
+        try:
+            replace_file(draft / "version.json", json.dumps(body, indent=1) + "\n")
+            sync_folder(draft)
+            draft.rename(target)
+            sync_folder(self._root)
+        except OSError as error:
+            raise RunError(f"the version in {draft} cannot be committed: {error.strerror}") from error
+        return [target / str(file["path"]) for file in self._files]
+
+    def release(self, *, remove: bool) -> None:
+        """End the lease; `remove` the folder unless another process has a lease. May be called again."""
+        if self._lease is None:
+            return
+        os.close(self._lease)
+        self._lease = None
+        if remove:
+            for folder in self._root.glob(f"*-{self._token}"):
+                _remove_unless_leased(folder)
+
+
+def begin_version(root: Path, timeout_s: float) -> VersionFolder:
+    """Make the folder of a version; delete drafts that no process has.
+
+    Args:
+        root: the folder of all versions, made if it is not there.
+        timeout_s: timeout of the wait for other processes that list it, seconds.
+
+    Raises:
+        RunError: the folder cannot be made or locked.
+        WaitTimeout: another process keeps `root` locked.
+    """
+    token = secrets.token_hex(8)
+    try:
+        make_folder(root)
+        with _locked(root, timeout_s):
+            for draft in _versions(root, f"{_DRAFT}*"):
+                _remove_unless_leased(draft)
+            folder = root / f"{_DRAFT}{token}"
+            folder.mkdir(mode=0o700)
+            lease = _take_lease(folder, create=True)
+    except OSError as error:
+        raise RunError(f"no version can be written to {root}: {error.strerror} ({error.filename})") from error
+    return VersionFolder(root, token, lease)
+
+
+def lease_version(folder: Path) -> VersionFolder:
+    """Take a lease on a version's folder, named as it was at its beginning; RunError: it is not seen here."""
+    token = folder.name.rsplit("-", 1)[1]
+    try:
+        return VersionFolder(folder.parent, token, _take_lease(folder, create=False))
+    except OSError as error:
+        raise RunError(
+            f"{folder}, which the sender has made, cannot be read here ({error.strerror}): engine_kwargs' dir has to "
+            "be a folder that all nodes share"
+        ) from error
+
+
+def read_bucket(path: Path, layout: PartLayout, into: memoryview) -> None:
+    """Copy a bucket's bytes out of its file; RunError: the file is gone, torn, or has another layout.
+
+    Copied, not mapped: the bytes that are checked are those that are used, even if the file changes.
+    """
+    with ShardFile(path) as file:
+        if file.layout != layout:
+            raise RunError(f"{path} is laid out in another way than its sender said")
+        if layout.nbytes:
+            file.read(0, into)
+
+
+def remove_unleased(root: Path, timeout_s: float) -> None:
+    """Delete all versions and drafts without a lease; WaitTimeout: another process keeps `root` locked."""
+    with _locked(root, timeout_s):
+        for folder in _versions(root, "*"):
+            _remove_unless_leased(folder)
+
+
+def _versions(root: Path, pattern: str) -> list[Path]:
+    return [found for found in root.glob(pattern) if _OURS.fullmatch(found.name) and not found.is_symlink()]
+
+
+def _take_lease(folder: Path, *, create: bool) -> int:
+    descriptor = open_lock(folder / _LEASE, create=create)
+    try:
+        wait_for_lock(descriptor, folder / _LEASE, 0, shared=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(root: Path, timeout_s: float) -> Iterator[None]:
+    descriptor = open_lock(root / _LOCK)
+    try:
+        wait_for_lock(descriptor, root / _LOCK, timeout_s)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unless_leased(folder: Path) -> None:
+    try:
+        lease = open_lock(folder / _LEASE, create=False)
+    except FileNotFoundError:
+        if not folder.name.startswith(_DRAFT):
+            return
+        lease = None  # it is being removed, or its sender was killed before it had made one
+    try:
+        if lease is not None and not try_lock(lease):
+            return
+        aside = folder.with_name(f"{_DRAFT}{folder.name.rsplit('-', 1)[1]}")  # half of a version has no version's name
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        if lease is not None:
+            os.close(lease)

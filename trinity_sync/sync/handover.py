@@ -11,15 +11,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-import torch
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectFetchTimedOutError, ObjectLostError, RayError
-from xxhash import xxh3_128_digest
+from ray.exceptions import ActorUnavailableError, RayError
 
 from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.handles import asked, fetched, forwarded
@@ -33,10 +30,7 @@ from trinity_sync.protocol.rounds import TRAINER, Roll, RoundBook, RoundError, R
 from trinity_sync.protocol.statuses import StatusBook
 from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, VersionPlace
 from trinity_sync.sync.settings import SynchronizerConfig
-from trinity_sync.weights.apply import check_bytes
-from trinity_sync.weights.packing import BUCKET_BYTES, described, layouts, pack, unpack
 from trinity_sync.weights.shards import Described
-from trinity_sync.weights.tensors import byte_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator, Sequence
@@ -44,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from ray.actor import ActorHandle
 
+    from trinity_sync.sync.state_dicts import Tensors
 
 T = TypeVar("T")
 
@@ -438,7 +433,9 @@ class HandoverClient:
         if isinstance(model_state_dict, (str, os.PathLike)):
             state = os.fspath(model_state_dict)
         elif model_state_dict is not None:
-            state = put(model_state_dict, wire_dtype=wire_dtype)
+            from trinity_sync.sync import state_dicts
+
+            state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
         publisher = this_process(TRAINER)
         return self.client._ask("set_model_state_dict", int(trainer_step), attempt, state, location, publisher)
 
@@ -461,10 +458,11 @@ class HandoverClient:
             return None, -1
         if not isinstance(newest.state, StoredState):
             return newest.state if isinstance(newest.state, str) else None, newest.version.step
+        from trinity_sync.sync import state_dicts
 
         try:
-            tensors = get(newest.version, newest.state, self.client.timeout_s)
-        except StateLostError as error:
+            tensors = state_dicts.get(newest.version, newest.state, self.client.timeout_s)
+        except state_dicts.StateLostError as error:
             serves = self._answer(self.client.state_lost(newest.version))
             instead = (
                 "no checkpoint is known that could serve"
@@ -585,61 +583,3 @@ class HandoverClient:
     """`(module_ref)`: serve an actor of the program as well, until it is gone. A process that calls `get_actor` is
     served anyhow; None is such a process.
     """
-
-
-# A state dict through Ray's object store: packed into large buckets on one side, checked and unpacked on the other.
-
-
-Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
-
-class StateLostError(RunError):
-    """The tensors of a version are gone with the process that owned them."""
-
-
-def put(tensors: Tensors, *, wire_dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> StoredState:
-    """Put tensors into the object store; return what the actor is told of them.
-
-    Raises:
-        RunError: there is no tensor, or a name came twice.
-    """
-    stored = StoredState(tensors=[], bucket_bytes=bucket_bytes, digests=[], buckets=[])
-    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    for bucket, data in pack(pairs, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes):
-        stored.tensors.extend(described(bucket.shards))
-        stored.digests.append(xxh3_128_digest(data.numpy().data))
-        stored.buckets.append(ray.put(data.numpy()))
-    if not stored.buckets:
-        raise RunError("the state dict is empty: nothing can be published")
-    return stored
-
-
-def get(version: Version, stored: StoredState, timeout_s: float) -> dict[str, torch.Tensor]:
-    """Fetch and check all buckets; the tensors are views of shared memory and must not be written to.
-
-    Args:
-        version: whose state dict it is.
-        stored: what `put` returned.
-        timeout_s: limit of the fetch, seconds.
-
-    Raises:
-        StateLostError: the process that put them is gone.
-        RunError: they cannot be had here now.
-        WaitTimeout: they did not come in time.
-        ChecksumError: a bucket is damaged.
-    """
-    try:
-        arrays = ray.get(stored.buckets, timeout=timeout_s)
-    except GetTimeoutError:
-        raise WaitTimeout("the object store", f"hand out version {version}", timeout_s) from None
-    except RayError as error:
-        if isinstance(error, ObjectLostError) and not isinstance(error, ObjectFetchTimedOutError):
-            raise StateLostError(f"the tensors of version {version} are lost: {type(error).__name__}") from error
-        # What this node has run into says nothing of what others find.
-        raise RunError(f"the tensors of version {version} cannot be fetched now: {error}") from error
-    found: dict[str, torch.Tensor] = {}
-    buckets = layouts(stored.tensors, stored.bucket_bytes)
-    for bucket, array, digest in zip(buckets, arrays, stored.digests, strict=True):
-        check_bytes(f"{bucket.part} of version {version}", memoryview(array), bucket.nbytes, digest)
-        found.update(unpack(bucket, byte_tensor(memoryview(array))))
-    return found

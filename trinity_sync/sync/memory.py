@@ -1,7 +1,12 @@
-"""`sync=memory`: explorers on the node map the slot; other nodes get one object per part and version from the agent."""
+"""`sync=memory`: explorers on the node map the slot; other nodes get one object per part and version from the agent.
+
+verl's weight sync has no slots and no agent: its buckets lie in a `SharedRoom` of the sender.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
@@ -12,6 +17,7 @@ from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -118,3 +124,82 @@ def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) ->
     [shared] = agent.share(lease.version, lease.slot, info.part).result(timeout_s)
     fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
     return fetching.result(timeout_s).data
+
+
+# ---- memory without a name, for verl's weight sync
+
+
+class SharedRoom:
+    """Shared memory that no file system lists, and that grows.
+
+    Other processes of the same user open it by this process and its descriptor. So two programs cannot meet in it, and
+    the kernel frees it with the last process that has it open.
+
+    Raises:
+        RunError: the system has none.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._descriptor = os.memfd_create("trinity-sync-weights", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise RunError(f"this system gives no shared memory without a name: {error}; set another mode") from error
+        os.fchmod(self._descriptor, 0o600)
+        self._mapped: mmap.mmap | None = None
+
+    def bytes(self, nbytes: int) -> memoryview:
+        """Return its bytes, at least so many, writable; RunError: there is not enough memory."""
+        if self._mapped is None or len(self._mapped) < nbytes:
+            self._mapped = None
+            try:
+                os.ftruncate(self._descriptor, nbytes)
+                self._mapped = mmap.mmap(self._descriptor, nbytes)
+            except (OSError, ValueError) as error:
+                raise RunError(
+                    f"there is no room for {nbytes} bytes of shared memory: {error}; lower bucket_mb"
+                ) from error
+        return memoryview(self._mapped)
+
+    @property
+    def source(self) -> tuple[int, int, int]:
+        """Where other processes find it: process, descriptor, inode."""
+        return os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino
+
+    def close(self) -> None:
+        """Free the memory, also where the traceback of an error still refers to the mapping."""
+        os.close(self._descriptor)
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_REMOVE)
+        self._mapped = None
+
+
+def read_room(source: tuple[int, int, int], into: memoryview, owner: str) -> None:
+    """Copy the first bytes of another process's room. A mapping would keep memory that its owner frees meanwhile.
+
+    Args:
+        source: `SharedRoom.source`.
+        into: writable; filled whole.
+        owner: whose room it is, for errors.
+
+    Raises:
+        RunError: the room cannot be opened here, is another one, or is too short.
+    """
+    pid, number, inode = source
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise RunError(
+            f"the memory of {owner} cannot be opened here ({error.strerror}): members have to run as one user on one "
+            "node; else set engine_kwargs' mode to nccl or checkpoint"
+        ) from error
+    try:
+        if os.fstat(descriptor).st_ino != inode:
+            raise RunError(f"process {pid} has other memory under its descriptor {number} than {owner} said")
+        left, at = into, 0
+        while left:
+            count = os.preadv(descriptor, [left], at)
+            if not count:
+                raise RunError(f"the memory of {owner} ends after {at} bytes, before its bucket does")
+            left, at = left[count:], at + count
+    finally:
+        os.close(descriptor)

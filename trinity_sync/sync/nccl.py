@@ -1,9 +1,9 @@
 """`sync=nccl`: rounds of broadcasts over fresh process groups (NCCL between GPUs, gloo between CPUs).
 
-A round carries one version to the explorers that take part in it. Every trainer rank sends its own part: it and the
-explorers form a group of their own, so no rank receives what it does not need, and neither side's default group is
-touched. Any error ends the round for everybody in it within `sync.timeout_s`; the driver then repeats it without the
-dead.
+A round carries one version to the explorers that take part in it. Every trainer rank sends its own part over a group
+of its own with the explorers, so no rank receives bytes that it does not need, and torch's default group stays
+untouched. An error ends the round for all members within `sync.timeout_s`; the driver then repeats the round without
+the explorers that died. `BroadcastGroup`, at the end, is also the group of `sync.stream` and of verl's weight sync.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import itertools
 import mmap
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import ray
@@ -31,7 +33,6 @@ from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestinati
 from trinity_sync.sync.layouts import LayoutCache
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch.distributed import BroadcastOptions, Store, TCPStore
     from torch.distributed.distributed_c10d import Work
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 
 _AHEAD = 4
-"""Pieces on their way at a time."""
+"""Broadcasts in flight."""
 
 _BUFFERS = 2
-"""Of them in memory beside the model: one is applied while the next one comes."""
+"""Pieces in buffers: one is copied into the model while the next one arrives."""
 
 
 class NcclMode(SyncMode):
@@ -70,12 +71,7 @@ class NcclMode(SyncMode):
 
 
 class NcclPublisher:
-    """The driver's half: commits the version, then leads rounds until every living explorer has it.
-
-    Args:
-        side: see `TrainerSide`.
-        transport: ``gloo`` or ``nccl``.
-    """
+    """The driver's half: commits the version, then leads rounds until every living explorer has it."""
 
     def __init__(self, side: TrainerSide, transport: str) -> None:
         self._side = side
@@ -133,7 +129,7 @@ class NcclPublisher:
         return results(loading, limit)
 
     def _open_store(self, timeout_s: float) -> TCPStore:
-        """Serve the store at which the members of all rounds meet: the driver's work, as it is in no round."""
+        """Serve the store at which the members of all rounds meet. The driver serves it, for ranks may die."""
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -145,50 +141,34 @@ class NcclPublisher:
 
 
 def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
-    """Do a trainer rank's share of a round: broadcast its staged part piece by piece.
-
-    Args:
-        broadcast: the round.
-        part: name of the part that this rank staged.
-        layout: how the part is laid out.
-        segment: the slot's bytes, mapped.
-
-    Returns:
-        Bytes sent.
-    """
-    groups = [open_group(broadcast, broadcast.senders.index(part), 0)]
+    """Broadcast a trainer rank's staged part to the explorers of a round; return the bytes sent."""
+    group = _join(broadcast, broadcast.senders.index(part), 0)
     try:
-        sent = _send(broadcast, groups[0], layout, segment)
+        return _send(broadcast, group, layout, segment)
     finally:
-        close(groups, broadcast.transport)
-    return sent
+        group.close()
 
 
-def _send(broadcast: Broadcast, group: RoundGroup, layout: PartLayout, segment: mmap.mmap) -> int:
+def _send(broadcast: Broadcast, group: BroadcastGroup, layout: PartLayout, segment: mmap.mmap) -> int:
     import torch
 
     staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
-    under_way: deque[Work] = deque()
+    waits: deque[Wait] = deque()
     sent = 0
     for start, stop in layout.pieces(broadcast.cut):
-        if len(under_way) == _AHEAD:
-            wait_round(under_way.popleft(), broadcast)
-        piece = staged[start:stop]
-        there = piece.cuda() if broadcast.transport == "nccl" else piece
-        under_way.append(begin_broadcast(group, there, broadcast.timeout_s))
+        if len(waits) == _AHEAD:
+            waits.popleft()()
+        # `to` copies nothing between CPUs.
+        waits.append(group.begin(staged[start:stop].to(group.device)))
         sent += stop - start
-    for work in under_way:
-        wait_round(work, broadcast)
+    for wait in waits:
+        wait()
     return sent
 
 
 class NcclTransport:
-    """The explorer's half: receives the parts one sender after another, piece by piece. What can be received where it
-    belongs is; the rest arrives in buffers that are kept, and is copied from there while the next pieces come.
-
-    Args:
-        name: the explorer's name.
-        layouts: layouts that were seen before.
+    """The explorer's half: receives the parts one sender after another, piece by piece. A piece arrives in its
+    destination where that is possible; else in a buffer, which is copied while the next pieces arrive.
     """
 
     def __init__(self, name: str, layouts: LayoutCache) -> None:
@@ -202,22 +182,21 @@ class NcclTransport:
         if broadcast is None:
             raise RunError(f"{self._name} was to load version {lease.version}, but was not asked to any broadcast")
         rank = 1 + broadcast.explorers.index(self._name)
-        for index, part in enumerate(broadcast.senders):
+        # A piece that has to be checked before its use cannot arrive in its destination.
+        find = find_destination if broadcast.cut == "tensor" else _no_destination
+        for sender, part in enumerate(broadcast.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
-            arriving = _Arriving(
-                open_group(broadcast, index, rank), broadcast, layout, find_destination, self._make_buffers(layout)
+            arrivals = _PieceArrivals(
+                _join(broadcast, sender, rank), layout, broadcast.cut, find, self._make_buffers(layout)
             )
             try:
-                for number, data in arriving:
+                for number, data in arrivals:
                     digest = None if info.buckets is None else info.buckets[number]
-                    yield Bucket(layout, number, self._arrived(data), digest, broadcast.cut)
+                    yield Bucket(layout, number, data, digest, broadcast.cut)
             finally:
-                if not arriving.close():
+                if not arrivals.close():
                     self._buffers = []
-
-    def _arrived(self, data: np.ndarray | None) -> np.ndarray | None:
-        return data
 
     def _make_buffers(self, layout: PartLayout) -> list[torch.Tensor]:
         import torch
@@ -227,227 +206,115 @@ class NcclTransport:
         return self._buffers
 
 
-class _Arriving:
-    """The pieces of one part, in order: (number, bytes), or (number, None) for one that is in its place. The bytes are
-    valid until the next piece.
-
-    Args:
-        group: the group of the sender and all explorers.
-        broadcast: the round.
-        layout: how the part is laid out.
-        find_destination: see `FindDestination`.
-        buffers: memory for pieces that have no place of their own.
+class _PieceArrivals:
+    """The pieces of one part, in order: (number, bytes), or (number, None) for a piece in its destination. The bytes
+    are valid until the next piece.
     """
 
     def __init__(
         self,
-        group: RoundGroup,
-        broadcast: Broadcast,
+        group: BroadcastGroup,
         layout: PartLayout,
+        cut: Cut,
         find_destination: FindDestination,
         buffers: list[torch.Tensor],
     ) -> None:
-        self._groups = [group]
-        self._broadcast = broadcast
+        self._group = group
         self._layout = layout
-        self._sizes = [stop - start for start, stop in layout.pieces(broadcast.cut)]
-        # What has to be checked before it is used cannot be received where it is used.
-        self._find_destination = find_destination if broadcast.cut == "tensor" else _nowhere
+        self._cut: Cut = cut
+        self._sizes = [stop - start for start, stop in layout.pieces(cut)]
+        self._find_destination = find_destination
         self._free = list(buffers)
         self._next = 0
-        self._under_way: deque[_Receiving] = deque()
+        self._in_flight: deque[_PieceArrival] = deque()
 
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray | None]]:
+    def __iter__(self) -> Iterator[tuple[int, memoryview | None]]:
         for number in range(len(self._sizes)):
-            self._go_on()
-            receiving = self._under_way[0]
-            receiving.wait()
-            self._under_way.popleft()
-            self._go_on()
-            yield number, receiving.data()
-            if receiving.buffer is not None:
-                self._free.append(receiving.buffer)
+            self._begin_more()
+            arrival = self._in_flight[0]
+            arrival.wait()
+            self._in_flight.popleft()
+            self._begin_more()
+            yield number, arrival.data
+            if arrival.buffer is not None:
+                self._free.append(arrival.buffer)
 
     def close(self) -> bool:
-        """Wait until nothing arrives any more, in whatever way it ends: no byte is to come in where others are by then.
+        """Wait until no byte arrives any more, also after an error: the memory is used for other bytes afterwards.
 
-        After an error elsewhere what is under way still comes, or ends with the connections, at the latest in time.
+        A broadcast in flight still arrives, fails with its connection, or times out.
 
         Returns:
-            Whether nothing was under way.
+            Whether no broadcast was in flight.
         """
-        clean = not self._under_way
+        clean = not self._in_flight
         try:
-            if not clean and self._broadcast.transport == "nccl":
+            if not clean:
+                self._group.abort()
+            for arrival in self._in_flight:
                 with contextlib.suppress(RuntimeError):
-                    self._groups[0].abort()
-            for receiving in self._under_way:
-                with contextlib.suppress(RuntimeError):
-                    receiving.wait()
+                    arrival.wait()
         finally:
-            self._under_way.clear()
-            close(self._groups, self._broadcast.transport)
+            self._in_flight.clear()
+            self._group.close()
         return clean
 
-    def _go_on(self) -> None:
-        while self._next < len(self._sizes) and len(self._under_way) < _AHEAD:
-            place = self._find_destination(self._layout, self._next, self._broadcast.cut)
-            if place is not None and not self._reaches(place):
-                place = None
+    def _begin_more(self) -> None:
+        while self._next < len(self._sizes) and len(self._in_flight) < _AHEAD:
+            place = self._find_destination(self._layout, self._next, self._cut)
+            if place is not None and place.is_cuda and place.device.index != self._group.device.index:
+                place = None  # gloo writes to the CPU's memory; NCCL to that of one device, and through it to the CPU's
             if place is None and not self._free:
                 return
             buffer = None if place is not None else self._free.pop()
-            self._under_way.append(_Receiving(self._groups[0], place, buffer, self._sizes[self._next], self._broadcast))
+            self._in_flight.append(_PieceArrival(self._group, place, buffer, self._sizes[self._next]))
             self._next += 1
 
-    def _reaches(self, place: torch.Tensor) -> bool:
-        """Tell whether the group can write there: gloo to the CPU's memory, NCCL to the one device that it was made
-        for, and through that to the CPU's.
-        """
-        if not place.is_cuda:
-            return True
-        import torch
 
-        return self._broadcast.transport == "nccl" and place.device.index == torch.cuda.current_device()
-
-
-class _Receiving:
-    """One piece on its way.
-
-    Args:
-        group: the group of the sender and all explorers.
-        place: memory in which the piece belongs, or None.
-        buffer: memory of the CPU for its bytes, where there is no such place.
-        nbytes: length of the piece.
-        broadcast: the round.
-    """
+class _PieceArrival:
+    """One broadcast in flight, into the destination of a piece or into a buffer of the CPU."""
 
     def __init__(
-        self,
-        group: RoundGroup,
-        place: torch.Tensor | None,
-        buffer: torch.Tensor | None,
-        nbytes: int,
-        broadcast: Broadcast,
+        self, group: BroadcastGroup, place: torch.Tensor | None, buffer: torch.Tensor | None, nbytes: int
     ) -> None:
         import torch
 
         self.buffer = buffer
         self._bytes = None if buffer is None else buffer[:nbytes]
         target = place if self._bytes is None else self._bytes
-        assert target is not None, "a piece has a place or a buffer"
-        # NCCL knows no memory but the device's.
-        there = broadcast.transport == "gloo" or target.is_cuda
-        self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        self._copy_to = None if there else target
-        self._broadcast = broadcast
-        self._work = begin_broadcast(group, self._target, broadcast.timeout_s)
+        assert target is not None, "a piece has a destination or a buffer"
+        # NCCL reaches the device's memory alone.
+        through_device = group.device.type == "cuda" and not target.is_cuda
+        self._target = torch.empty(nbytes, dtype=torch.uint8, device=group.device) if through_device else target
+        self._copy_to = target if through_device else None
+        self._wait = group.begin(self._target)
 
     def wait(self) -> None:
-        """Wait until all of it is there."""
-        wait_round(self._work, self._broadcast)
+        self._wait()
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 
-    def data(self) -> np.ndarray | None:
-        """Return the bytes in the buffer, None where they are in their place."""
-        return None if self._bytes is None else self._bytes.numpy()
+    @property
+    def data(self) -> memoryview | None:
+        return None if self._bytes is None else self._bytes.numpy().data
 
 
-def _nowhere(layout: PartLayout, number: int, cut: Cut) -> None:
-    """Find no place, for pieces that all arrive in buffers (a `FindDestination`)."""
+def _no_destination(layout: PartLayout, number: int, cut: Cut) -> None:
+    """Have every piece arrive in a buffer (a `FindDestination`)."""
 
 
-# Process groups of our own, beside torch's default one, and broadcasts over them from their rank 0.
-
-
-_WATCHDOG_S = 60.0
-
-
-class RoundGroup(Protocol):
-    """What is used of torch's groups, gloo between CPUs and NCCL between GPUs. Their stubs leave out `broadcast`."""
-
-    def name(self) -> str:
-        """Return ``gloo`` or ``nccl``."""
-        ...
-
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
-        """Begin an operation of all members."""
-        ...
-
-    def abort(self) -> None:
-        """Break off what is under way."""
-        ...
-
-    def shutdown(self) -> None:
-        """Wait for what is under way, and end."""
-        ...
-
-
-def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> RoundGroup:
-    """Enter a group; returns when its members have met.
-
-    Args:
-        store: where they meet; the keys in it are the group's alone.
-        rank, size: this process's place among its members, and their number.
-        transport: ``gloo`` or ``nccl``.
-        timeout_s: limit of each operation, seconds.
-    """
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=timeout_s)
-    if transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        # By its own limit NCCL's watchdog ends the whole process; who waits for an operation is to be first, and told.
-        options._timeout = limit + timedelta(seconds=_WATCHDOG_S)
-        return cast(RoundGroup, dist.ProcessGroupNCCL(store, rank, size, options))
-    return cast(RoundGroup, dist.ProcessGroupGloo(store, rank, size, limit))
-
-
-def begin_broadcast(group: RoundGroup, tensor: torch.Tensor, timeout_s: float) -> Work:
-    """Begin to send a tensor from rank 0 to all others, into theirs; what is returned is waited for."""
-    import torch.distributed as dist
-
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
-    return group.broadcast([tensor], options)
-
-
-def wait(work: Work, timeout_s: float, *, nccl: bool) -> None:
-    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
-    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
-    """
-    if nccl:
-        work.wait(timedelta(seconds=timeout_s))
-    else:
-        work.wait()
-
-
-def close(groups: list[RoundGroup], transport: str) -> None:
-    """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
-    connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
-    shutdown before.
-    """
-    if transport == "gloo":
-        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
-        return
-    with contextlib.suppress(RuntimeError):
-        groups[0].shutdown()
-    groups.clear()
-
-
-# The process groups of a round: where its members meet, one group of each sender and the explorers, and their ends.
+# ---- where the members of a round meet: keys in a store that the driver serves
 
 
 def give_up(store: Store, broadcast: Broadcast) -> None:
-    """Send home who still waits for the others, and who comes later. Who has met already finds connections closed."""
+    """Release the members that still wait for others, or come later. Those that have met find connections closed."""
     for sender in range(len(broadcast.senders)):
         store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
     forget(store, broadcast, but="decision")
 
 
 def forget(store: Store, broadcast: Broadcast, but: str | None = None) -> None:
-    """Remove the keys of a round: what is not removed would grow with every version."""
+    """Remove the keys of a round, so that the store does not grow with every version."""
     prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
     for key in store.list_keys():
         if key.startswith(prefixes) and key.rsplit("/", 1)[1] != but:
@@ -456,45 +323,168 @@ def forget(store: Store, broadcast: Broadcast, but: str | None = None) -> None:
 
 @functools.cache
 def _connect(host: str, port: int, timeout_s: float) -> Store:
-    """Return this process's client of the store. It is kept: torch looks up the names of both ends for each connection,
-    which takes seconds where there is no name server.
+    """Return this process's client of the store, one for all rounds: torch looks up the names of both ends for each
+    connection, which takes seconds where there is no name server.
     """
     from torch.distributed import TCPStore
 
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _meet(broadcast: Broadcast, sender: int) -> Store:
-    """Wait until the sender and all explorers are there; return the store for their group.
+def _join(broadcast: Broadcast, sender: int, rank: int) -> BroadcastGroup:
+    """Enter the group of one sender (rank 0) and all explorers, once all of them are there.
 
     Raises:
-        RunError: the round was given up meanwhile.
-        DistStoreError: somebody did not come in time.
+        RunError: the round was given up.
+        DistStoreError: a member did not come in time.
     """
     from torch.distributed import PrefixStore
 
     store = _connect(broadcast.host, broadcast.port, broadcast.timeout_s)
     prefix = broadcast.prefix(sender)
-    if store.add(f"{prefix}joined", 1) == 1 + len(broadcast.explorers):
+    size = 1 + len(broadcast.explorers)
+    if store.add(f"{prefix}joined", 1) == size:
         store.compare_set(f"{prefix}decision", "", "go")
     store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
     if store.get(f"{prefix}decision") != b"go":
         raise RunError(f"the round for version {broadcast.version} was given up")
-    return PrefixStore(f"{prefix}group", store)
+    group = make_group(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, broadcast.timeout_s)
+    return BroadcastGroup(group, device_of(broadcast.transport), broadcast.timeout_s)
 
 
-def open_group(broadcast: Broadcast, sender: int, rank: int) -> RoundGroup:
-    """Enter the group of a sender and all explorers, once they are there; errors as of the meeting.
+# ---- process groups beside torch's default one
+
+
+_WATCHDOG_S = 60.0
+"""NCCL's watchdog ends the whole process at its own timeout, so the error of a wait has to come before that."""
+
+Wait = Callable[[], None]
+"""Waits until a broadcast has ended; RuntimeError of torch's: it failed, or did not end in time."""
+
+
+class TorchGroup(Protocol):
+    """torch's process groups; their stubs leave out `broadcast`."""
+
+    def name(self) -> str: ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> TorchGroup:
+    """Enter a group of ``gloo`` or ``nccl``; of gloo it returns when all members have met.
 
     Args:
-        broadcast: the round.
-        sender: its place among the senders of the round.
-        rank: 0 for the sender, 1 and following for the explorers.
+        store: where the members meet; its keys belong to this group alone.
+        rank, size: of this member, and of the group.
+        timeout_s: timeout of each operation, seconds.
     """
-    size = 1 + len(broadcast.explorers)
-    return make_group(_meet(broadcast, sender), rank, size, broadcast.transport, broadcast.timeout_s)
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    if transport == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout + timedelta(seconds=_WATCHDOG_S)
+        return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-def wait_round(work: Work, broadcast: Broadcast) -> None:
-    """Wait until the operation of a round has ended."""
-    wait(work, broadcast.timeout_s, nccl=broadcast.transport == "nccl")
+def device_of(transport: str) -> torch.device:
+    """Return the device whose memory a transport reaches: the CPU, or the current GPU."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
+
+
+class BroadcastGroup:
+    """Broadcasts of rank 0 of a process group to all other members, each with a timeout. Errors are torch's own
+    RuntimeErrors: in a round the driver looks for the member that caused them (`actors.calls.results`).
+
+    Args:
+        group: the group.
+        device: where the tensors are: a GPU for NCCL, the CPU for gloo.
+        timeout_s: timeout of each broadcast, seconds.
+    """
+
+    def __init__(self, group: TorchGroup, device: torch.device, timeout_s: float) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        # A list, for `close` to empty: the traceback of an error may refer to this object for long.
+        self._groups = [group]
+        self._has_met = False
+
+    def begin(self, tensor: torch.Tensor) -> Wait:
+        """Begin to send a tensor of the group's device, on rank 0, or to receive into it; return the function that
+        waits for its end. Its memory is in use until then.
+
+        Raises:
+            RuntimeError: it cannot be sent, or a member did not come to the group's first broadcast.
+        """
+        return partial(self._wait, self._begin(tensor) if self._has_met else self._meet(tensor))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send a tensor, on rank 0, or receive into it; errors as of `begin`."""
+        self.begin(tensor)()
+
+    def abort(self) -> None:
+        """Break off the broadcasts in flight: NCCL's, for gloo's end with their connections."""
+        if self.device.type == "cuda" and self._groups:
+            with contextlib.suppress(RuntimeError):
+                self._groups[0].abort()
+
+    def close(self) -> None:
+        """Leave the group. May be called again.
+
+        gloo takes 20 ms to close its connections (two turns of its loop), so a thread does it. NCCL would break off
+        what is in flight without a shutdown before.
+        """
+        if self.device.type == "cpu":
+            threading.Thread(target=self._groups.clear, name="close group", daemon=True).start()
+            return
+        for group in self._groups:
+            with contextlib.suppress(RuntimeError):
+                group.shutdown()
+        self._groups.clear()
+
+    def _begin(self, tensor: torch.Tensor) -> Work:
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self.timeout_s)
+        return self._groups[0].broadcast([tensor], options)
+
+    def _meet(self, tensor: torch.Tensor) -> Work:
+        """Begin the first broadcast. NCCL's members meet in it, without a timeout, so a thread begins it."""
+        import torch
+
+        # A new thread would use the first GPU, and not wait for the work of this thread's stream.
+        stream = torch.cuda.current_stream(self.device) if torch.cuda.is_initialized() else None
+        answer: SimpleQueue[Work | Exception] = SimpleQueue()
+
+        def begin() -> None:
+            try:
+                with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                    answer.put(self._begin(tensor))
+            except Exception as error:
+                answer.put(error)
+
+        threading.Thread(target=begin, name="meet in a group", daemon=True).start()
+        try:
+            work = answer.get(timeout=self.timeout_s)
+        except Empty:
+            raise RuntimeError(f"its members did not meet within {self.timeout_s:g} s") from None
+        if isinstance(work, Exception):
+            raise work
+        self._has_met = True
+        return work
+
+    def _wait(self, work: Work) -> None:
+        if self.device.type == "cuda":
+            # Without a timeout NCCL's would only make the device's stream wait.
+            work.wait(timedelta(seconds=self.timeout_s))
+        else:
+            # gloo keeps the group's timeout, and closes its connections when a wait with another one ends.
+            work.wait()

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.events import PruneEvent, event_line, read_events
 from trinity_sync.tracking.run_record import RunFolder, RunFolderInUse, read_record
 from trinity_sync.tracking.summary import checkpoint_figures, write_summary
 
@@ -33,14 +34,14 @@ def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: 
             writer = json_lines.JsonlWriter(folder.events)
             try:
                 for step, reason, freed in pruned:
-                    fields = {"step": step, "reason": reason, "freed_bytes": freed}
-                    writer.append({"event": "prune", "time": time.time(), "attempt": attempt, **fields})
+                    event = PruneEvent(time=time.time(), attempt=attempt, step=step, reason=reason, freed_bytes=freed)
+                    writer.append(event_line(event))
             finally:
                 writer.close()
             if folder.summary.exists():
                 with contextlib.suppress(ValueError):  # a damaged one says nothing of checkpoints
                     summary = dict(json.loads(folder.summary.read_bytes()))
-                    summary["checkpoint"] = checkpoint_figures(json_lines.read(folder.events), checkpoints)
+                    summary["checkpoint"] = checkpoint_figures(read_events(folder.events), checkpoints)
                     write_summary(folder.summary, summary)
     except RunFolderInUse:
         return False

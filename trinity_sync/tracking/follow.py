@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import RunError
-from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking import units
+from trinity_sync.tracking.events import LogLine, merged_lines
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import LockOwner, RunJson, lock_owner, read_record
 
@@ -143,9 +144,9 @@ class FollowedRun:
         self.folder = folder
         self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
 
-    def lines(self) -> Iterator[Record]:
+    def lines(self) -> Iterator[LogLine]:
         """Return the lines of steps and events that are new, by time; raises as `Tail.read`."""
-        return json_lines.by_time(self._events.read(), self._metrics.read())
+        return merged_lines(self._events.read(), self._metrics.read())
 
     @property
     def notes(self) -> list[str]:

@@ -23,13 +23,6 @@ from trinity_sync.tracking import units
 Record: TypeAlias = Mapping[str, object]
 """One line: an object as JSON has it."""
 
-_STEP_FIELD = {
-    **dict.fromkeys(("publish", "load", "skip"), "version"),
-    **dict.fromkeys(("generate", "skipped_update", "failed_rewards", "filled_batch", "all_rejected"), "step"),
-    "agreement": "step",
-    **dict.fromkeys(("save", "commit", "prune", "mirror"), "step"),
-}
-
 
 class JsonlWriter:
     """Appends objects to a file that only this process writes. Any thread may append.
@@ -129,7 +122,7 @@ def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> 
     Args:
         path: the log; a missing one is left missing.
         step: the last step to keep.
-        key: the step that a line belongs to, None for a line that always stays (`metrics_step`, `event_step`).
+        key: the step that a line belongs to, None for a line that always stays.
 
     Returns:
         How many whole lines went.
@@ -148,12 +141,6 @@ def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> 
 def metrics_step(record: Record) -> int | None:
     """Return the trainer step of a line of metrics.jsonl."""
     return _whole(record.get("step"))
-
-
-def event_step(record: Record) -> int | None:
-    """Return the step whose work an event is about: that of the version or of the checkpoint; None for a fault."""
-    field = _STEP_FIELD.get(str(record.get("event")))
-    return None if field is None else _whole(record.get(field))
 
 
 def _whole(value: object) -> int | None:

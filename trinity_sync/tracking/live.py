@@ -30,7 +30,7 @@ from rich.text import Text
 
 from trinity_sync.tracking import units
 from trinity_sync.tracking.console import PlainConsole
-from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.events import FaultEvent, LogLine, PhaseEvent
 from trinity_sync.tracking.run_state import RunState
 
 logger = logging.getLogger(__name__)
@@ -125,18 +125,18 @@ class LiveView:
         self._repaint()
 
     @_never_raises
-    def take(self, line: Record) -> None:
+    def take(self, line: LogLine) -> None:
         """Take a line as it stands in metrics.jsonl or events.jsonl."""
         with self._lock:
             now = self._clock()
             step = self._state.stepped
             self._state.take(line, now)
-            match line.get("event"):
-                case "phase":
-                    self._say(str(line.get("what")))
-                case "fault":
+            match line:
+                case PhaseEvent():
+                    self._say(line.what)
+                case FaultEvent():
                     self._say_fault()
-                case None if self._state.stepped != step and self.mode == "line" and self._is_time_to_speak(now):
+                case Mapping() if self._state.stepped != step and self.mode == "line" and self._is_time_to_speak(now):
                     self._say_step(now)
         self._repaint()
 
@@ -278,14 +278,14 @@ def step_line(state: RunState) -> str:
     loss = units.finite(state.metrics.get("loss"))
     parts += [f"loss {units.number(loss)}"] if loss is not None else []
     parts += rate_cells(state)
-    if state.newest is not None:
+    if state.published is not None:
         held = sorted(set(state.held.values()))
         spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
-        parts.append(f"version {state.newest}" + (f" (explorers at {spread})" if spread else ""))
-        parts.append(f"blocked {units.seconds(units.finite(state.published.get('blocked_s')))}")
+        parts.append(f"version {state.published.version}" + (f" (explorers at {spread})" if spread else ""))
+        parts.append(f"blocked {units.seconds(state.published.blocked_s)}")
     ready = units.finite(state.metrics.get("samples/ready"))
     parts += [f"{ready:.0f} samples ready"] if ready is not None else []
-    parts += [f"saved {state.committed['step']}"] if state.committed else []
+    parts += [f"saved {state.committed.step}"] if state.committed else []
     parts += [units.plural(state.faults, "fault")] if state.faults else []
     parts += [f"{units.elapsed(state.left_s)} left"] if state.left_s else []
     return ", ".join(parts)
@@ -564,22 +564,22 @@ def rate_cells(state: RunState) -> list[str]:
 
 
 def _sync(state: RunState) -> Iterator[str]:
-    if state.published:
-        yield f"blocked {_seconds(state.published.get('blocked_s'))}"
-        yield f"publish {_seconds(state.published.get('total_s'))}"
-    if state.loaded:
-        yield f"load {_seconds(state.loaded.get('total_s'))}"
-    if state.published.get("bytes_moved") is not None:
-        yield f"{units.size(units.finite(state.published['bytes_moved']))} moved"
+    published = state.published
+    if published is not None:
+        yield f"blocked {units.seconds(published.blocked_s)}"
+        yield f"publish {units.seconds(published.total_s)}"
+    if state.loaded is not None:
+        yield f"load {units.seconds(state.loaded.total_s)}"
+    if published is not None and published.bytes_moved is not None:
+        yield f"{units.size(published.bytes_moved)} moved"
 
 
 def _save(state: RunState, now: float) -> Iterator[str]:
     commit = state.committed
-    if commit:
-        ago = max(1.0, round(now - (units.finite(commit["time"]) or now)))
-        yield f"step {commit['step']}, {units.seconds(ago)} ago"
-        yield f"took {_seconds(commit.get('total_s'))}"
-        yield units.size(units.finite(commit.get("bytes")))
+    if commit is not None:
+        yield f"step {commit.step}, {units.seconds(max(1.0, round(now - state.committed_at)))} ago"
+        yield f"took {units.seconds(commit.total_s)}"
+        yield units.size(commit.bytes)
     if state.saving is not None:
         yield f"writing step {state.saving}"
 
@@ -608,10 +608,6 @@ def _faults(state: RunState, now: float) -> LiveRow:
         style="yellow",
         most=1 + _FAULT_LINES,
     )
-
-
-def _seconds(value: object) -> str:
-    return units.seconds(units.finite(value))
 
 
 def _curve(values: Sequence[float], ramp: str) -> Drawing:

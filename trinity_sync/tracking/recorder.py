@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +24,17 @@ from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import json_lines
+from trinity_sync.tracking.events import (
+    Event,
+    FaultEvent,
+    PhaseEvent,
+    SaveEvent,
+    event_line,
+    event_line_step,
+    event_name,
+    merged_lines,
+    read_events,
+)
 from trinity_sync.tracking.json_lines import plain
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.run_end import (
@@ -41,26 +53,6 @@ from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
 
-EVENT_FIELDS: dict[str, tuple[str, ...]] = {
-    "phase": ("what",),
-    "rows": ("rows", "too_long", "longest", "policy"),
-    "publish": ("version", "mode", "encoding", "digest", "bytes_full", "bytes_moved", "blocked_s", "total_s"),
-    "load": ("version", "explorer", "digest", "total_s", "paused_s"),
-    "generate": ("step", "explorer", "version", "began", "total_s"),
-    "skip": ("version", "reason"),
-    "skipped_update": ("step", "count"),
-    "failed_rewards": ("step", "count", "error"),
-    "agreement": ("step", "explorer", "tokens", "mean", "largest", "bound"),
-    "filled_batch": ("step", "count", "drawn"),
-    "all_rejected": ("step",),
-    "save": ("step",),
-    "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
-    "prune": ("step", "reason", "freed_bytes"),
-    "mirror": ("step", "url", "state", "bytes", "total_s"),
-    "fault": ("where", "error"),
-}
-_INTEGERS = ("version", "step")
-
 
 class Recorder:
     """Records a run. A context manager: left without `finish`, it finishes with what the exception says.
@@ -70,7 +62,7 @@ class Recorder:
         with RunFolder.open(path, resume=False) as folder, Recorder.start(folder, ...) as recorder:
             recorder.phase("starting Ray")
             for step in ...:
-                recorder.event("publish", version=step, ...)  # from any thread
+                recorder.event(PublishEvent(version=step, ...))  # from any thread
                 recorder.metrics(step, {"reward/mean": 0.5, "timing/update": 0.2})
             recorder.finish("completed", peak_memory={"trainer": 10**9})
 
@@ -107,7 +99,7 @@ class Recorder:
         self._samples = json_lines.JsonlWriter(folder.samples)
         self._lock = threading.Lock()
         self._finished = False
-        self._late: list[json_lines.Record] = []
+        self._late: list[Event] = []
         trackers.tell_faults(self._tracker_fault)
 
     @classmethod
@@ -177,13 +169,13 @@ class Recorder:
         try:
             if resumed_from is not None:
                 json_lines.cut_after(folder.metrics, resumed_from, key=json_lines.metrics_step)
-                json_lines.cut_after(folder.events, resumed_from, key=json_lines.event_step)
+                json_lines.cut_after(folder.events, resumed_from, key=event_line_step)
                 _cut_samples(folder.samples, resumed_from)
             record.start()
             story.info("%s", told_beginning(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
-                for line in json_lines.by_time(json_lines.read(folder.events), json_lines.read(folder.metrics)):
+                for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
                     state.take(line, record.started or 0.0)
             state.begin(record.attempt, clock())
             return cls(
@@ -203,19 +195,19 @@ class Recorder:
 
     def phase(self, text: str) -> None:
         """Show what the run is busy with outside of its steps, such as ``starting Ray``."""
-        self._tell("phase", what=text)
+        self._tell(PhaseEvent(what=text))
 
     def saving(self, step: int) -> None:
         """Show that a checkpoint of this step is being written; its commit event ends that, or that of a later one."""
-        self._tell("save", step=step)
+        self._tell(SaveEvent(step=step))
 
-    def _tell(self, name: str, **fields: object) -> None:
-        """Record an event that only those who watch go by: a disk that refuses it does not end the run."""
+    def _tell(self, event: Event) -> None:
+        """Record an event that only the views need: a disk that refuses it does not end the run."""
         try:
-            self.event(name, **fields)
+            self.event(event)
         except RunError as error:
-            logger.warning("%s is not recorded: %s", name, error)
-            self.view.take({"event": name, **fields})
+            logger.warning("%s is not recorded: %s", event_name(event), error)
+            self.view.take(event)
 
     def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
         """Record one trainer step.
@@ -253,21 +245,15 @@ class Recorder:
             story.warning("samples of step %d are not recorded: %s", step, error)
         self._trackers.samples(int(step), rows)
 
-    def event(self, name: str, **fields: object) -> None:
-        """Record one event. Any thread; after `finish` a late one is dropped with a log line.
-
-        Args:
-            name: a key of `EVENT_FIELDS`.
-            fields: at least those that belong to the name: times in seconds, sizes in bytes, steps as integers.
+    def event(self, event: Event) -> None:
+        """Record one event with the time and the attempt. Any thread; after `finish` it is dropped with a log line.
 
         Raises:
-            ValueError: an unknown name, or fields that do not fit it.
             RunError: the disk refuses.
         """
-        _check_event(name, fields)
-        line = {"event": name, "time": self._clock(), "attempt": self.attempt, **fields}
-        if not self._record_event(line):
-            logger.warning("an event came after the end of the run and is not recorded: %s", line)
+        event = replace(event, time=self._clock(), attempt=self.attempt)
+        if not self._record_event(event):
+            logger.warning("an event came after the end of the run and is not recorded: %s", event_line(event))
 
     def fault(self, where: str, error: BaseException | str) -> None:
         """Record that something failed and the run goes on, or is about to end for it. Any thread.
@@ -278,12 +264,8 @@ class Recorder:
         """
         text = error if isinstance(error, str) else str(error) or type(error).__name__
         found = None if isinstance(error, str) else origin(error)
-        self.event(
-            "fault",
-            where=where,
-            error=without_hidden(text),
-            **({"traceback": without_hidden(found.traceback)} if found is not None else {}),
-        )
+        trace = None if found is None else without_hidden(found.traceback)
+        self.event(FaultEvent(where=where, error=without_hidden(text), traceback=trace))
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
         """End the record: run.json, summary.json and the report are written, the summary is printed.
@@ -315,7 +297,7 @@ class Recorder:
 
         def conclude() -> None:
             nonlocal summary
-            metrics, events = json_lines.read(self.folder.metrics), json_lines.read(self.folder.events)
+            metrics, events = json_lines.read(self.folder.metrics), read_events(self.folder.events)
             wall = wall_seconds(self._record.to_json(), metrics, events)
             peaks = {**(peak_memory or {}), "driver": peak_rss()}
             summary = summarise(metrics, events, status, wall, peaks, self._checkpoints)
@@ -378,36 +360,36 @@ class Recorder:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)
 
-    def _record_event(self, line: json_lines.Record) -> bool:
+    def _record_event(self, event: Event) -> bool:
         """Record an event; False where the run has ended."""
         with self._lock:
             if self._finished:
                 return False
-            story.log(logging.WARNING if line["event"] == "fault" else logging.INFO, "%s", told_event(line))
+            story.log(logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", told_event(event))
+            line = event_line(event)
             self._events.append(line)
         self._trackers.event(line)
-        self.view.take(line)
+        self.view.take(event)
         return True
 
     def _tracker_fault(self, where: str, error: str) -> None:
         """As `fault`. Trackers end after the run's record: what they tell then is kept for `finish`."""
-        line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where}
-        line["error"] = without_hidden(error)
-        if not self._record_event(line):
-            story.warning("%s", told_event(line))
-            self._late.append(line)
+        event = FaultEvent(time=self._clock(), attempt=self.attempt, where=where, error=without_hidden(error))
+        if not self._record_event(event):
+            story.warning("%s", told_event(event))
+            self._late.append(event)
 
     def _add_late(self) -> None:
         events = json_lines.JsonlWriter(self.folder.events)
         try:
-            for line in self._late:
-                events.append(line)
+            for event in self._late:
+                events.append(event_line(event))
         finally:
             events.close()
 
     def _last_version(self) -> VersionJson | None:
         try:
-            digests = version_digests(json_lines.read(self.folder.events))
+            digests = version_digests(read_events(self.folder.events))
         except RunError:
             return None  # that the events cannot be read is said where they are needed
         return [VersionJson(step=int(step), digest=digest) for step, digest in digests.items()][-1] if digests else None
@@ -438,17 +420,3 @@ def _cut_samples(path: Path, step: int) -> None:
             path.replace(aside)
         except OSError as problem:
             raise error from problem
-
-
-def _check_event(name: str, fields: Mapping[str, object]) -> None:
-    if name not in EVENT_FIELDS:
-        raise ValueError(f"no event is called {name!r}; there are {', '.join(EVENT_FIELDS)}")
-    missing = [field for field in EVENT_FIELDS[name] if field not in fields]
-    if missing:
-        raise ValueError(f"a {name} event needs the fields {', '.join(missing)}")
-    for field in _INTEGERS:
-        if field in fields and (not isinstance(fields[field], int) or isinstance(fields[field], bool)):
-            raise ValueError(f"{field} of a {name} event is an integer, not {fields[field]!r}")
-    reserved = {"event", "time", "attempt"} & fields.keys()
-    if reserved:
-        raise ValueError(f"the recorder sets {', '.join(sorted(reserved))} of an event itself")

@@ -13,6 +13,27 @@ from rich.text import Text
 
 from trinity_sync.host.terminal import printable
 from trinity_sync.tracking import units
+from trinity_sync.tracking.events import (
+    AgreementEvent,
+    AllRejectedEvent,
+    CommitEvent,
+    Event,
+    FailedRewardsEvent,
+    FaultEvent,
+    FilledBatchEvent,
+    GenerateEvent,
+    LoadEvent,
+    MirrorEvent,
+    PhaseEvent,
+    PruneEvent,
+    PublishEvent,
+    RowsEvent,
+    SaveEvent,
+    SkipEvent,
+    SkippedUpdateEvent,
+    event_fields,
+    event_name,
+)
 from trinity_sync.tracking.run_record import RunJson
 from trinity_sync.tracking.summary import (
     LOSS,
@@ -216,81 +237,75 @@ def told_ending(status: str, error: str | None, summary: Summary | None) -> str:
     return f"run {status}{figures}" + (f": {error}" if error else "")
 
 
-def told_event(event: Mapping[str, object]) -> str:
-    """Put an event, as it stands in events.jsonl, into one line; the traceback of a fault follows it."""
-    match event["event"]:
-        case "publish":
-            text = (
-                f"version {event['version']} published by {event['mode']}: {_size(event['bytes_moved'])} in "
-                f"{_seconds(event['total_s'])}, trainer blocked {_seconds(event['blocked_s'])}{_digest(event)}"
+def told_event(event: Event) -> str:
+    """Put an event into one line; the traceback of a fault follows it."""
+    match event:
+        case PublishEvent():
+            return (
+                f"version {event.version} published by {event.mode}: {units.size(event.bytes_moved)} in "
+                f"{units.seconds(event.total_s)}, trainer blocked {units.seconds(event.blocked_s)}"
+                f"{_digest(event.digest)}"
             )
-        case "load":
-            moved = f"{_size(event['bytes'])} in " if "bytes" in event else ""
-            text = (
-                f"{event['explorer']} loaded version {event['version']}: {moved}{_seconds(event['total_s'])}, "
-                f"paused {_seconds(event['paused_s'])}{_digest(event)}"
+        case LoadEvent():
+            moved = f"{units.size(event.bytes)} in " if event.bytes is not None else ""
+            return (
+                f"{event.explorer} loaded version {event.version}: {moved}{units.seconds(event.total_s)}, "
+                f"paused {units.seconds(event.paused_s)}{_digest(event.digest)}"
             )
-        case "generate":
-            text = (
-                f"{event['explorer']} generated for step {event['step']} with version {event['version']} in "
-                f"{_seconds(event['total_s'])}"
+        case GenerateEvent():
+            return (
+                f"{event.explorer} generated for step {event.step} with version {event.version} in "
+                f"{units.seconds(event.total_s)}"
             )
-        case "skip":
-            text = f"version {event['version']} left out: {event['reason']}"
-        case "skipped_update":
-            text = f"step {event['step']}: {event['count']} of its updates skipped, the gradient is not finite"
-        case "failed_rewards":
-            text = (
-                f"step {event['step']}: {event['count']} of the responses "
-                f"{'of its validation ' if event.get('validation') else ''}could not be judged, the first: "
-                f"{event['error']}"
+        case SkipEvent():
+            return f"version {event.version} left out: {event.reason}"
+        case SkippedUpdateEvent():
+            return f"step {event.step}: {event.count} of its updates skipped, the gradient is not finite"
+        case FailedRewardsEvent():
+            whose = "of its validation " if event.validation else ""
+            return (
+                f"step {event.step}: {event.count} of the responses {whose}could not be judged, the first: "
+                f"{event.error}"
             )
-        case "agreement":
-            text = (
-                f"step {event['step']}: log-probs of {event['explorer']} and of the trainer differ by "
-                f"{event['mean']:.3g} on average, {event['largest']:.3g} at most, over {event['tokens']} tokens "
-                f"({event['bound']:.3g} allowed)"
+        case AgreementEvent():
+            mean, largest, bound = (_figures(value) for value in (event.mean, event.largest, event.bound))
+            return (
+                f"step {event.step}: log-probs of {event.explorer} and of the trainer differ by {mean} on average, "
+                f"{largest} at most, over {event.tokens} tokens ({bound} allowed)"
             )
-        case "filled_batch":
-            text = (
-                f"step {event['step']}: {event['count']} of its prompts have samples without a difference, as too few "
-                f"of the {event['drawn']} that were answered have one (algorithm.filter_groups)"
+        case FilledBatchEvent():
+            return (
+                f"step {event.step}: {event.count} of its prompts have samples without a difference, as too few "
+                f"of the {event.drawn} that were answered have one (algorithm.filter_groups)"
             )
-        case "all_rejected":
-            text = f"step {event['step']}: nothing learnt, rollout_rs leaves out each of its tokens"
-        case "commit":
-            text = (
-                f"checkpoint of step {event['step']} committed ({event['kind']}): {_size(event['bytes'])} after "
-                f"{_seconds(event['total_s'])}, trainer blocked {_seconds(event['blocked_s'])}{_digest(event)}"
+        case AllRejectedEvent():
+            return f"step {event.step}: nothing learnt, rollout_rs leaves out each of its tokens"
+        case CommitEvent():
+            return (
+                f"checkpoint of step {event.step} committed ({event.kind}): {units.size(event.bytes)} after "
+                f"{units.seconds(event.total_s)}, trainer blocked {units.seconds(event.blocked_s)}"
+                f"{_digest(event.digest)}"
             )
-        case "prune":
-            text = (
-                f"checkpoint of step {event['step']} deleted by retention: {event['reason']}; "
-                f"{_size(event['freed_bytes'])} freed"
+        case PruneEvent():
+            freed = units.size(event.freed_bytes)
+            return f"checkpoint of step {event.step} deleted by retention: {event.reason}; {freed} freed"
+        case MirrorEvent(state="copied"):
+            how = f"{units.size(event.bytes)} in {units.seconds(event.total_s)}"
+            return f"checkpoint of step {event.step} copied to {event.url}: {how}"
+        case MirrorEvent():
+            return f"checkpoint of step {event.step} not copied to {event.url}: {event.reason or event.state}"
+        case RowsEvent():
+            return (
+                f"{event.rows} rows looked through, the longest of {event.longest} tokens: {event.too_long} "
+                f"too long (task.too_long={event.policy})"
             )
-        case "mirror":
-            how = f"{_size(event['bytes'])} in {_seconds(event['total_s'])}"
-            copied = event["state"] == "copied"
-            text = (
-                f"checkpoint of step {event['step']} {'copied' if copied else 'not copied'} to {event['url']}: "
-                f"{how if copied else event.get('reason', event['state'])}"
-            )
-        case "rows":
-            text = (
-                f"{event['rows']} rows looked through, the longest of {event['longest']} tokens: {event['too_long']} "
-                f"too long (task.too_long={event['policy']})"
-            )
-        case "phase":
-            text = str(event["what"])
-        case "save":
-            text = f"checkpoint of step {event['step']} begun"
-        case "fault":
-            text = f"fault in {event['where']}: {event['error']}"
-            if "traceback" in event:
-                text += f"\n{event['traceback']}"
-        case name:
-            text = f"{name}: {', '.join(f'{key}={value}' for key, value in event.items() if key != 'event')}"
-    return text
+        case PhaseEvent():
+            return event.what
+        case SaveEvent():
+            return f"checkpoint of step {event.step} begun"
+        case FaultEvent():
+            return f"fault in {event.where}: {event.error}" + (f"\n{event.traceback}" if event.traceback else "")
+    return f"{event_name(event)}: {', '.join(f'{key}={value}' for key, value in event_fields(event).items())}"
 
 
 def told_step(step: int, values: Mapping[str, object]) -> str:
@@ -315,13 +330,9 @@ def _known(values: Mapping[str, object], key: str) -> float | None:
     return units.finite(values.get(key))
 
 
-def _size(value: object) -> str:
-    return units.size(units.finite(value))
+def _figures(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.3g}"
 
 
-def _seconds(value: object) -> str:
-    return units.seconds(units.finite(value))
-
-
-def _digest(event: Mapping[str, object]) -> str:
-    return f", digest {event['digest']}" if event.get("digest") else ""
+def _digest(digest: str | None) -> str:
+    return f", digest {digest}" if digest else ""

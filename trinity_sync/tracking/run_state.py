@@ -10,6 +10,17 @@ from collections import deque
 from dataclasses import dataclass
 
 from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.events import (
+    CommitEvent,
+    Event,
+    FaultEvent,
+    LoadEvent,
+    LogLine,
+    PhaseEvent,
+    PublishEvent,
+    SaveEvent,
+    line_time,
+)
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.summary import is_late
 
@@ -75,7 +86,8 @@ class RunState:
         self.rewards: list[float] = []
         self.losses: list[float] = []
         self.metrics: Record = {}
-        self.committed: Record = {}
+        self.committed: CommitEvent | None = None
+        self.committed_at = 0.0
         self.begin(0, began)
 
     def begin(self, attempt: int, at: float) -> None:
@@ -87,8 +99,8 @@ class RunState:
         self.attempt, self.began = attempt, at
         self.stepped: float | None = None
         self.phases: list[tuple[str, float]] = []
-        self.published: Record = {}
-        self.loaded: Record = {}
+        self.published: PublishEvent | None = None
+        self.loaded: LoadEvent | None = None
         self.held: dict[str, int] = {}
         self.saving: int | None = None
         self.faults = 0
@@ -96,21 +108,21 @@ class RunState:
         self.dropped = 0.0
         self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
-    def take(self, line: Record, now: float) -> None:
+    def take(self, line: LogLine, now: float) -> None:
         """Take a line. What it does not understand it leaves.
 
         Args:
             line: as it stands in its file; one with `event` is an event, any other the metrics of a step.
             now: when it happened where the line does not say, in Unix seconds.
         """
-        at = units.finite(line.get("time"))
+        at = line_time(line)
         at = now if at is None else at
-        attempt = line.get("attempt")
+        attempt = line.attempt if isinstance(line, Event) else line.get("attempt")
         if isinstance(attempt, int) and attempt != self.attempt:
             if attempt < self.attempt:
                 return
             self.begin(attempt, at)
-        if "event" in line:
+        if isinstance(line, Event):
             self._take_event(line, at)
         else:
             self._take_step(line, at)
@@ -130,30 +142,29 @@ class RunState:
                 course.append(value)
         self.dropped += units.finite(line.get("samples/dropped")) or 0.0
 
-    def _take_event(self, event: Record, at: float) -> None:
-        step = json_lines.event_step(event)
-        match event["event"]:
-            case "phase":
-                self.phases.append((str(event.get("what")), at))
-            case "publish" if step is not None:
-                self.published = dict(event)
-            case "load" if step is not None:
-                self.loaded = dict(event)
-                self.held[str(event.get("explorer"))] = step
-            case "save":
-                self.saving = step
-            case "commit" if step is not None and event.get("kind") != "state_dict":
-                self.committed = {**event, "time": at}
-                if self.saving is not None and self.saving <= step:
+    def _take_event(self, event: Event, at: float) -> None:
+        match event:
+            case PhaseEvent():
+                self.phases.append((event.what, at))
+            case PublishEvent():
+                self.published = event
+            case LoadEvent():
+                self.loaded = event
+                self.held[event.explorer] = event.version
+            case SaveEvent():
+                self.saving = event.step
+            case CommitEvent(kind="full"):
+                self.committed, self.committed_at = event, at
+                if self.saving is not None and self.saving <= event.step:
                     self.saving = None
-            case "fault":
+            case FaultEvent():
                 self.faults += 1
-                self.fault = Fault(where=str(event.get("where")), error=str(event.get("error")), at=at)
+                self.fault = Fault(where=event.where, error=event.error, at=at)
 
     @property
     def newest(self) -> int | None:
         """The step of the newest version that was published."""
-        return json_lines.event_step(self.published) if self.published else None
+        return None if self.published is None else self.published.version
 
     def behind(self, version: int) -> int:
         """Count the steps from a version to the newest one."""

@@ -5,12 +5,21 @@ The recorder makes it at the end. `summarise` is a pure function, so a report ca
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.events import (
+    CommitEvent,
+    Event,
+    FaultEvent,
+    LoadEvent,
+    PruneEvent,
+    PublishEvent,
+    RowsEvent,
+    SkipEvent,
+)
 from trinity_sync.tracking.json_lines import Record, write_json
 from trinity_sync.tracking.run_record import AttemptJson, RunJson
 
@@ -152,7 +161,7 @@ class Summary(TypedDict):
 
 def summarise(
     metrics: Sequence[Record],
-    events: Sequence[Record],
+    events: Sequence[Event],
     status: str,
     wall_s: float | None,
     peak_memory: Mapping[str, int] | None = None,
@@ -162,14 +171,13 @@ def summarise(
 
     Args:
         metrics: lines of metrics.jsonl, oldest first.
-        events: lines of events.jsonl, oldest first.
+        events: of events.jsonl, oldest first.
         status: how the run stands.
         wall_s: seconds of all its attempts.
         peak_memory: bytes by role.
         checkpoints: the checkpoint folder, see `kept_checkpoints`.
     """
     rewards = _measured(line.get("reward/mean") for line in metrics)
-    events = [event for event in events if event.get("event") != "generate"]  # there are many, and no figure of them
     return {
         "status": status,
         "steps": max(_known(map(json_lines.metrics_step, metrics)), default=0),
@@ -185,40 +193,41 @@ def summarise(
         "skipped_updates": int(sum(_measured(line.get(SKIPPED) for line in metrics))),
         "failed_rewards": int(sum(sum(_measured(line.get(name) for line in metrics)) for name in _FAILED)),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
-        "faults": sum(event.get("event") == "fault" for event in events),
+        "faults": sum(isinstance(event, FaultEvent) for event in events),
         "shapes": _shapes(metrics, events, sync),
         "validation": validation_figures(metrics),
     }
 
 
-def version_digests(events: Iterable[Record]) -> dict[str, str]:
+def version_digests(events: Iterable[Event]) -> dict[str, str]:
     """Return digests by step: what the trainer published, or, for a version only checkpointed, what was committed."""
     published: dict[int, str] = {}
     committed: dict[int, str] = {}
     for event in events:
-        step, digest = json_lines.event_step(event), event.get("digest")
-        if step is not None and isinstance(digest, str) and digest:
-            if event["event"] == "publish":
+        match event:
+            case PublishEvent(version=step, digest=str(digest)) if digest:
                 published[step] = digest
-            elif event["event"] == "commit":
+            case CommitEvent(step=step, digest=str(digest)) if digest:
                 committed[step] = digest
     return {str(step): digest for step, digest in sorted({**committed, **published}.items())}
 
 
-def mismatches(events: Iterable[Record]) -> list[Record]:
+def mismatches(events: Iterable[Event]) -> list[PublishEvent | LoadEvent | CommitEvent]:
     """List the publishes, loads and commits whose digest is not the one that `version_digests` has for their step, nor
     that of versions of another size: a resume may have published more of a step than before, or less (`sync.what`).
     """
     events = list(events)
     digests = {step: {digest} for step, digest in version_digests(events).items()}
-    last = {(event.get("version"), event.get("bytes_full")): event for event in events if event["event"] == "publish"}
-    for (step, _), publish in last.items():
-        if isinstance(digest := publish.get("digest"), str):
-            digests.setdefault(str(step), set()).add(digest)
+    last = {(event.version, event.bytes_full): event for event in events if isinstance(event, PublishEvent)}
+    for publish in last.values():
+        if publish.digest is not None:
+            digests.setdefault(str(publish.version), set()).add(publish.digest)
     return [
         event
         for event in events
-        if event.get("digest") and event["digest"] not in digests.get(str(event.get("version", event.get("step"))), ())
+        if isinstance(event, PublishEvent | LoadEvent | CommitEvent)
+        and event.digest
+        and event.digest not in digests.get(str(event.step if isinstance(event, CommitEvent) else event.version), ())
     ]
 
 
@@ -238,7 +247,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def kept_checkpoints(events: Iterable[Record], checkpoints: Path | None = None) -> list[Record]:
+def kept_checkpoints(events: Iterable[Event], checkpoints: Path | None = None) -> list[CommitEvent]:
     """List the commit events whose checkpoint was not pruned later, by step; a step committed again counts once.
 
     Args:
@@ -250,16 +259,13 @@ def kept_checkpoints(events: Iterable[Record], checkpoints: Path | None = None) 
     return [kept[step] for step in sorted(kept)]
 
 
-def _kept(events: Iterable[Record], checkpoints: Path | None) -> dict[int, Record]:
-    kept: dict[int, Record] = {}
+def _kept(events: Iterable[Event], checkpoints: Path | None) -> dict[int, CommitEvent]:
+    kept: dict[int, CommitEvent] = {}
     for event in events:
-        step = json_lines.event_step(event)
-        if step is None:
-            continue
-        if event.get("event") == "commit":
-            kept[step] = event
-        elif event.get("event") == "prune":
-            kept.pop(step, None)
+        if isinstance(event, CommitEvent):
+            kept[event.step] = event
+        elif isinstance(event, PruneEvent):
+            kept.pop(event.step, None)
     there = _names(checkpoints) if checkpoints is not None else None
     return {step: event for step, event in kept.items() if there is None or f"global_step_{step}" in there}
 
@@ -273,24 +279,22 @@ def _names(folder: Path) -> set[str] | None:
         return None
 
 
-def wall_seconds(record: RunJson, metrics: Iterable[Record], events: Iterable[Record]) -> float | None:
+def wall_seconds(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -> float | None:
     """Add up the seconds of all attempts of a run; None if none has a beginning and an end. Arguments: `spans`."""
     found = spans(record, metrics, events)
     return sum(end - begin for begin, end in found.values()) if found else None
 
 
-def spans(
-    record: RunJson, metrics: Iterable[Record], events: Iterable[Record]
-) -> dict[int | None, tuple[float, float]]:
+def spans(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -> dict[int | None, tuple[float, float]]:
     """Find when each attempt of a run began and ended, in Unix seconds; those of which both is known, oldest first.
 
     Args:
         record: the content of run.json.
         metrics, events: the run's lines. An attempt that was killed is taken to have lasted until its last line.
     """
+    times = [(units.finite(line.get("time")), line.get("attempt")) for line in metrics]
     written: dict[object, float] = {}
-    for line in itertools.chain(metrics, events):
-        at, attempt = units.finite(line.get("time")), line.get("attempt")
+    for at, attempt in [*times, *((event.time, event.attempt) for event in events)]:
         if at is not None and isinstance(attempt, int | None):
             written[attempt] = max(at, written.get(attempt, at))
     found = {}
@@ -304,7 +308,7 @@ def spans(
 
 
 def training_spans(
-    record: RunJson, metrics: Iterable[Record], events: Iterable[Record]
+    record: RunJson, metrics: Iterable[Record], events: Iterable[Event]
 ) -> dict[int | None, tuple[float, float]]:
     """Find the same from the first step of each attempt on. What a start takes has nothing to do with what a run does:
     the jobs of a sweep begin in a Ray that is there, but for the first. Attempts without a step are left out.
@@ -331,52 +335,56 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
     write_json(path, summary)
 
 
-def _rows(events: Sequence[Record]) -> RowFigures | None:
-    found = [event for event in events if event.get("event") == "rows"]
+def _rows(events: Sequence[Event]) -> RowFigures | None:
+    found = [event for event in events if isinstance(event, RowsEvent)]
     if not found:
         return None
-    rows, too_long, longest, policy = (found[-1][name] for name in ("rows", "too_long", "longest", "policy"))
-    if not (isinstance(rows, int) and isinstance(too_long, int) and isinstance(longest, int)):
-        return None
-    return {"rows": rows, "too_long": too_long, "longest": longest, "policy": str(policy)}
+    last = found[-1]
+    return {"rows": last.rows, "too_long": last.too_long, "longest": last.longest, "policy": last.policy}
 
 
-def _sync(events: Sequence[Record]) -> SyncFigures:
-    publishes = [event for event in events if event.get("event") == "publish"]
-    loads = [event for event in events if event.get("event") == "load"]
-    versions = _known(map(json_lines.event_step, publishes))
+def _sync(events: Sequence[Event]) -> SyncFigures:
+    publishes = [event for event in events if isinstance(event, PublishEvent)]
+    loads = [event for event in events if isinstance(event, LoadEvent)]
+    versions = {event.version for event in publishes}
     return {
-        "mode": _text(publishes[-1].get("mode")) if publishes else None,
-        "encoding": _text(publishes[-1].get("encoding")) if publishes else None,
-        "versions": len(set(versions)),
+        "mode": publishes[-1].mode if publishes else None,
+        "encoding": publishes[-1].encoding if publishes else None,
+        "versions": len(versions),
         "latest": max(versions, default=None),
         "loads": len(loads),
-        "explorers": sorted({str(event.get("explorer")) for event in loads}),
+        "explorers": sorted({event.explorer for event in loads}),
         "mismatched": len(mismatches(events)),
-        "skipped": sum(event.get("event") == "skip" for event in events),
-        "publish": {"blocked_s": _spread_of(publishes, "blocked_s"), "total_s": _spread_of(publishes, "total_s")},
-        "load": {"total_s": _spread_of(loads, "total_s"), "paused_s": _spread_of(loads, "paused_s")},
-        "bytes_full": _mean(_measured(event.get("bytes_full") for event in publishes)),
-        "bytes_moved": _mean(_measured(event.get("bytes_moved") for event in publishes)),
+        "skipped": sum(isinstance(event, SkipEvent) for event in events),
+        "publish": {
+            "blocked_s": spread(event.blocked_s for event in publishes),
+            "total_s": spread(event.total_s for event in publishes),
+        },
+        "load": {
+            "total_s": spread(event.total_s for event in loads),
+            "paused_s": spread(event.paused_s for event in loads),
+        },
+        "bytes_full": _mean(_measured(event.bytes_full for event in publishes)),
+        "bytes_moved": _mean(_measured(event.bytes_moved for event in publishes)),
     }
 
 
-def checkpoint_figures(events: Sequence[Record], checkpoints: Path | None) -> CheckpointFigures:
+def checkpoint_figures(events: Sequence[Event], checkpoints: Path | None) -> CheckpointFigures:
     """Work out ``checkpoint`` in summary.json; arguments as of `kept_checkpoints`."""
-    commits = [event for event in events if event.get("event") == "commit"]
+    commits = [event for event in events if isinstance(event, CommitEvent)]
     kept = _kept(events, checkpoints)
     return {
         "commits": len(commits),
-        "pruned": sum(event.get("event") == "prune" for event in events),
+        "pruned": sum(isinstance(event, PruneEvent) for event in events),
         "kept": sorted(kept),
-        "latest": max((step for step, event in kept.items() if event.get("kind") == "full"), default=None),
-        "blocked_s": _spread_of(commits, "blocked_s"),
-        "total_s": _spread_of(commits, "total_s"),
-        "bytes": _mean(_measured(event.get("bytes") for event in commits)),
+        "latest": max((step for step, event in kept.items() if event.kind == "full"), default=None),
+        "blocked_s": spread(event.blocked_s for event in commits),
+        "total_s": spread(event.total_s for event in commits),
+        "bytes": _mean(_measured(event.bytes for event in commits)),
     }
 
 
-def _shapes(metrics: Sequence[Record], events: Sequence[Record], sync: SyncFigures) -> ShapesFigures | None:
+def _shapes(metrics: Sequence[Record], events: Sequence[Event], sync: SyncFigures) -> ShapesFigures | None:
     shares = _measured(line.get("model/share") for line in metrics)
     if not shares:
         return None
@@ -387,24 +395,23 @@ def _shapes(metrics: Sequence[Record], events: Sequence[Record], sync: SyncFigur
     return {"share": shares[-1], "gb_s": speed, "copies": spread(copies_taken(metrics, events))["median"]}
 
 
-def copies_taken(metrics: Iterable[Record], events: Iterable[Record]) -> list[float]:
+def copies_taken(metrics: Iterable[Record], events: Iterable[Event]) -> list[float]:
     """List the time of each version's publish and load, in copies of its bytes by one thread, as fast as the metrics of
     its step say (``memcpy_gb_s``). Of several loads the median counts.
     """
     speeds = {json_lines.metrics_step(line): units.finite(line.get("memcpy_gb_s")) for line in metrics}
-    publishes: dict[int | None, Record] = {}
-    loads: dict[int | None, list[object]] = {}
+    publishes: dict[int, PublishEvent] = {}
+    loads: dict[int, list[float | None]] = {}
     for event in events:
-        if event.get("event") == "publish":
-            publishes[json_lines.event_step(event)] = event
-        elif event.get("event") == "load":
-            loads.setdefault(json_lines.event_step(event), []).append(event.get("total_s"))
+        if isinstance(event, PublishEvent):
+            publishes[event.version] = event
+        elif isinstance(event, LoadEvent):
+            loads.setdefault(event.version, []).append(event.total_s)
     found = []
-    for step, event in publishes.items():
-        nbytes, publish = units.finite(event.get("bytes_full")), units.finite(event.get("total_s"))
+    for step, publish in publishes.items():
         load, speed = spread(loads.get(step, []))["median"], speeds.get(step)
-        if nbytes and publish is not None and load is not None and speed:
-            found.append((publish + load) * speed * 1e9 / nbytes)
+        if publish.bytes_full and publish.total_s is not None and load is not None and speed:
+            found.append((publish.total_s + load) * speed * 1e9 / publish.bytes_full)
     return found
 
 
@@ -420,16 +427,8 @@ def _samples(metrics: Sequence[Record]) -> SampleFigures:
     }
 
 
-def _spread_of(events: Iterable[Record], name: str) -> Spread:
-    return spread(event.get(name) for event in events)
-
-
 def _known(steps: Iterable[int | None]) -> list[int]:
     return [step for step in steps if step is not None]
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _measured(values: Iterable[object]) -> list[float]:

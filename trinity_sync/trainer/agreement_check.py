@@ -15,6 +15,7 @@ import ray
 from trinity_sync.backends.option import backend_option
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.tracking.events import AgreementEvent, Event, FaultEvent
 from trinity_sync.trainer.group import TrainerGroup
 
 if TYPE_CHECKING:
@@ -33,14 +34,14 @@ class AgreementCheck:
 
     Args:
         trainer: the group of ranks, initialised.
-        event: records an event, by its name and fields.
+        event: records an event.
         bound: of the mean difference, nats.
         refuse: whether a larger one ends the run; else it is a fault.
         timeout_s: limit of the measurement, seconds.
     """
 
     def __init__(
-        self, trainer: TrainerGroup, event: Callable[..., None], bound: float, timeout_s: float, *, refuse: bool
+        self, trainer: TrainerGroup, event: Callable[[Event], None], bound: float, timeout_s: float, *, refuse: bool
     ) -> None:
         self._trainer, self._event, self._timeout_s = trainer, event, timeout_s
         self._bound, self._refuse = bound, refuse
@@ -84,8 +85,9 @@ class AgreementCheck:
         self._measured.add(explorer)
         here, there, count = trained[tokens], batch.log_probs[tokens].astype(np.float64), int(tokens.sum())
         mean, largest = float(np.abs(here - there).mean()), float(np.abs(here - there).max())
-        figures = {"tokens": count, "mean": mean, "largest": largest, "bound": self._bound}
-        self._event("agreement", step=step, explorer=explorer, **figures)
+        self._event(
+            AgreementEvent(step=step, explorer=explorer, tokens=count, mean=mean, largest=largest, bound=self._bound)
+        )
         if mean <= self._bound:  # not a number is no agreement
             return None
         text = (
@@ -94,7 +96,7 @@ class AgreementCheck:
             f"is allowed (mean log-prob {there.mean():.4g} at the explorer, {here.mean():.4g} at the trainer)"
         )
         if not self._refuse:
-            self._event("fault", where=explorer, error=text)
+            self._event(FaultEvent(where=explorer, error=text))
         return text
 
 

@@ -30,6 +30,7 @@ from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.sync.base import Publisher
+from trinity_sync.tracking.events import FailedRewardsEvent, SkipEvent
 from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.full_saves import FullSaves
 from trinity_sync.trainer.group import TrainerGroup
@@ -280,8 +281,9 @@ class FreeLoop:
             answers = done.answers
             self._log.metrics(answers.step, {**answers.metrics, "val/seconds": done.total_s})
             if failed := int(answers.metrics["val/failed"]):
-                told = {"count": failed, "error": answers.failure, "validation": True}
-                self._log.event("failed_rewards", step=answers.step, **told)
+                self._log.event(
+                    FailedRewardsEvent(step=answers.step, count=failed, error=answers.failure, validation=True)
+                )
             if self._settings.record_interval:
                 self._log.samples(answers.step, answers.excerpt(self._settings.record_groups))
             self._validated[answers.step] = answers.metrics
@@ -324,7 +326,7 @@ class FreeLoop:
         self._publishing = in_background(lambda: self._publish(version, started), f"publish-{step}")
 
     def _leave_out(self, step: int, reason: str) -> None:
-        self._log.event("skip", version=step, reason=reason)
+        self._log.event(SkipEvent(version=step, reason=reason))
 
     def _publish(self, version: Version, started: float) -> Staged:
         try:

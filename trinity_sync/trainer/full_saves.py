@@ -30,8 +30,8 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import FileEntry, Kind
 from trinity_sync.protocol.versions import Version
+from trinity_sync.tracking.events import CommitEvent, Event, PruneEvent
 from trinity_sync.trainer.group import TrainerGroup
-from trinity_sync.trainer.steps import upon
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
 
@@ -50,7 +50,7 @@ _WAITS_OF_A_RANK = 3
 class SaveLog(Protocol):
     """Where saves report."""
 
-    def event(self, name: str, **fields: object) -> None:
+    def event(self, event: Event) -> None:
         """Record one event."""
         ...
 
@@ -398,19 +398,20 @@ def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: floa
     """
     if not result["beside"]:
         log.event(
-            "commit",
-            step=result["step"],
-            kind=result["kind"],
-            digest=result["digest"],
-            bytes=result["bytes"],
-            blocked_s=blocked_s,
-            written_s=result["written_s"],
-            total_s=result["total_s"],
-            began=began,
-            **upon(result["base"]),
+            CommitEvent(
+                step=result["step"],
+                kind=result["kind"],
+                digest=result["digest"],
+                bytes=result["bytes"],
+                blocked_s=blocked_s,
+                written_s=result["written_s"],
+                total_s=result["total_s"],
+                began=began,
+                base=result["base"],
+            )
         )
     for pruned in result["pruned"]:
-        log.event("prune", step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"])
+        log.event(PruneEvent(**pruned))
 
 
 def _begin(

@@ -25,6 +25,7 @@ from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.sync.base import Publisher
+from trinity_sync.tracking.events import FailedRewardsEvent
 from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.full_saves import FullSaves
 from trinity_sync.trainer.group import TrainerGroup
@@ -200,7 +201,7 @@ class TrainingLoop:
             found = self._validation.run(step)
         if failed := int(found.get("val/failed", 0)):
             error = self._validation.failure
-            self._log.event("failed_rewards", step=step, count=failed, error=error, validation=True)
+            self._log.event(FailedRewardsEvent(step=step, count=failed, error=error, validation=True))
         if self._settings.record_interval:
             self._log.samples(step, self._validation.excerpt(self._settings.record_groups))
         return found

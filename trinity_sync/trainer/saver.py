@@ -1,7 +1,8 @@
-"""What all saves of a rank have in common: the ranks begin them together, and a save that fails ends no training.
+"""A rank's part of full saves: the ranks begin each save together, and a failed save does not end training.
 
-Whatever one rank fails of is told to the monitor, which gives the step up, and to the other ranks, which then wait for
-it in no collective call. The next save begins anew.
+An error of one rank goes to the monitor, which fails the step, and to the other ranks, so that none waits for it in a
+collective call. The next save begins anew. `Member` makes the saver: `AgentSaver`, or `BackendSaver` for a backend that
+writes its own files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from trinity_sync.actors.agent_client import AgentClient, StatePart
 from trinity_sync.actors.calls import ANSWER_S, Call
@@ -25,26 +25,18 @@ from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.shard_file import Extent
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
-from trinity_sync.weights.staging import pin_segment, unpin_segment
-
-
-class Snapshotting(Protocol):
-    """A copy that may still be under way."""
-
-    def wait_until_copied(self, timeout_s: float) -> float:
-        """Wait until the state may change; seconds waited."""
-        ...
+from trinity_sync.weights.staging import Copying, pin_segment, unpin_segment
 
 
 class Saver(ABC):
     """Saves of one rank. All methods are collective.
 
     Args:
-        deadline: when what the engine holds changes.
-        coordinator: the process's coordinator.
-        meetings: the rank's meetings with the others; their limit is that of all waits of a save.
+        deadline: when the engine's state changes next.
+        coordinator: this process's.
+        meetings: the rank's meetings with the other ranks; their timeout is that of all waits of a save.
         part: name of the rank's part.
-        lazy: copy during the next forward and backward where the engine allows it.
+        lazy: copy during the next forward and backward, if the engine allows it.
     """
 
     def __init__(
@@ -55,20 +47,20 @@ class Saver(ABC):
         self._timeout_s = meetings.timeout_s
         self._part = part
         self._lazy = lazy and deadline == "optimizer_step"
-        self._copying: Snapshotting | None = None
+        self._copying: Snapshot | Copying | None = None
         self._step = -1
         self._blocked_s = 0.0
 
     @abstractmethod
     def prepare(self) -> None:
-        """Get ready for saves, after a training step and before the first save."""
+        """Prepare for saves, after a training step and before the first save."""
 
     def save(self, step: int, folder: Path) -> float:
-        """Begin to save the state after `step` into the staging folder `folder`. What it fails of fails the step at the
-        monitor, and is not raised.
+        """Begin to save the state after `step` into the staging folder `folder`. Errors fail the step at the monitor;
+        nothing is raised.
 
         Returns:
-            Seconds in which training stood still so far; see `blocked_s`.
+            Seconds for which training was blocked so far; see `blocked_s`.
         """
         started = time.perf_counter()
         try:
@@ -84,42 +76,39 @@ class Saver(ABC):
         return self._blocked_s
 
     def blocked_s(self, step: int) -> float:
-        """Return the seconds in which training stood still for the save of `step`, or 0 where that was long ago."""
+        """Return the seconds for which the newest save blocked training; 0 for an older step."""
         return self._blocked_s if step == self._step else 0.0
 
     def finish(self) -> None:
-        """Wait until the saves of this rank are in other hands, or done, and have these hurry; raises what the newest
-        of them raised.
+        """Wait until this rank's saves are written or handed over, without yielding to training any more; raise the
+        error of the newest save.
         """
         self._coordinator.wait_all()
 
     def _ready(self, step: int) -> None:
-        """Wait until what was saved before is in other hands, or done."""
+        """Wait until the save before is written or handed over."""
         self._wait_copied()
         self._coordinator.settle()
 
     @abstractmethod
     def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
-        """Copy, and have the copy written in the background."""
+        """Copy the state, and write it in the background."""
 
     def _wait_copied(self) -> None:
-        """Wait for the copy, on the training thread, before the state changes."""
+        """Block the training thread until the state may change."""
         if self._copying is not None:
             self._blocked_s += self._copying.wait_until_copied(self._timeout_s)
             self._copying = None
 
 
-# One rank's share of full checkpoints: the snapshot, and the hand-over to the node agent.
-
-
 class AgentSaver(Saver):
-    """Saves of one rank.
+    """Saves through shared memory: the rank copies its state into a segment of the node agent, which writes the files.
 
     Args:
         backend: the engine's backend.
         agent: the node's agent.
         coordinator, meetings, part, lazy: as for `Saver`.
-        writes_metadata: this rank writes what all have in common (rank 0).
+        writes_metadata: this rank (rank 0) writes the files that the ranks have in common.
         form: format of the files.
     """
 
@@ -148,9 +137,7 @@ class AgentSaver(Saver):
             backend.before_change(self._wait_copied)
 
     def prepare(self) -> None:
-        """Have the agent make the segment, so that the first save does not wait for it. Once the optimizer has its
-        states.
-        """
+        """Let the agent make the segment before the first save. The optimizer has to have its states."""
         if self._reserved < 0:
             self._reserve(plan(self._backend.state(self._format)))
 
@@ -173,12 +160,12 @@ class AgentSaver(Saver):
             hands_over=True,
             on_failure=meeting.give_up,
         )
-        self._copying = snapshot if self._lazy else None  # what is copied by then is not to be kept for the next save
-        snapshot.copy(in_background=self._lazy)  # last: what comes after it shares the processor with it
+        self._copying = snapshot if self._lazy else None  # a complete copy is not kept for the next save
+        snapshot.copy(in_background=self._lazy)  # last, as it competes for the processor with the code after it
 
     def _wait_written(self) -> None:
-        """There is one segment: what was saved before has to be on the disk. The agent was asked in time (after the
-        hand-over, behind the training thread), so that its answer is here already where there is nothing to wait for.
+        """Wait until the agent has written the save before: there is one segment. The agent was asked in the background
+        after the hand-over, so its answer is usually here.
         """
         asked, self._written = self._written, None
         if asked is not None and asked.is_answered():
@@ -222,7 +209,7 @@ class AgentSaver(Saver):
         try:
             path, notes = self._reserving.result(self._timeout_s)
         except TrinityError:
-            self._reserved = 0  # there may be room for the next save
+            self._reserved = 0  # the next save may find room
             raise
         for note in notes:
             print(note, file=sys.stderr)
@@ -231,16 +218,11 @@ class AgentSaver(Saver):
         return self._segment
 
 
-# Saves of a rank whose backend copies and writes its training state itself (`backends.base.SelfWritingBackend`),
-# instead of `agent_saver.AgentSaver`, which lays the tensors of a state out in shared memory for the node agent to
-# write.
-
-
 _ACTOR = "actor"
 
 
 class BackendSaver(Saver):
-    """Saves of one rank.
+    """Saves of a backend that copies and writes its own files (`SelfWritingBackend`).
 
     Args:
         backend: the engine's backend.
@@ -262,7 +244,7 @@ class BackendSaver(Saver):
             backend.before_change(self._wait_copied)
 
     def prepare(self) -> None:
-        """Do nothing: there is no segment to be made."""
+        """Do nothing: there is no segment."""
 
     def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
         self._copying, write = self._backend.begin_save(

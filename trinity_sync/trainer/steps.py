@@ -24,6 +24,16 @@ from trinity_sync.samples.advantages import Drawn, batch_metrics, drawn_metrics
 from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
 from trinity_sync.samples.excerpt import Line
 from trinity_sync.samples.position import ValidationTimes
+from trinity_sync.tracking.events import (
+    AllRejectedEvent,
+    Event,
+    FailedRewardsEvent,
+    FilledBatchEvent,
+    GenerateEvent,
+    LoadEvent,
+    PublishEvent,
+    SkippedUpdateEvent,
+)
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.agreement_check import AgreementCheck
 from trinity_sync.trainer.algorithms.base import REJECTED
@@ -44,7 +54,7 @@ class Log(Protocol):
         """Record one trainer step's numbers."""
         ...
 
-    def event(self, name: str, **fields: object) -> None:
+    def event(self, event: Event) -> None:
         """Record one event."""
         ...
 
@@ -173,10 +183,10 @@ class Steps:
         if drawn is not None:
             found |= drawn_metrics(drawn)
             if drawn.filled:
-                self._log.event("filled_batch", step=step, count=drawn.filled, drawn=drawn.groups)
+                self._log.event(FilledBatchEvent(step=step, count=drawn.filled, drawn=drawn.groups))
         made = batch if drawn is None else drawn.samples
         if isinstance(made, SampleBatch) and (errors := [error for error in made.errors if error]):
-            self._log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
+            self._log.event(FailedRewardsEvent(step=step, count=len(errors), error=errors[0]))
         return found
 
     def train(
@@ -211,9 +221,9 @@ class Steps:
             found = "missing from the ranks' metrics" if loss is None else loss
             raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
         if skipped := int(metrics.get(SKIPPED, 0)):
-            self._log.event("skipped_update", step=step, count=skipped)
+            self._log.event(SkippedUpdateEvent(step=step, count=skipped))
         if metrics.get(REJECTED, 0.0) > 1 - _ROUNDING:
-            self._log.event("all_rejected", step=step)
+            self._log.event(AllRejectedEvent(step=step))
         return advantages, {**metrics, **penalised}
 
     def state(self) -> dict[str, object]:
@@ -286,44 +296,41 @@ class Steps:
         sealed = staged.sealed
         nbytes = sum(info.nbytes for info in sealed.parts.values())
         self._log.event(
-            "publish",
-            version=sealed.version.step,
-            mode=self._settings.mode,
-            encoding="full",
-            digest=sealed.digest,
-            bytes_full=nbytes,
-            bytes_moved=nbytes,
-            blocked_s=staged.blocked_s,
-            digest_s=sealed.digest_s,
-            sealed_s=staged.sealed_s,
-            total_s=time.perf_counter() - staged.started,
-            **upon(self._settings.base),
+            PublishEvent(
+                version=sealed.version.step,
+                mode=self._settings.mode,
+                encoding="full",
+                digest=sealed.digest,
+                bytes_full=nbytes,
+                bytes_moved=nbytes,
+                blocked_s=staged.blocked_s,
+                digest_s=sealed.digest_s,
+                sealed_s=staged.sealed_s,
+                total_s=time.perf_counter() - staged.started,
+                base=self._settings.base,
+            )
         )
 
 
 def record_load(log: Log, report: LoadReport) -> None:
     """Write down that an explorer holds a version. Any thread."""
     log.event(
-        "load",
-        version=report.version.step,
-        explorer=report.explorer,
-        digest=report.digest,
-        total_s=report.total_s,
-        paused_s=report.paused_s,
-        bytes=report.bytes_moved,
-        began=report.began,
-        **upon(report.base),
+        LoadEvent(
+            version=report.version.step,
+            explorer=report.explorer,
+            digest=report.digest,
+            total_s=report.total_s,
+            paused_s=report.paused_s,
+            bytes=report.bytes_moved,
+            began=report.began,
+            base=report.base,
+        )
     )
-
-
-def upon(base: str | None) -> dict[str, str]:
-    """Return what the event of an adapter has beside that of whole weights: the digest of its base."""
-    return {} if base is None else {"base": base}
 
 
 def record_generated(log: Log, generated: Generated) -> None:
     """Write down that an explorer made samples. Any thread."""
-    log.event("generate", **asdict(generated))
+    log.event(GenerateEvent(**asdict(generated)))
 
 
 # Validation of a supervised run: the loss of rows that are not learnt, measured by the trainer. In the driver.

@@ -1,7 +1,7 @@
-"""The load: checked bytes copied from a segment into a model's tensors. Called by explorers and by tests of everything.
+"""The load: copies checked bytes from a segment into a model's tensors. Called by explorers.
 
-A `Receiver` is made once per model and takes a part bucket by bucket, from wherever the bytes come. What to copy where
-is worked out once per layout (`load_plan`).
+A `Receiver` is made once per model and takes a part bucket by bucket, from any source of the bytes. Its copies are
+planned once per layout (`plan_load`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,8 +18,9 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.digests import RowBook
-from trinity_sync.weights.layout import Cut, PartLayout, Segment, Stretch
+from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text, whole
+from trinity_sync.weights.staging import Stretch
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, rows_digest
 from trinity_sync.weights.tensors import (
     byte_tensor,
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class MismatchError(RunError):
-    """What was published does not fit the tensors that are to receive it."""
+    """The published tensors do not fit the tensors that are to receive them."""
 
 
 class ChecksumError(RunError):
-    """Bytes that arrived are not the bytes that were published."""
+    """Received bytes differ from the published ones."""
 
 
 class Receiver:
@@ -51,7 +51,7 @@ class Receiver:
     Usage::
 
         receiver = Receiver(saved_tensors(model))
-        receiver.check(layouts)                          # once, before a first byte is applied
+        receiver.check(layouts)                          # once, before the first byte is applied
         receiver.begin()
         for layout, segment, digests in version:
             receiver.apply(layout, segment, digests)     # or bucket by bucket: receiver.take(layout, 0, data, digest)
@@ -77,16 +77,16 @@ class Receiver:
                     f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} cannot be written as a matrix "
                     f"of rows; give a contiguous tensor"
                 ) from None
-        # The dtype, the shape, and the rows of the matrix view of each.
+        # dtype, shape, number of rows of the matrix view
         self._described = {
             name: (tensor.dtype, tuple(tensor.shape), len(self._matrices[name]))
             for name, tensor in self._destinations.items()
         }
         self._cuda_devices = {tensor.device for tensor in self._destinations.values() if tensor.is_cuda}
-        # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
+        # By part, so that a new layout of a part replaces the old plan.
         self._plans: dict[tuple[str, Cut], LoadPlan] = {}
         self._book: RowBook | None = None
-        # In which dtypes the destinations are published, as far as layouts were seen.
+        # The published dtypes of the destinations, as far as layouts were seen.
         self._published: dict[str, str] = {}
 
     def check(self, layouts: Iterable[PartLayout]) -> None:
@@ -103,27 +103,27 @@ class Receiver:
         check_cover(parts)
 
     def begin(self) -> None:
-        """A version is going to be taken, and `taken` will be asked for it.
+        """Begin a version for which `taken` will be called.
 
         Raises:
-            MismatchError: names destinations that have other memory than they had when they were given.
+            MismatchError: names destinations whose memory was replaced since the constructor.
         """
         here = self._destinations
         moved = [name for name, tensor in self._given.items() if tensor.data_ptr() != here[name].data_ptr()]
         if moved:
             raise MismatchError(
                 f"{listed(sorted(moved))} moved to other memory since the destinations were given, so the model would "
-                "not hold what is loaded; give the destinations anew"
+                "not hold the loaded weights; give the destinations anew"
             )
         self._book = RowBook()
 
     def apply(self, layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None = None) -> None:
-        """Copy a part's shards into the destinations, no byte of a bucket before its digest was checked.
+        """Copy a part's shards into the destinations, each bucket after its digest was checked.
 
-        After an error the destinations hold some of the new bytes: the version must be applied again, whole.
+        After an error the destinations hold some of the new bytes: the whole version must be applied again.
 
         Args:
-            layout: what lies where in the part's segment.
+            layout: the layout of the part's segment.
             buffer: the part's segment, at least ``layout.nbytes``; not written meanwhile.
             digests: 16 bytes per bucket from `bucket_digests`, or None to trust the bytes.
 
@@ -141,11 +141,11 @@ class Receiver:
         """Copy one piece of a part into the destinations; the piece's memory is free once this returns.
 
         Args:
-            layout: what lies where in the part's segment.
-            number: which piece it is.
+            layout: the layout of the part's segment.
+            number: the number of the piece.
             data: the bytes of the piece.
-            digest: what they digest to (16 bytes), or None to trust them.
-            cut: what pieces the part is in.
+            digest: their digest (16 bytes), or None to trust them.
+            cut: how the part is cut into pieces.
 
         Raises:
             ChecksumError: names part and piece; nothing of it was copied.
@@ -163,18 +163,20 @@ class Receiver:
                 else:
                     _copy(tensor, copy, copy.target)
                 self._note(copy.rows)
-        finally:  # also after an error: the caller may give the piece's memory away
+        finally:  # also after an error: the caller may reuse the piece's memory
             for device in self._cuda_devices:
                 torch.cuda.current_stream(device).synchronize()
 
     def destination(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None:
-        """The place in the destinations to which a piece can be received at once: uint8, of the piece's length, on the
-        destination's device. None where its bytes have to be cast or belong to several places. `received` comes next.
+        """Return the destination's bytes of a piece, to receive it there directly; call `received` afterwards.
+
+        uint8, of the piece's length, on the destination's device. None where the bytes have to be cast or belong to
+        several places.
         """
         return self._plan(layout, cut).destinations[number]
 
     def received(self, layout: PartLayout, number: int, cut: Cut) -> None:
-        """A piece is at its `destination`."""
+        """Note that a piece is at its `destination`."""
         for copy in self._plan(layout, cut).copies[number]:
             self._note(copy.rows)
 
@@ -189,9 +191,10 @@ class Receiver:
             start = stop
 
     def taken(self) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-        """(name, dtype, shape, 16-byte digest) of every tensor that the destinations hold, in the dtype in which it
-        was published: what `version_digest` makes a version's digest of. Every row was digested after it was written,
-        since `begin`.
+        """Return (name, dtype, shape, 16-byte digest) of every destination, in its published dtype, for
+        `version_digest`.
+
+        Every row was digested after it was written, since `begin`.
         """
         book = self._book or RowBook()
         found = []
@@ -203,7 +206,7 @@ class Receiver:
         return found
 
     def digest(self, wire: WireFormat | str | None) -> str:
-        """The version digest (hex) of what the destinations hold now, in the dtypes of the wire."""
+        """Return the version digest (hex) of the destinations' present values, in the dtypes of the wire."""
         return state_digest(self._destinations, wire)
 
     def _check_fit(self, published: Mapping[str, Shard], missing: Sequence[str]) -> None:
@@ -244,7 +247,7 @@ class Receiver:
 def in_buckets(
     layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None
 ) -> Iterator[tuple[int, memoryview, bytes | None]]:
-    """(number, bytes, digest or None) of each bucket of a part's segment.
+    """Yield (number, bytes, digest or None) of each bucket of a part's segment.
 
     Raises:
         ChecksumError: there is not one digest for each bucket.
@@ -261,16 +264,10 @@ def in_buckets(
 
 
 def check_bytes(what: str, data: memoryview, nbytes: int, digest: bytes | None) -> None:
-    """Check that bytes that arrived are those that were published.
-
-    Args:
-        what: they are, for the error.
-        data: the bytes.
-        nbytes: how many were published.
-        digest: their xxh3_128 (16 bytes), or None to trust them.
+    """Check received bytes against their published length and digest (xxh3_128, 16 bytes; None: trust them).
 
     Raises:
-        ChecksumError: they are not.
+        ChecksumError: they differ; `what` names them.
     """
     if len(data) != nbytes:
         raise ChecksumError(f"{what} has {len(data)} bytes instead of {nbytes}")
@@ -291,34 +288,27 @@ def _digests_of(rows: Rows) -> bytes:
     return rows_digest(rows.data) if isinstance(rows.data, np.ndarray) else row_digests(rows.data, rows.dtype)
 
 
-# What a load copies as one: tensors that follow each other in the segment as they do in the model's memory, as the
-# experts of a layer do.
-
-
 class ShardGroup:
-    """Whole tensors with rows of one length that follow each other in the segment as they do in memory, as one; or any
-    one shard.
+    """Shards that are copied as one: whole tensors that are adjacent in the segment and in memory, or any one shard.
+
+    The experts of a layer are such tensors. All have rows of the same length.
 
     Args:
-        shard, offset: the first, and its byte in the segment.
+        shard, offset: the first shard, and its byte in the segment.
         matrix: its destination's matrix view.
-
-    Attributes:
-        offset, end: the bytes of all in the segment, the last one not included.
     """
 
     def __init__(self, shard: Shard, offset: int, matrix: torch.Tensor) -> None:
         self._stretch = Stretch(matrix)
         self._shards = [shard]
         self._starts = [0, len(matrix)]
-        self.end = offset + shard.nbytes
-        self.offset = offset
+        self.offset, self.end = offset, offset + shard.nbytes  # bytes in the segment
 
     def take(self, shard: Shard, offset: int, matrix: torch.Tensor) -> bool:
-        """Go on with a shard; returns whether it follows."""
+        """Add a shard if it follows, and return whether it does."""
         first = self._shards[0]
         fits = offset == self.end and shard.dtype == first.dtype and shard.matrix[1] == first.matrix[1]
-        if not (fits and _is_plain(first) and _is_plain(shard) and self._stretch.take(matrix)):
+        if not (fits and first.is_whole and shard.is_whole and self._stretch.take(matrix)):
             return False
         self._shards.append(shard)
         self._starts.append(self._starts[-1] + len(matrix))
@@ -327,17 +317,17 @@ class ShardGroup:
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The destination's."""
+        """The destination of all shards."""
         return self._stretch.elements().view(self._starts[-1], -1)
 
     @property
     def shard(self) -> Shard:
-        """The one, or one that is as long as all."""
+        """The only shard, or one as long as all together."""
         first = self._shards[0]
         return first if len(self._shards) == 1 else whole(first.name, first.dtype, (self._starts[-1], first.matrix[1]))
 
     def rows(self, first: int, count: int) -> tuple[tuple[str, int, int], ...]:
-        """Whose the rows are from the first on: see `Rows.of`."""
+        """Return the tensors of these rows; see `Rows.of`."""
         found: list[tuple[str, int, int]] = []
         number = bisect_right(self._starts, first) - 1
         while count:
@@ -348,13 +338,8 @@ class ShardGroup:
         return tuple(found)
 
 
-def _is_plain(shard: Shard) -> bool:
-    """It is all of a tensor, row by row."""
-    return len(shard.rects) == 1 and shard.numel_local == prod(shard.matrix)
-
-
 def groups(layout: PartLayout, matrices: Mapping[str, torch.Tensor]) -> list[ShardGroup]:
-    """All of a layout's shards that hold something."""
+    """Return a layout's shards in groups, without the empty ones."""
     found: list[ShardGroup] = []
     for shard, offset in layout.entries:
         matrix = matrices[shard.name]
@@ -363,20 +348,19 @@ def groups(layout: PartLayout, matrices: Mapping[str, torch.Tensor]) -> list[Sha
     return found
 
 
-# The copies of a load: which bytes of each piece of a part go where in a model's tensors, worked out once per layout.
-
+# The copies of a load, planned once per layout.
 
 _CACHED_BYTES = 512 << 10
-"""Copied within the CPU's memory at a time, then digested: fits the second-level cache of one core."""
+"""Bytes of one copy within the CPU's memory before they are digested: fits the second-level cache of one core."""
 
 
 class Rows(NamedTuple):
-    """Rows that follow each other in memory, of one tensor's matrix view or of several tensors'.
+    """Rows that follow each other in memory, of the matrix view of one tensor or of several.
 
     Attributes:
-        of: whose they are, in order: (name of the tensor, number of the first row in it, how many).
-        data: the rows; where they are in wire dtype and contiguous, their bytes.
-        dtype: the dtype on the wire, as safetensors names it.
+        of: (name of the tensor, number of the first row in it, number of rows), in order.
+        data: the rows; their bytes, if they are contiguous and in wire dtype.
+        dtype: the wire dtype, as safetensors names it.
     """
 
     of: tuple[tuple[str, int, int], ...]
@@ -390,8 +374,8 @@ class Copy(NamedTuple):
     Attributes:
         start, stop: the bytes of the piece to copy.
         dtype: the dtype of the bytes; None to copy them as they are (`target` is uint8 then).
-        target: an array where bytes are copied within the CPU's memory: copying to it costs less than to a tensor.
-        rows: what is complete after this copy, None where that is nothing or not cheap to read back.
+        target: an array where bytes are copied within the CPU's memory: that is faster than a tensor.
+        rows: the rows that are complete after this copy; None: there are none, or reading them back is expensive.
     """
 
     start: int
@@ -402,13 +386,13 @@ class Copy(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """The copies of a layout, by the piece in which their bytes lie.
+    """The copies of a layout, by piece.
 
     Attributes:
         digest: the digest of the layout.
         pieces: (start, stop) of each piece in the segment.
-        copies: the copies that each piece is taken with.
-        destinations: for each piece the destination's bytes, where it can be received there as it is; else None.
+        copies: the copies of each piece.
+        destinations: the destination's bytes of each piece that can be received there as it is; else None.
     """
 
     digest: str
@@ -421,8 +405,8 @@ def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mappi
     """Cut a layout's shards into copies, none of which crosses the end of a piece.
 
     Args:
-        layout: what lies where in the segment.
-        pieces: (start, stop) in bytes of what travels at a time, as `PartLayout.pieces` gives them.
+        layout: the layout of the segment.
+        pieces: (start, stop) in bytes of each message, from `PartLayout.pieces`.
         matrices: the destinations' matrix views, by name.
     """
     copies: list[list[Copy]] = [[] for _ in pieces]
@@ -440,24 +424,17 @@ def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mappi
 
 
 class _Run(NamedTuple):
-    """Bytes that go on one after another in the segment and in the destination.
+    """Bytes that are contiguous in the segment and in the destination."""
 
-    Attributes:
-        start: byte in the segment.
-        first, last: elements of the destination, the last one not included.
-    """
-
-    start: int
-    first: int
+    start: int  # byte in the segment
+    first: int  # elements of the destination, the last one not included
     last: int
 
 
 class _Cutter:
-    """Cuts a group into copies at the ends of pieces and of what fits the cache, between rows where it can.
+    """Cuts a group into copies at the ends of pieces and at the size of the cache, between rows where it can.
 
-    Args:
-        group: what is published, and its destination. The bytes of the copies are those of the segment.
-        ends: the ends of all pieces in the segment, ascending.
+    `ends`: the ends of all pieces in the segment, ascending.
     """
 
     def __init__(self, group: ShardGroup, ends: Sequence[int]) -> None:
@@ -469,7 +446,7 @@ class _Cutter:
         self._dtype = to_torch(self._shard.dtype)
         self._size = self._dtype.itemsize
         self._cols = matrix.shape[1]
-        # A copy to a device has its cost per call, and nothing of it is read back from a cache.
+        # A copy to a device costs per call, and is not read back from a cache.
         self._most = sys.maxsize if matrix.is_cuda else _CACHED_BYTES
         self._bytes: torch.Tensor | NDArray[np.uint8] | None = None
         self._row_bytes: NDArray[np.uint8] | None = None
@@ -480,7 +457,6 @@ class _Cutter:
                 self._row_bytes = self._bytes.reshape(len(matrix), -1)
 
     def copies(self) -> Iterator[Copy]:
-        """All copies."""
         for rect in self._shard.rects:
             if not self._is_flat(rect):
                 block = self._matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
@@ -489,7 +465,7 @@ class _Cutter:
             yield from self._flat(start, first, last)
 
     def destination(self, start: int, stop: int) -> torch.Tensor | None:
-        """The destination's bytes for these of the segment, where they belong there one after another as they are."""
+        """Return the destination's bytes for these of the segment, if they are contiguous there and need no cast."""
         if self._bytes is None:
             return None
         for run in self._runs:
@@ -499,12 +475,12 @@ class _Cutter:
         return None
 
     def _is_flat(self, rect: Rect) -> bool:
-        """Its elements follow each other in the destination."""
+        """Return whether the rectangle's elements are contiguous in the destination."""
         return self._matrix.is_contiguous() and (rect.cols == self._cols or rect.rows == 1)
 
     @cached_property
     def _runs(self) -> list[_Run]:
-        """The flat rectangles; those that go on from each other are one."""
+        """The flat rectangles; adjacent ones are merged."""
         runs: list[_Run] = []
         for rect in filter(self._is_flat, self._shard.rects):
             start, first = self._offset + rect.offset, rect.row * self._cols + rect.col
@@ -538,7 +514,8 @@ class _Cutter:
                 yield Copy(at, at + taken, self._dtype, target, rows)
 
     def _pieces(self, start: int, nbytes: int, width: int, phase: int) -> Iterator[tuple[int, int, int, int]]:
-        """(byte in the segment, length, row, byte in the row) of pieces: whole rows of `width` bytes, or part of one.
+        """Yield (byte in the segment, length, row, byte in the row) of pieces: whole rows of `width` bytes, or part of
+        one.
 
         Args:
             start: byte in the segment.

@@ -1,11 +1,11 @@
 """Digests of staged bytes: one per bucket for transfer, one per row for the version. Called by the node agent.
 
-No torch here: digests are of bytes, and the node agent has none. The version digest is built from rows so that nothing
-is gathered but 16 bytes a row:
+No torch here: the node agent has none. The version digest is built from rows, so only 16 bytes a row are gathered:
 
-1. each node digests the rows its parts hold (`digest_rows`), putting together rows that several of its parts share;
-2. what is left of rows shared with other nodes travels as fragments;
-3. one place merges the results of all nodes (`RowDigests.merge`) and has the digest (`RowDigests.version_digest`).
+1. each node digests the rows of its parts (`digest_rows`), and assembles rows that several of its parts share;
+2. the rest of the rows shared with other nodes travels as fragments;
+3. one process merges the results of all nodes (`RowDigests.merge`) and computes the digest
+   (`RowDigests.version_digest`).
 
 Definitions: the row digest is the 16 bytes of xxh3_128 over the row's contiguous little-endian bytes, a row being a
 slice along dim 0 (a tensor of fewer than two dimensions is one row). The tensor digest is xxh3_128 of its row digests
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _PROCESS_BYTES = 16 << 20
-"""Below this asking processes takes longer than digesting."""
+"""For less, a request to processes takes longer than digesting."""
 
 
 class IncompleteError(RunError):
@@ -51,7 +51,7 @@ class RowDigests:
     tensors: dict[str, TensorRows] = field(default_factory=dict)
 
     def merge(self, others: Iterable[RowDigests]) -> RowDigests:
-        """This and the digests of other nodes in one; rows whose fragments are now all there are digested.
+        """Merge the digests of other nodes, and digest the rows whose fragments are now complete.
 
         Raises:
             CoverageError: two nodes hold the same row, or disagree about a tensor's dtype or shape.
@@ -64,11 +64,11 @@ class RowDigests:
         return RowDigests(tensors)
 
     def tensor_digests(self) -> dict[str, bytes]:
-        """The 16-byte digest of each tensor.
+        """Return the 16-byte digest of each tensor.
 
         Raises:
             IncompleteError: names the tensors and rows that are missing.
-            CoverageError: a tensor is whole, yet more pieces of it were given.
+            CoverageError: several parts hold the same rows.
         """
         digests = {name: digest for name, known in self.tensors.items() if (digest := known.digest()) is not None}
         absent = sorted(self.tensors.keys() - digests.keys())
@@ -81,17 +81,17 @@ class RowDigests:
         return digests
 
     def version_digest(self, tensors: Mapping[str, bytes] | None = None) -> str:
-        """The version digest in hex, from the `tensor_digests` where they are known. Raises like these."""
+        """Return the version digest in hex, from the `tensor_digests` if given. Raises the same errors."""
         digests = self.tensor_digests() if tensors is None else tensors
         return version_digest((name, known.dtype, known.shape, digests[name]) for name, known in self.tensors.items())
 
 
 def bucket_digests(buffer: Segment, layout: PartLayout, pool: Executor | None = None) -> list[bytes]:
-    """The xxh3_128 digest (16 bytes) of each bucket of a segment, in the order of `PartLayout.buckets`.
+    """Return the xxh3_128 digest (16 bytes) of each bucket of a segment, in the order of `PartLayout.buckets`.
 
     Args:
         buffer: the segment, at least ``layout.nbytes``.
-        layout: what lies in it.
+        layout: its layout.
         pool: threads to share the work, or None.
     """
     view = layout.view(buffer)
@@ -100,10 +100,10 @@ def bucket_digests(buffer: Segment, layout: PartLayout, pool: Executor | None = 
 
 
 def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | None = None) -> RowDigests:
-    """Digest the rows that these parts hold, straight from their segments: `RowPlan` for once.
+    """Digest the rows that these parts hold, straight from their segments; see `RowPlan` for repeated use.
 
     Args:
-        parts: each part's layout and segment; all parts of the node, so that as little as possible is fragments.
+        parts: layout and segment of each part of the node; all parts, so that few rows become fragments.
         pool: threads to share the work on long rows, or None.
 
     Raises:
@@ -114,10 +114,10 @@ def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | No
 
 
 class RowPlan:
-    """Which rows the parts of a node hold and where: worked out once, as layouts stay and versions come.
+    """The rows that the parts of a node hold, and their places: computed once for the layouts, used for every version.
 
     Args:
-        layouts: the layouts of all parts of the node, so that as little as possible is fragments.
+        layouts: the layouts of all parts of the node, so that few rows become fragments.
 
     Raises:
         CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
@@ -148,8 +148,8 @@ class RowPlan:
     ) -> RowDigests:
         """Digest the rows.
 
-        Whole rows are digested in place. Rows split over several of the parts are put together first; what stays
-        incomplete is copied into fragments, so the segments are free once this returns.
+        Whole rows are digested in place. Rows split over several of the parts are assembled first; incomplete ones are
+        copied into fragments, so the segments are free once this returns.
 
         Args:
             segments: in the order of the layouts.
@@ -167,7 +167,7 @@ class RowPlan:
     def _digest_whole(
         self, views: Sequence[NDArray[np.uint8]], processes: tuple[RowProcesses, Sequence[str]] | None
     ) -> dict[tuple[int, int], bytes]:
-        """The digests of whole rows that threads would not speed up, by part and byte."""
+        """Return the digests of whole rows that threads would not speed up, by part and byte."""
 
         def here(number: int) -> bytes:
             return rows_digest(self._whole[number].rows.data(views))
@@ -182,7 +182,7 @@ class RowPlan:
 
 
 def version_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> str:
-    """The version digest in hex of (name, dtype, shape, 16-byte tensor digest) of all tensors, in any order."""
+    """Return the version digest in hex of (name, dtype, shape, 16-byte tensor digest) of all tensors, in any order."""
     lines = [f"{name} {dtype} {_text(tuple(shape))} {digest.hex()}\n" for name, dtype, shape, digest in sorted(tensors)]
     return str(xxh3_128_hexdigest("".join(lines).encode()))
 
@@ -195,9 +195,11 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
     if any((one.dtype, one.shape) != (dtype, shape) for one in known):
         raise _disagreement(name)
     size = shards.itemsize(dtype)
-    held = [fragment for one in known for fragment in one.fragments]
-    pieces = [RowBox(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
-    views = [np.frombuffer(one.data, np.uint8) for one in held]
+    fragments = [fragment for one in known for fragment in one.fragments]
+    pieces = [
+        RowBox(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(fragments)
+    ]
+    views = [np.frombuffer(one.data, np.uint8) for one in fragments]
     glued = TensorPlan(name, (dtype, shape), pieces).digest(views, None, {})
     runs = joined(sorted([run for one in known for run in one.runs] + list(glued.runs)))
     for (row, digests), (after, _) in pairwise(runs):
@@ -210,22 +212,19 @@ def _disagreement(name: str) -> CoverageError:
     return CoverageError(f"{name}: its dtype or shape differs between parts; all ranks must describe one tensor alike")
 
 
-# The digests of rows, as they become known in any order: what a load writes down of the tensors that it fills.
-
-
 class RowBook:
-    """Row digests by tensor."""
+    """Row digests by tensor, which a load collects in any order."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[int, bytes]] = {}
 
     def add(self, name: str, first: int, digests: bytes) -> None:
-        """Digests, 16 bytes each, of consecutive rows, none of which is known."""
+        """Add the digests, 16 bytes each, of consecutive rows that have none yet."""
         self._known.setdefault(name, {})[first] = digests
 
     def missing(self, name: str, rows: int) -> list[tuple[int, int]]:
-        """(first, last + 1) of the rows of which nothing is known yet."""
-        if len(self._known.get(name, {}).get(0, b"")) == rows * DIGEST_BYTES:  # written down at once, as most are
+        """Return (first, last + 1) of the rows without a digest."""
+        if len(self._known.get(name, {}).get(0, b"")) == rows * DIGEST_BYTES:  # added in one call, as most are
             return []
         known = sorted(self._known.get(name, {}).items())
         ends = [0, *(first + len(digests) // DIGEST_BYTES for first, digests in known)]
@@ -233,7 +232,7 @@ class RowBook:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
     def digests(self, name: str) -> bytes:
-        """All of a tensor, in order; nothing is missing."""
+        """Return the digests of all rows of a complete tensor, in order."""
         known = sorted(self._known.get(name, {}).items())
         if len(known) == 1:
             return known[0][1]

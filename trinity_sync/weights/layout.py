@@ -1,4 +1,4 @@
-"""Where each shard of a part lies in the part's segment of shared memory, and how the segment is cut into buckets.
+"""The place of each shard in the segment of a part, and the buckets of the segment.
 
 A part is what one rank stages: its shards one after another, each on a 64-byte boundary. The layout is agreed once per
 run and travels as JSON; its digest names it. The same layout describes the segment, the bytes on the wire and the data
@@ -14,29 +14,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypedDict
 
-import torch
 import xxhash
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.shards import Rect, Shard, itemsize
 
 Segment = bytes | bytearray | memoryview | mmap.mmap
-"""What the bytes of a part may be held in."""
+"""The memory of a part's bytes."""
 
 ALIGNMENT = 64
-"""Bytes. A multiple of every element size and one cache line, so typed views of any shard are aligned."""
+"""Bytes: one cache line, and a multiple of every element size, so typed views of any shard are aligned."""
 
 
 def aligned(nbytes: int) -> int:
-    """Round a number of bytes up to where the next shard may begin."""
+    """Round a number of bytes up to the next possible start of a shard."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 Cut = Literal["bucket", "tensor"]
-"""How a part is cut into pieces that travel one by one: see `PartLayout.pieces`."""
+"""How a part is cut into messages: see `PartLayout.pieces`."""
 
 _ALONE_BYTES = 1 << 20
-"""A message of this size costs little more to send than its bytes."""
+"""From this size on, the cost of a message per call is small."""
 
 
 class ShardEntry(TypedDict):
@@ -50,7 +49,7 @@ class ShardEntry(TypedDict):
 
 
 class LayoutJson(TypedDict):
-    """A layout as plain values: what travels, and what a shard file keeps."""
+    """A layout as plain values, for the wire and the shard file."""
 
     part: str
     nbytes: int
@@ -59,7 +58,7 @@ class LayoutJson(TypedDict):
 
 
 class LayoutError(RunError):
-    """A layout that was received is malformed, or a buffer is too small for it."""
+    """A received layout is malformed, or a buffer is too small for it."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +106,14 @@ class PartLayout:
             raise ValueError(f"{self.part}: the segment has {self.nbytes} bytes but its shards end at {end}")
 
     def __reduce__(self) -> tuple[Callable[[LayoutJson], PartLayout], tuple[LayoutJson]]:
-        """Travel as plain values: who receives a layout checks it, and its digest is of what arrived."""
+        """Travel as plain values, so that the receiver checks the layout and digests what arrived."""
         return PartLayout.from_json, (self.to_json(),)
 
     @classmethod
     def build(cls, part: str, shards: Iterable[Shard], bucket_bytes: int) -> PartLayout:
-        """Lay out shards one after another, in the given order, each on a 64-byte boundary.
+        """Lay out shards (at most one per tensor) one after another, each on a 64-byte boundary.
 
-        Args:
-            part: the part's name.
-            shards: at most one per tensor.
-            bucket_bytes: a positive multiple of 64.
+        `bucket_bytes`: a positive multiple of 64.
         """
         entries: list[tuple[Shard, int]] = []
         end = 0
@@ -134,7 +130,7 @@ class PartLayout:
 
     @cached_property
     def table(self) -> list[tuple[str, str, int, int, int]]:
-        """(name, dtype, elements held, first byte, last byte + 1) of each shard, worked out once for all versions."""
+        """(name, dtype, local elements, first byte, last byte + 1) of each shard."""
         return [
             (shard.name, shard.dtype, numel, offset, offset + numel * itemsize(shard.dtype))
             for shard, offset in self.entries
@@ -142,7 +138,9 @@ class PartLayout:
         ]
 
     def buckets(self) -> list[tuple[int, int]]:
-        """(start, stop) of each bucket in bytes, covering ``[0, nbytes)``. They may cut a shard, never an element."""
+        """Return (start, stop) of each bucket in bytes, covering ``[0, nbytes)``. They may cut a shard, never an
+        element.
+        """
         return self._by_bucket
 
     @cached_property
@@ -152,12 +150,12 @@ class PartLayout:
         ]
 
     def pieces(self, cut: Cut) -> list[tuple[int, int]]:
-        """(start, stop) in bytes of what travels at a time.
+        """Return (start, stop) in bytes of each message.
 
         Args:
             cut: ``bucket``: `buckets`. ``tensor``: a large shard travels by itself, in pieces of a bucket's length from
-                its own start, so that it can be received where it belongs; small ones travel together. What lies
-                between shards for alignment is left out.
+                its own start, so that it can be received in its destination; small ones travel together. The gaps
+                between shards are left out.
         """
         return self._by_bucket if cut == "bucket" else self._by_tensor
 
@@ -165,36 +163,29 @@ class PartLayout:
     def _by_tensor(self) -> list[tuple[int, int]]:
         alone = min(_ALONE_BYTES, self.bucket_bytes)
         pieces: list[tuple[int, int]] = []
-        goes_on = False
+        open_piece = False
         for shard, offset in self.entries:
             end = offset + shard.nbytes
             if shard.nbytes >= alone:
                 pieces += [(at, min(at + self.bucket_bytes, end)) for at in range(offset, end, self.bucket_bytes)]
-                goes_on = False
-            elif goes_on and end - pieces[-1][0] <= self.bucket_bytes:
+                open_piece = False
+            elif open_piece and end - pieces[-1][0] <= self.bucket_bytes:
                 pieces[-1] = (pieces[-1][0], end)
             elif shard.nbytes:
                 pieces.append((offset, end))
-                goes_on = True
+                open_piece = True
         return pieces
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """(start, stop) in bytes of what lies between shards for alignment. These bytes are zero."""
-        return self._gaps
-
     @cached_property
-    def _gaps(self) -> list[tuple[int, int]]:
+    def gaps(self) -> list[tuple[int, int]]:
+        """(start, stop) in bytes of each alignment gap between shards. These bytes are zero."""
         ends = [0, *(end for *_, end in self.table)]
         return [(end, start) for end, (*_, start, _) in zip(ends, self.table, strict=False) if start > end]
 
     def view(self, buffer: Segment) -> memoryview:
-        """The segment's bytes, without a copy and without what a larger buffer holds behind them.
+        """Return the segment's first ``nbytes`` bytes without a copy, writable if the buffer is.
 
-        Args:
-            buffer: at least ``nbytes``.
-
-        Returns:
-            ``nbytes`` bytes, writable if the buffer is. It keeps the buffer from being closed while it is in use.
+        The view keeps the buffer from being closed while it is in use.
 
         Raises:
             LayoutError: the buffer is too small.
@@ -211,17 +202,16 @@ class PartLayout:
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
     def only(self, names: Container[str]) -> PartLayout:
-        """The layout of some of its tensors, where they lie in the same segment."""
+        """Return the layout of some of its tensors, at their places in the same segment."""
         entries = tuple((shard, offset) for shard, offset in self.entries if shard.name in names)
         end = entries[-1][1] + entries[-1][0].nbytes if entries else 0
         return PartLayout(self.part, entries, end, self.bucket_bytes)
 
     def lies_as(self, other: PartLayout) -> bool:
-        """Whether a segment of the other layout holds the same part, byte for byte; in which buckets does not count."""
+        """Return whether a segment of the other layout holds the same part, byte for byte; buckets may differ."""
         return (self.part, self.entries) == (other.part, other.entries)
 
     def to_json(self) -> LayoutJson:
-        """A dict of plain values, from which `from_json` makes an equal layout."""
         return {
             "part": self.part,
             "nbytes": self.nbytes,
@@ -240,60 +230,16 @@ class PartLayout:
 
     @classmethod
     def from_json(cls, data: LayoutJson) -> PartLayout:
-        """The layout that `to_json` described.
+        """Return the layout that `to_json` described.
 
         Raises:
-            LayoutError: keys are missing or of another type, or what they say is not a valid layout.
+            LayoutError: keys are missing or of another type, or the values are not a valid layout.
         """
         try:
-            entries = tuple(
-                (
-                    Shard(
-                        entry["name"], entry["dtype"], tuple(entry["shape"]), tuple(Rect(*r) for r in entry["rects"])
-                    ),
-                    entry["offset"],
-                )
-                for entry in data["entries"]
-            )
-            return cls(data["part"], entries, data["nbytes"], data["bucket_bytes"])
+            entries = []
+            for entry in data["entries"]:
+                rects = tuple(Rect(*rect) for rect in entry["rects"])
+                entries.append((Shard(entry["name"], entry["dtype"], tuple(entry["shape"]), rects), entry["offset"]))
+            return cls(data["part"], tuple(entries), data["nbytes"], data["bucket_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"not a valid part layout: {type(error).__name__}: {error}") from error
-
-
-# Tensors that lie one after another in memory, as one: models of many small tensors would spend their time between
-# the copies.
-
-
-class Stretch:
-    """Tensors that follow each other in one storage, without a gap.
-
-    Args:
-        first: the one that they begin with; on any device. It is held, so all that lies in its storage is of it.
-    """
-
-    __slots__ = ("_end", "_first", "_numel", "_room")
-
-    def __init__(self, first: torch.Tensor) -> None:
-        self._first = first
-        self._numel = first.numel()
-        self._end = first.data_ptr() + first.nbytes if first.is_contiguous() else None
-        self._room: int | None = None
-
-    def take(self, tensor: torch.Tensor) -> bool:
-        """Go on with a tensor of at least one element; returns whether it follows."""
-        first = self._first
-        if tensor.data_ptr() != self._end or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            return False
-        if self._room is None:
-            storage = first.untyped_storage()
-            self._room = storage.data_ptr() + storage.nbytes()
-        if self._end + tensor.nbytes > self._room:  # by chance, in a storage of its own
-            return False
-        self._end += tensor.nbytes
-        self._numel += tensor.numel()
-        return True
-
-    def elements(self) -> torch.Tensor:
-        """The first tensor, if no other followed; else a flat one of the elements of all, in its storage."""
-        one = self._first
-        return one if one.numel() == self._numel else one.as_strided((self._numel,), (1,))

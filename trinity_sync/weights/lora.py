@@ -1,8 +1,8 @@
-"""LoRA adapters: their tensors' names, and what they come to when they are added to the weights below them.
+"""LoRA adapters: the names of their tensors, and their product with the base weights.
 
-An adapter travels and is saved under the names that peft's ``save_pretrained`` writes. A model that trains one holds
-its tensors under names with the adapter's own in it (``...q_proj.lora_A.default.weight``), as peft makes them, and so
-do verl's files. Imports no torch: a configuration is checked with what stands here.
+An adapter travels and is saved under the names that peft's ``save_pretrained`` writes. A model in training holds its
+tensors under names that contain the adapter's name (``...q_proj.lora_A.default.weight``), and verl's files use those.
+Imports no torch, because the checks of a configuration use it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-"""What peft writes of an adapter into its folder."""
+"""The files of an adapter that peft writes."""
 
 ALL_LINEAR = "all-linear"
-"""For peft: each linear layer but the one that gives the logits."""
+"""peft's word for all linear layers except the one of the logits."""
 
 PREFIX = "base_model.model."
-"""Of all tensors of a model that peft has wrapped."""
+"""Prefix of all tensor names of a model that peft has wrapped."""
 
 _HELD = ".default"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -48,63 +48,54 @@ _PLAIN = frozenset(
         "megatron_core",
     }
 )
-"""Keys of an ``adapter_config.json`` with which, whatever they say, an adapter is a plain one; the last two are read
-with others alone.
-"""
+"""Keys of an ``adapter_config.json`` whose values never make an adapter other than a plain one."""
 _PLACES = frozenset({"exclude_modules", "layers_to_transform", "layers_pattern"})
 _OFF: Mapping[str, Sequence[object]] = {
     "bias": ["none"],
-    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],  # with others the base is changed as well
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],  # other values change the base as well
 }
 
 
 class FactorPair(NamedTuple):
-    """Names of the two factors of what is added to one weight, as peft saves them."""
+    """Names of the two factors of the change to one weight, as peft saves them."""
 
     a: str
     b: str
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a tensor of a model that peft has wrapped belongs to the adapter; by verl's own rule."""
+    """Return whether a tensor of a model that peft has wrapped belongs to the adapter, by verl's rule."""
     return "lora_" in name or ".adapter_" in name
 
 
 def saved_name(held: str) -> str:
-    """Return the name under which peft saves a tensor that the model holds under this one."""
+    """Return peft's saved name of a tensor that the model holds under this one."""
     return held.removesuffix(_HELD) if held.endswith(_HELD) else held.replace(f"{_HELD}.", ".")
 
 
 def adapter_name(held: str) -> str | None:
-    """Return the name by which a model that peft has wrapped holds a tensor of its adapter; None: it is the base's."""
+    """Return the name if it is of the adapter's tensor in a model that peft has wrapped; None: it is the base's."""
     return held if is_adapter(held) else None
 
 
 def base_name(held: str) -> str | None:
-    """Return the name that a tensor of a model that peft has wrapped has in the model itself; None: it is the
-    adapter's.
-    """
+    """Return a tensor's name in the model itself from its name in peft's wrapper; None: it is the adapter's."""
     return None if is_adapter(held) else held.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
 def held_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the adapter's live tensors, detached, under the names by which peft's wrapper of the model holds them.
-
-    Args:
-        model: what peft has put the adapter into; not the wrapper itself.
+    """Return the adapter's live tensors, detached, by their names in peft's wrapper of `model` (not the wrapper
+    itself).
     """
     state = model.state_dict(keep_vars=True)
     return {PREFIX + name: tensor.detach() for name, tensor in state.items() if is_adapter(name)}
 
 
 def pairs(names: Iterable[str]) -> dict[str, FactorPair]:
-    """Return the factors of an adapter by the weight that they are added to, under the name the model saves it by.
-
-    Args:
-        names: of the adapter's tensors, as peft saves them.
+    """Return the factors of an adapter by the saved name of the weight that they change.
 
     Raises:
-        RunError: there is something else than pairs of factors of linear layers.
+        RunError: there are other tensors than pairs of factors of linear layers.
     """
     names = set(names)
     found = {
@@ -119,21 +110,21 @@ def pairs(names: Iterable[str]) -> dict[str, FactorPair]:
 
 
 def target_names(targets: str | Iterable[str]) -> list[str]:
-    """Return what an adapter is for, sorted: names of linear layers, or the one word that peft knows for them."""
+    """Return the targets of an adapter, sorted: names of linear layers, or peft's one word for them."""
     return [targets] if isinstance(targets, str) else sorted(set(targets))
 
 
 def target_text(targets: str | Iterable[str]) -> str:
-    """Return what an adapter is for as `model.lora.targets` takes it, names in order."""
+    """Return the targets of an adapter as `model.lora.targets` takes them, names in order."""
     return targets if isinstance(targets, str) else f"[{', '.join(target_names(targets))}]"
 
 
 def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str]:
-    """Return the keys of an ``adapter_config.json`` that make of an adapter more than products of two factors, with one
-    scale, for all layers that `target_modules` names. What is not known here is among them, unless it is off.
+    """Return the keys of an ``adapter_config.json`` that make an adapter more than products of two factors with one
+    scale for all layers of `target_modules`. Unknown keys are among them, unless they are off.
 
     Args:
-        placed: the names of its tensors are known, and tell which layers it is for.
+        placed: the names of its tensors are known, and tell its layers.
     """
     known = _PLAIN | _PLACES if placed else _PLAIN
     return sorted(
@@ -146,10 +137,10 @@ def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str
 
 
 def scaling(config: Mapping[str, object]) -> float:
-    """Return what the product of the factors is multiplied by, from an ``adapter_config.json``.
+    """Return the factor of the product, from an ``adapter_config.json``.
 
     Raises:
-        RunError: it asks for something that is not added as a product alone; says what.
+        RunError: the adapter is more than a product; the message names the keys.
     """
     if refused := not_plain(config, placed=True):
         raise RunError(f"an adapter with {', '.join(refused)} is not merged here; merge it with peft")
@@ -167,7 +158,8 @@ def merged(
 ) -> torch.Tensor:
     """Return a weight with an adapter's product added, in the weight's dtype; computed whole, in float32.
 
-    Ranks that hold rows of the weight compute the whole product too and cut it: a product of rows may round otherwise.
+    Ranks that hold rows of the weight compute the whole product too and cut it: a product of rows may round
+    differently.
 
     Args:
         weight: [out, in], on any device; [in, out] with `transposed`.
@@ -180,6 +172,6 @@ def merged(
 
 
 def change(a: torch.Tensor, b: torch.Tensor, scale: float, *, transposed: bool = False) -> torch.Tensor:
-    """Return what an adapter adds to a weight, in float32; arguments as of `merged`."""
+    """Return the change of a weight by an adapter, in float32; arguments as for `merged`."""
     product = (b.float() @ a.float()) * scale
     return product.T if transposed else product

@@ -1,9 +1,9 @@
-"""Whole tensors as parts of a few large buckets each: how a state dict travels through Ray's object store or over a
-process group, where one message per tensor would cost more than the bytes.
+"""Packs whole tensors into a few large buckets, each a part of its own.
 
-A bucket is a part of its own, and `PartLayout` says what lies where in it. A tensor lies in one bucket, in wire dtype,
-so a reader gets views of the bucket and copies nothing. Where it goes follows from the list of (name, dtype, shape) and
-the bucket length alone (`layouts`), so a receiver is told no more.
+A state dict travels so through Ray's object store or over a process group, where one message per tensor would cost more
+than the bytes. A tensor is in one bucket, in wire dtype, so a reader gets views of the bucket and copies nothing. The
+places follow from the list of (name, dtype, shape) and the bucket length alone (`layouts`), so a receiver needs no
+more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class _Bucket:
-    """A bucket that is being filled: where each tensor goes in it."""
+    """The bucket that is being filled."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -32,8 +32,10 @@ class _Bucket:
         self.end = 0
 
     def add(self, shard: Shard) -> PartLayout | None:
-        """Place a shard after the others, or in the next bucket where there is no room for it: then the one before is
-        returned. An empty bucket takes what is larger than a bucket, too.
+        """Place a shard after the others. If there is no room, begin the next bucket and return the layout of the full
+        one.
+
+        An empty bucket takes a shard that is larger than a bucket.
         """
         start, nbytes = aligned(self.end), shard.nbytes
         full = None
@@ -45,7 +47,6 @@ class _Bucket:
         return full
 
     def layout(self) -> PartLayout:
-        """Return the part that it has become."""
         most = max(aligned(self.end), ALIGNMENT)
         return PartLayout(f"bucket {self.number}", tuple(self.entries), self.end, most)
 
@@ -57,16 +58,16 @@ def pack(
     bucket_bytes: int = BUCKET_BYTES,
     device: str | torch.device = "cpu",
 ) -> Iterator[tuple[PartLayout, torch.Tensor]]:
-    """Copy tensors one by one into buckets, cast on the way; a tensor may be let go when the next one is asked for.
+    """Copy tensors one by one into buckets, cast on the way; a tensor may be released when the next one is requested.
 
     Args:
         tensors: (name, whole tensor) on any device.
-        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it; None: as they are.
-        bucket_bytes: length of a bucket; a tensor that is larger has one of its own.
-        device: where the buckets are.
+        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it; None: their own.
+        bucket_bytes: length of a bucket; a larger tensor has one of its own.
+        device: of the buckets.
 
     Yields:
-        The layout and the bytes (uint8, ``layout.nbytes`` long) of each bucket. They are overwritten by the next one's.
+        The layout and the bytes (uint8, ``layout.nbytes`` long) of each bucket. The next bucket overwrites them.
 
     Raises:
         RunError: a name came twice.
@@ -74,14 +75,14 @@ def pack(
     """
     room = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def reused(nbytes: int) -> torch.Tensor:
+    def make_room(nbytes: int) -> torch.Tensor:
         nonlocal room
         if room.numel() < nbytes:
             room = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return room
 
     shards = ((_shard(name, tensor, wire_dtype), tensor) for name, tensor in tensors)
-    return pack_shards(shards, reused, bucket_bytes=bucket_bytes)
+    return pack_shards(shards, make_room, bucket_bytes=bucket_bytes)
 
 
 def pack_shards(
@@ -90,13 +91,14 @@ def pack_shards(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[PartLayout, torch.Tensor]]:
-    """Copy shards one by one into buckets, cast to their dtypes; a tensor may be let go when the next one is asked for.
+    """Copy shards one by one into buckets, cast to their dtypes; a tensor may be released when the next one is
+    requested.
 
     Args:
-        shards: what is held of each tensor, and its elements in the order of the shard's local bytes, on any device.
-        make_room: gives the memory (uint8) of the next bucket, at least as many bytes as it is told. Asked once a
-            bucket, after the one before was yielded and is done with.
-        bucket_bytes: length of a bucket; a shard that is larger has one of its own.
+        shards: each shard, and its elements in the order of the local bytes, on any device.
+        make_room: returns the memory (uint8) of the next bucket, at least as many bytes as requested. Called once a
+            bucket, after the caller is done with the one before.
+        bucket_bytes: length of a bucket; a larger shard has one of its own.
 
     Yields:
         The layout and the bytes (``layout.nbytes`` long) of each bucket.
@@ -118,7 +120,7 @@ def pack_shards(
         (_, start), stop = bucket.entries[-1], bucket.end
         if room is None:  # only the first bytes of a bucket can need more than its usual length
             room = make_room(max(bucket_bytes, stop))
-        if start > end:  # they are part of the digest, so they must not be what an earlier bucket left
+        if start > end:  # the gap is part of the digest, so bytes of an earlier bucket must not stay there
             room[end:start] = 0
         room[start:stop].view(to_torch(shard.dtype)).view(tensor.shape).copy_(tensor.detach())
     if bucket.entries:
@@ -132,13 +134,13 @@ def _filled(room: torch.Tensor | None, layout: PartLayout) -> torch.Tensor:
 
 
 def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of what lies in a bucket, as views of its bytes."""
+    """Yield (name, tensor) of each tensor in a bucket, as views of its bytes."""
     for shard, tensor in zip(bucket.shards, views(bucket, data), strict=True):
         yield shard.name, tensor.view(shard.shape)
 
 
 def layouts(described: Iterable[Described], bucket_bytes: int) -> Iterator[PartLayout]:
-    """Yield the layouts of the buckets into which `pack` puts tensors of this description."""
+    """Yield the layouts of the buckets that `pack` makes of tensors of this description."""
     bucket = _Bucket(bucket_bytes)
     for name, dtype, shape in described:
         shard = whole(name, from_torch(torch_dtype(dtype)), shape)
@@ -151,12 +153,12 @@ def layouts(described: Iterable[Described], bucket_bytes: int) -> Iterator[PartL
 def describe(
     tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: str | None = None
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Describe tensors as a receiver has to know them, floating ones in the wire dtype."""
+    """Describe tensors for a receiver, floating ones in the wire dtype."""
     return described(_shard(name, tensor, wire_dtype) for name, tensor in tensors)
 
 
 def described(shards: Iterable[Shard]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Describe the tensors of which these are all."""
+    """Describe the tensors of these whole shards."""
     return [(shard.name, str(to_torch(shard.dtype)), shard.shape) for shard in shards]
 
 
@@ -164,26 +166,23 @@ def _shard(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> Shard:
     return whole(name, wire_name(from_torch(tensor.dtype), wire_dtype), tensor.shape)
 
 
-# Where each tensor of a version lies whole: in the part that holds all of it as it is to be, or, where none does, in
-# a further segment in which it is put together.
-
-
 TOGETHER = "together"
-"""What the part of the further segment is called."""
+"""Name of the part in which tensors that are spread over parts are assembled."""
 
 _BUCKET_BYTES = 4 << 20
 
 
 class WholeTensors:
-    """Where to find the tensors of versions: worked out once, as layouts stay and versions come.
+    """The place of each whole tensor of a version, computed once for the layouts.
+
+    A tensor is in the part that holds all of it in its dtype, or else in a further segment where it is assembled.
 
     Args:
         layouts: of all parts; together they hold every tensor once (`check_cover`).
-        dtypes: Hugging Face name -> the dtype in which the tensor is to be, which its published one can be cast to.
+        dtypes: Hugging Face name -> the dtype of the whole tensor, to which the published one can be cast.
 
     Attributes:
-        together: the layout of the further segment: of tensors that are spread over parts, or are to be cast. It does
-            not depend on the order of the layouts.
+        together: the layout of the further segment. It does not depend on the order of the layouts.
     """
 
     def __init__(self, layouts: Sequence[PartLayout], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -192,7 +191,7 @@ class WholeTensors:
         for number, layout in enumerate(layouts):
             for shard, offset in layout.entries:
                 shapes[shard.name] = shard.shape
-                if _is_whole(shard, dtypes[shard.name]):
+                if shard.is_whole and to_torch(shard.dtype) == dtypes[shard.name]:
                     self._places[shard.name] = number, offset
         spread = sorted(shapes.keys() - self._places.keys())
         shards = [whole(name, from_torch(dtypes[name]), shapes[name]) for name in spread]
@@ -203,26 +202,18 @@ class WholeTensors:
         self._kinds = {name: (dtypes[name], shape) for name, shape in shapes.items()}
 
     def views(self, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
-        """The tensors, contiguous, without a copy, by name.
+        """Return the tensors by name: contiguous views, writable if their segment is. They keep the segments mapped.
 
         Args:
             segments: in the order of the layouts, the further one last; each at least ``layout.nbytes``.
 
-        Returns:
-            Views. They keep the segments from being unmapped, and are to be written to where their segment may be.
-
         Raises:
             LayoutError: a segment is too small.
         """
-        lying = [byte_tensor(layout.view(one)) for layout, one in zip(self._layouts, segments, strict=True)]
+        data = [byte_tensor(layout.view(one)) for layout, one in zip(self._layouts, segments, strict=True)]
         found = {}
         for name, (number, offset) in self._places.items():
             dtype, shape = self._kinds[name]
             nbytes = prod(shape) * dtype.itemsize
-            found[name] = lying[number][offset : offset + nbytes].view(dtype).view(shape)
+            found[name] = data[number][offset : offset + nbytes].view(dtype).view(shape)
         return found
-
-
-def _is_whole(shard: Shard, dtype: torch.dtype) -> bool:
-    """Whether a shard is all of its tensor, row by row and in this dtype."""
-    return to_torch(shard.dtype) == dtype and len(shard.rects) == 1 and shard.numel_local == prod(shard.shape)

@@ -1,7 +1,7 @@
-"""Saved tensors as views of the tensors that a model holds, and what of them lies in a rank's part of such a tensor.
+"""Saved tensors as views of a model's tensors, and the rectangles of them in a rank's range of such a tensor.
 
-transformers holds some weights in another form than it saves: the experts of a layer as one tensor, gate and up
-projection as one. Each saved tensor is then a strided view of a held one, and a rank that holds a range of the held
+transformers keeps some weights in another form than it saves: the experts of a layer as one tensor, gate and up
+projection as one. Each saved tensor is then a strided view of a model's tensor, and a rank that holds a range of that
 tensor's elements holds rectangles of the saved ones. Pure geometry; no element is read.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Saved(NamedTuple):
-    """A tensor that ``save_pretrained`` would write, and where the model holds its elements.
+    """A tensor that ``save_pretrained`` would write, and the place of its elements in the model.
 
     Attributes:
         dtype: safetensors name.
         shape: as it is written.
-        held: name of the model's tensor of which it is a view; None: of none, it is made when it is saved.
-        stride: of the view in the held tensor, row-major, in elements.
-        offset: of the view's first element in the held tensor, in elements.
+        held: name of the model's tensor that it is a view of; None: it is computed when it is saved.
+        stride: of the view in the model's tensor, row-major, in elements.
+        offset: of the view's first element in the model's tensor, in elements.
     """
 
     dtype: str
@@ -38,12 +39,12 @@ class Saved(NamedTuple):
 
     @classmethod
     def as_held(cls, dtype: str, shape: Sequence[int], name: str) -> Saved:
-        """A tensor that is saved as the model holds it."""
+        """Return a tensor that is saved as the model holds it."""
         return cls(dtype, tuple(shape), name, row_major(shape))
 
 
 class Strided(NamedTuple):
-    """A strided view of a flat tensor, all in elements: shape, strides, and where its first element lies."""
+    """A strided view of a flat tensor, all in elements: shape, strides, and the place of its first element."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,11 +53,11 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a saved tensor that lies in a range of a held tensor's elements.
+    """The part of a saved tensor in a range of a model tensor's elements.
 
     Attributes:
         shard: the part. Its local elements are those of the views, one after the other.
-        views: where these elements lie, counted from the beginning of the range.
+        views: the places of these elements, counted from the beginning of the range.
     """
 
     shard: Shard
@@ -64,15 +65,11 @@ class Cut:
 
     @property
     def is_view(self) -> bool:
-        """Whether `of` gives a view of what the rank holds, and not a copy."""
+        """Whether `of` returns a view and not a copy."""
         return len(self.views) == 1
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The shard's elements, in its order, from the elements of the range that a rank holds.
-
-        Args:
-            local: contiguous, as many elements as the range has.
-        """
+        """Return the shard's elements, in its order, from a rank's range of elements (`local`, contiguous)."""
         base = local.storage_offset()
         parts = [local.as_strided(shape, stride, base + offset) for shape, stride, offset in self.views]
         if self.is_view:
@@ -93,7 +90,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def by_held(saved: Mapping[str, Saved]) -> dict[str, list[str]]:
-    """Return the names of the saved tensors of each held one, in the order in which they lie in it."""
+    """Return the names of the saved tensors of each model tensor, in the order of their places in it."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, tensor in saved.items():
         if tensor.held is not None:
@@ -104,8 +101,9 @@ def by_held(saved: Mapping[str, Saved]) -> dict[str, list[str]]:
 
 
 def is_rectangular(saved: Saved) -> bool:
-    """Whether a range of the held tensor's elements is rectangles of the saved one: none of its dimensions steps
-    through another. What views, transposes, splits and expansions give is; sliding windows are not.
+    """Return whether a range of the model tensor's elements is rectangles of the saved one.
+
+    It is, if no dimension steps through another: views, transposes, splits and expansions; not sliding windows.
     """
     dims = _by_stride(saved)
     inner = 1
@@ -117,16 +115,14 @@ def is_rectangular(saved: Saved) -> bool:
 
 
 def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
-    """Cut a saved tensor by a range of the held tensor's elements.
+    """Cut a saved tensor by a range of the model tensor's elements; None: the range has none of it.
+
+    The elements are in the order of the memory, as far as rectangles allow.
 
     Args:
         name: of the saved tensor.
-        saved: what and where it is; `is_rectangular`.
-        start, stop: the elements of the row-major held tensor that a rank holds.
-
-    Returns:
-        What of the saved tensor lies in the range, elements in the order in which they lie in memory as far as
-        rectangles allow that; None where nothing does.
+        saved: its place; `is_rectangular`.
+        start, stop: a rank's elements of the row-major model tensor.
     """
     if 0 in saved.shape:
         return None
@@ -154,13 +150,13 @@ def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
 
 
 def _by_stride(saved: Saved) -> list[int]:
-    """The dimensions along which elements differ, from the longest step in memory to the shortest."""
+    """Return the dimensions along which elements differ, from the largest stride to the smallest."""
     dims = [dim for dim, size in enumerate(saved.shape) if size > 1 and saved.stride[dim]]
     return sorted(dims, key=lambda dim: -saved.stride[dim])
 
 
 def _elements_before(at: int, saved: Saved, dims: Sequence[int]) -> int:
-    """How many elements of the view, in the order of memory, lie before position `at`, counted from its first."""
+    """Count the view's elements before position `at` in the order of memory, counted from its first."""
     if at <= 0:
         return 0
     total = prod(saved.shape[dim] for dim in dims)
@@ -175,7 +171,7 @@ def _elements_before(at: int, saved: Saved, dims: Sequence[int]) -> int:
 
 
 def _widened(saved: Saved, dims: Sequence[int], box: Box) -> Box:
-    """A box along some dimensions as one along all: whole along those in which elements repeat."""
+    """Extend a box along some dimensions to all: whole along those in which elements repeat."""
     offset, size = [0] * len(saved.shape), list(saved.shape)
     for dim, first, count in zip(dims, *box, strict=True):
         offset[dim], size[dim] = first, count
@@ -183,8 +179,8 @@ def _widened(saved: Saved, dims: Sequence[int], box: Box) -> Box:
 
 
 def _in_row_order(saved: Saved, box: Box) -> tuple[int, Strided]:
-    """How many of the trailing dimensions form one run of columns, and the box's elements in the order of its
-    rectangles: for each run of columns the rows.
+    """Return the first of the trailing dimensions that form one run of columns, and the box's elements in the order of
+    its rectangles: for each run of columns the rows.
     """
     shape, (offset, size) = saved.shape, box
     last = len(shape) - 1
@@ -196,10 +192,9 @@ def _in_row_order(saved: Saved, box: Box) -> tuple[int, Strided]:
 
 
 def _rects(shape: tuple[int, ...], box: Box, last: int) -> Iterator[tuple[int, int, int, int]]:
-    """(row, column, rows, columns) of each rectangle of a box in the matrix view.
+    """Yield (row, column, rows, columns) of each rectangle of a box in the matrix view.
 
-    Args:
-        last: the first of the dimensions that form one run of columns.
+    `last`: the first of the dimensions that form one run of columns.
     """
     offset, size = box
     if len(shape) < 2:
@@ -207,15 +202,6 @@ def _rects(shape: tuple[int, ...], box: Box, last: int) -> Iterator[tuple[int, i
         return
     strides = row_major(shape[1:])
     columns = prod(size[last:])
-    for index in _indices(size[1:last]):
+    for index in product(*map(range, size[1:last])):
         place = (*(first + at for first, at in zip(offset[1:last], index, strict=True)), *offset[last:])
         yield offset[0], sum(step * at for step, at in zip(strides, place, strict=True)), size[0], columns
-
-
-def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not sizes:
-        yield ()
-        return
-    for first in range(sizes[0]):
-        for rest in _indices(sizes[1:]):
-            yield first, *rest

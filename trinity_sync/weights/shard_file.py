@@ -1,11 +1,11 @@
 """One part of a version on disk: a safetensors file whose data section is the segment, byte for byte.
 
-Written by the node agent from a slot. Who verifies or exports a checkpoint maps it, and so do vLLM's workers
-(`open_shard_file`): the mapped bytes go to `digest_rows` and `bucket_digests` as a segment would. Who has to outlive
-what becomes of the file, such as an explorer's own process, reads it (`ShardFile`). Any safetensors reader opens the
-file too and finds each shard's local elements as a 1-D tensor under the tensor's name. As safetensors allows no gaps,
-the alignment bytes between shards appear as ``__padding__.N`` (U8, zero). The metadata key ``trinity_layout`` holds
-the layout as JSON.
+The node agent writes it from a slot. Readers that verify or export a checkpoint, and vLLM's workers, map it
+(`open_shard_file`); the mapped bytes go to `digest_rows` and `bucket_digests` as a segment would. A process that must
+survive a damaged file system, such as an explorer, reads it (`ShardFile`). Any safetensors reader opens the file and
+finds each shard's local elements as a 1-D tensor under the tensor's name. safetensors allows no gaps, so the alignment
+bytes between shards appear as ``__padding__.N`` (U8, zero). The metadata key ``trinity_layout`` holds the layout as
+JSON.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 LAYOUT_KEY = "trinity_layout"
 _LENGTH_BYTES = 8  # a safetensors file opens with the header's length, little-endian
-_MAX_HEADER_BYTES = 100_000_000  # more than this no safetensors reader accepts
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors readers
 
 
 class ShardFileError(RunError):
-    """A file is not a shard file, or is torn."""
+    """A file is not a shard file, or is truncated."""
 
 
 def write_shard_file(
     path: str | Path, layout: PartLayout, buffer: Segment, metadata: Mapping[str, str], fsync: bool
 ) -> tuple[int, str]:
-    """Write a part's segment with its layout. On an error nothing is left at `path`.
+    """Write a part's segment with its layout. On an error no file is left at `path`.
 
     Args:
-        path: file to write; replaced if it is there. Its folder exists.
-        layout: what lies where in the segment.
+        path: replaced if it is there. Its folder exists.
+        layout: the layout of the segment.
         buffer: the segment, at least ``layout.nbytes``.
         metadata: further texts for the file's metadata.
-        fsync: whether the bytes are on disk when this returns (the folder's entry is the caller's matter).
+        fsync: the bytes are on disk when this returns (the caller syncs the folder).
 
     Returns:
         (length of the file in bytes, xxh3_128 hex of the whole file).
@@ -72,33 +72,27 @@ def write_shard_file(
 
 
 class ShardFile:
-    """A shard file that is read piece by piece. What cannot be read any more (the file was cut, deleted from another
-    client of a network file system, is on a bad disk) is an error; where it is mapped, a signal ends the process.
+    """A shard file that is read piece by piece, with its `layout`.
 
-    Attributes:
-        path: where the file is.
-        layout: what lies where in the part's segment.
+    If the file can no longer be read (it was truncated, deleted from another client of a network file system, is on a
+    bad disk), a read raises an error; a mapped file would end the process with a signal.
 
     Raises:
-        ShardFileError: the file is missing or cannot be read, is not a shard file, or is shorter or longer than its
-            header says.
+        ShardFileError: the file is missing or cannot be read, is not a shard file, or differs in length from its
+            header.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        with _told(path), ExitStack() as opened:
+        with _read_errors(path), ExitStack() as opened:
             self._file = opened.enter_context(Path(path).open("rb"))
             self.layout, self._start, _ = _read_header(path, self._file)
             opened.pop_all()
 
     def read(self, start: int, into: WriteableBuffer) -> None:
-        """Fill a writable buffer with the bytes of the segment from `start` on.
-
-        Raises:
-            ShardFileError: they are not there, or cannot be read.
-        """
+        """Fill a writable buffer with the segment's bytes from `start` on, or raise a `ShardFileError`."""
         left, at = memoryview(into).cast("B"), self._start + start
-        with _told(self.path):
+        with _read_errors(self.path):
             while left:
                 count = os.preadv(self._file.fileno(), [left], at)
                 if not count:
@@ -106,7 +100,6 @@ class ShardFile:
                 left, at = left[count:], at + count
 
     def close(self) -> None:
-        """Let it go."""
         self._file.close()
 
     def __enter__(self) -> ShardFile:
@@ -117,22 +110,18 @@ class ShardFile:
 
 
 def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
-    """Map a shard file.
+    """Map a shard file, and return its layout and a read-only view of the data section, ``layout.nbytes`` long.
 
-    Returns:
-        (layout, read-only view of the data section, ``layout.nbytes`` long). The mapping lives as long as the view.
-
-    Raises:
-        ShardFileError: as of `ShardFile`.
+    The mapping lives as long as the view. Raises the errors of `ShardFile`.
     """
-    with _told(path), Path(path).open("rb") as file:
+    with _read_errors(path), Path(path).open("rb") as file:
         layout, start, size = _read_header(path, file)
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     return layout, memoryview(mapping)[start:]
 
 
 def _read_header(path: str | Path, file: BinaryIO) -> tuple[PartLayout, int, int]:
-    """The layout, where the data begin, and the file's length."""
+    """Return the layout, the first byte of the data, and the file's length."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
@@ -145,8 +134,7 @@ def _read_header(path: str | Path, file: BinaryIO) -> tuple[PartLayout, int, int
 
 
 @contextmanager
-def _told(path: str | Path) -> Iterator[None]:
-    """What the system says of the file, in our words."""
+def _read_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
@@ -156,7 +144,7 @@ def _told(path: str | Path) -> Iterator[None]:
 
 
 def _header(layout: PartLayout, metadata: Mapping[str, str]) -> bytes:
-    """Length and header, padded with blanks so that the data section is aligned as the segment is."""
+    """Return length and header, padded with blanks so that the data section is aligned."""
     if LAYOUT_KEY in metadata:
         raise ValueError(f"metadata must not hold the key {LAYOUT_KEY!r}, under which the layout is stored")
     layout_text = json.dumps(layout.to_json(), sort_keys=True, separators=(",", ":"))
@@ -164,7 +152,7 @@ def _header(layout: PartLayout, metadata: Mapping[str, str]) -> bytes:
     for shard, offset in layout.entries:
         span = [offset, offset + shard.nbytes]
         entries[shard.name] = {"dtype": shard.dtype, "shape": [shard.numel_local], "data_offsets": span}
-    for number, (start, stop) in enumerate(layout.gaps()):
+    for number, (start, stop) in enumerate(layout.gaps):
         entries[f"__padding__.{number}"] = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH_BYTES) % ALIGNMENT)
@@ -180,16 +168,13 @@ def _parse(path: str | Path, header: bytes) -> PartLayout:
         ) from error
 
 
-# Files that are digested while they are written.
-
-
 _SMALL_BYTES = 64 << 10
-"""Less is taken into the buffer at once: asking another thread would take longer."""
+"""Less is copied into the buffer in the same thread: asking another one would take longer."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DigestedFile:
-    """A file that is written from its beginning to its end; a binary stream as far as `write` and `tell` go.
+    """A file that is digested while it is written from beginning to end; has `write` and `tell` of a binary stream.
 
     Usage::
 
@@ -197,14 +182,8 @@ class DigestedFile:
             file.write(data)
             size, digest = file.finish()
 
-    On an error nothing is left at its path.
-
-    Args:
-        path: is replaced. Its folder exists.
-        durable: the bytes are on the disk when `finish` returns (the folder's entry is the caller's matter).
-
-    Raises:
-        OSError: it cannot be made; likewise from all methods.
+    On an error no file is left at `path`, which is replaced; its folder exists. `durable`: the bytes are on disk when
+    `finish` returns (the caller syncs the folder). All methods raise OSError.
     """
 
     def __init__(self, path: Path, *, durable: bool) -> None:
@@ -212,8 +191,8 @@ class DigestedFile:
         self._durable = durable
         self._hasher = xxh3_128()
         self._size = 0
-        self._held = 0
-        self._buffer = mmap.mmap(-1, PIECE_BYTES)  # where a page begins, as direct writes need it
+        self._filled = 0
+        self._buffer = mmap.mmap(-1, PIECE_BYTES)  # page-aligned, as direct writes need it
         self._place = np.frombuffer(self._buffer, np.uint8)
         self._descriptor = self._open(_DIRECT if durable else 0)
 
@@ -223,17 +202,17 @@ class DigestedFile:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with ExitStack() as failed:
             failed.callback(self._remove)
-            os.close(self._descriptor)  # a network may tell only here that there was no room
+            os.close(self._descriptor)  # a network file system may report a full disk only here
             if kind is None:
                 failed.pop_all()
 
     def write(self, data: ReadableBuffer) -> int:
-        """Append, by way of a buffer; the bytes written, which are all."""
+        """Append all data through the buffer, and return the number of bytes."""
         source = np.frombuffer(memoryview(data), np.uint8)
         start = 0
         while start < len(source):
-            taken = source[start : start + PIECE_BYTES - self._held]
-            if len(taken) < _SMALL_BYTES and self._held + len(taken) < PIECE_BYTES:
+            taken = source[start : start + PIECE_BYTES - self._filled]
+            if len(taken) < _SMALL_BYTES and self._filled + len(taken) < PIECE_BYTES:
                 self._take(taken)
             else:
                 piece(partial(self._take, taken))
@@ -242,15 +221,14 @@ class DigestedFile:
         return len(source)
 
     def tell(self) -> int:
-        """How many bytes there are so far."""
         return self._size
 
     def flush(self) -> None:
-        """Do nothing: `finish` does."""
+        """Do nothing: `finish` flushes."""
 
     def finish(self) -> tuple[int, str]:
-        """Write what is left; (length of the file in bytes, xxh3_128 hex of all of it)."""
-        self._leave_direct()  # the end of a file is seldom that of a block
+        """Write the rest; return (length of the file in bytes, xxh3_128 hex of all of it)."""
+        self._leave_direct()  # the end of a file is rarely the end of a block
         piece(self._put)
         if self._durable:
             os.fsync(self._descriptor)
@@ -267,40 +245,34 @@ class DigestedFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not extra:
                 raise
-            return os.open(self._path, flags, 0o666)  # a file system that knows no direct writes
+            return os.open(self._path, flags, 0o666)  # a file system without direct writes
 
     def _take(self, data: NDArray[np.uint8]) -> None:
-        end = self._held + len(data)
-        self._place[self._held : end] = data
-        self._held = end
+        end = self._filled + len(data)
+        self._place[self._filled : end] = data
+        self._filled = end
         if end == PIECE_BYTES:
             self._put()
 
     def _put(self) -> None:
-        """Digest and write what is in the buffer."""
-        held = memoryview(self._buffer)[: self._held]
-        self._hasher.update(held)
+        """Digest and write the buffer."""
+        data = memoryview(self._buffer)[: self._filled]
+        self._hasher.update(data)
         try:
-            write_all(self._descriptor, held)
+            write_all(self._descriptor, data)
         except OSError as error:
-            # Of a direct write only: nothing, or whole blocks, were written of it.
+            # A direct write that was refused has written nothing, or whole blocks.
             if error.errno != errno.EINVAL or not self._leave_direct():
                 raise
-            write_all(self._descriptor, held[self._written() :])
-        self._held = 0
-
-    def _written(self) -> int:
-        """How much of the buffer is in the file."""
-        return os.lseek(self._descriptor, 0, os.SEEK_CUR) % PIECE_BYTES
+            written = os.lseek(self._descriptor, 0, os.SEEK_CUR) % PIECE_BYTES
+            write_all(self._descriptor, data[written:])
+        self._filled = 0
 
     def _leave_direct(self) -> bool:
-        """Write by way of the page cache from now on; whether that was not so before."""
+        """Write through the page cache from now on, and return whether this changed anything."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
         return bool(flags & _DIRECT)
-
-
-# Writing a file of which the large pieces lie in a segment of shared memory. No torch: the node agent does it.
 
 
 Extent = tuple[int, int, int]
@@ -314,13 +286,13 @@ class ImageError(RunError):
 
 
 def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, durable: bool) -> tuple[int, str]:
-    """Put bytes of a segment into the holes of a file.
+    """Fill the holes of a file with bytes of a segment. The node agent calls it, so it needs no torch.
 
     Args:
         path: a file of its final length.
         extents: ascending in the file, without overlap.
-        segment: where the bytes are.
-        durable: fsync, so that the bytes are on the disk when this returns.
+        segment: the source.
+        durable: the bytes are on disk when this returns.
 
     Returns:
         (length of the file in bytes, xxh3_128 hex of the whole file).

@@ -1,9 +1,9 @@
-"""What one rank holds of one tensor, in Hugging Face coordinates. Backends produce shards; everything else reads them.
+"""One rank's share of one tensor, in Hugging Face coordinates. Backends produce shards; everything else reads them.
 
-Placement is expressed on the *matrix view* of a tensor: shape ``(s0, s1, ...)`` is seen as ``s0`` rows of
-``s1 * s2 * ...`` columns, and a tensor of fewer than two dimensions as one row. A rank's bytes of a tensor are a
-sequence of rectangles of that matrix, each stored row by row. That is enough for every placement in use: row slices
-(FSDP2), flat ranges (FSDP1), column slices and interleaved QKV or gate/up blocks (tensor parallelism), experts.
+Placement is expressed on the *matrix view* of a tensor: shape ``(s0, s1, ...)`` is seen as ``s0`` rows of ``s1 * s2 *
+...`` columns, and a tensor of fewer than two dimensions as one row. A rank's bytes of a tensor are a sequence of
+rectangles of that matrix, each stored row by row. That is enough for every placement in use: row slices (FSDP2), flat
+ranges (FSDP1), column slices and interleaved QKV or gate/up blocks (tensor parallelism), experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FEW = 4
 
 
 Described = tuple[str, str, Sequence[int]]
-"""A tensor as a receiver has to know it: name, dtype as torch prints it such as ``torch.bfloat16``, shape."""
+"""A tensor's name, dtype as torch prints it, such as ``torch.bfloat16``, and shape."""
 
 
 class CoverageError(RunError):
@@ -31,21 +31,13 @@ class CoverageError(RunError):
 
 
 class Rect(NamedTuple):
-    """A rectangle of a tensor's matrix view.
+    """A rectangle of a tensor's matrix view, of at least one row and one column."""
 
-    Attributes:
-        offset: where its first byte lies in the shard's local bytes.
-        row: first row in the tensor.
-        col: first column in the tensor, in elements.
-        rows: number of rows, at least 1.
-        cols: number of columns in elements, at least 1.
-    """
-
-    offset: int
-    row: int
-    col: int
+    offset: int  # of its first byte in the shard's local bytes
+    row: int  # first row in the tensor
+    col: int  # first column in the tensor, in elements
     rows: int
-    cols: int
+    cols: int  # in elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +46,10 @@ class Shard:
 
     Attributes:
         name: Hugging Face name of the tensor.
-        dtype: safetensors name of the dtype the bytes are in.
+        dtype: safetensors name of the dtype of the bytes.
         shape: global shape of the tensor.
-        rects: the rectangles held here, in the order of the local bytes and without gaps between them; empty where
-            the rank holds nothing of the tensor or the tensor has no elements.
+        rects: the rank's rectangles, in the order of the local bytes and without gaps; empty if the rank has no
+            element.
 
     Raises:
         ValueError: a rectangle is empty, leaves the tensor or does not start where the one before it ended.
@@ -90,36 +82,43 @@ class Shard:
 
     @property
     def numel_local(self) -> int:
-        """Elements held here."""
+        """Number of local elements."""
         return sum(rect.rows * rect.cols for rect in self.rects)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor, row by row."""
+        return len(self.rects) == 1 and self.numel_local == prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes held here."""
+        """Number of local bytes."""
         return self.numel_local * itemsize(self.dtype)
 
 
 def matrix_view(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) under which a tensor of this shape is cut and digested: dim 0 and the product of the others."""
+    """Return (rows, columns) under which a tensor of this shape is cut and digested: dim 0 and the product of the
+    others.
+    """
     return (shape[0], prod(shape[1:])) if len(shape) >= 2 else (1, prod(shape))
 
 
 def whole(name: str, dtype: str, shape: Sequence[int]) -> Shard:
-    """The shard of a rank that holds all of a tensor."""
+    """Return the shard of a rank that holds all of a tensor."""
     return Shard(name, dtype, tuple(shape), _all(*matrix_view(shape)))
 
 
 @functools.lru_cache
 def _all(rows: int, cols: int) -> tuple[Rect, ...]:
-    """Return the rectangle of a whole tensor: one object for all of a shape, of which models have thousands."""
+    """Return the rectangle of a whole tensor: one object per shape, because models have thousands of tensors."""
     return (Rect(0, 0, 0, rows, cols),) if rows * cols else ()
 
 
 def row_slice(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
-    """A slice ``[start, stop)`` along dim 0: whole rows, or for a 1-D tensor a range of its one row.
+    """Return a slice ``[start, stop)`` along dim 0: whole rows, or for a 1-D tensor a range of its one row.
 
     Raises:
-        ValueError: the range does not lie in dim 0.
+        ValueError: the range leaves dim 0.
     """
     rows, cols = matrix_view(shape)
     extent = shape[0] if shape else 1
@@ -132,10 +131,10 @@ def row_slice(name: str, dtype: str, shape: Sequence[int], start: int, stop: int
 
 
 def flat_range(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
-    """Elements ``[start, stop)`` of the flattened tensor: the end of a row, whole rows, the beginning of a row.
+    """Return elements ``[start, stop)`` of the flattened tensor: the end of a row, whole rows, the beginning of a row.
 
     Raises:
-        ValueError: the range does not lie in the tensor.
+        ValueError: the range leaves the tensor.
     """
     rows, cols = matrix_view(shape)
     if not 0 <= start <= stop <= rows * cols:
@@ -155,10 +154,7 @@ def flat_range(name: str, dtype: str, shape: Sequence[int], start: int, stop: in
 
 
 def check_cover(parts: Iterable[Iterable[Shard]]) -> None:
-    """Check that the shards of all parts cover every element of every tensor named in them exactly once.
-
-    Args:
-        parts: the shards of each part (rank).
+    """Check that the shards of all parts (ranks) cover every element of every tensor named in them exactly once.
 
     Raises:
         CoverageError: names the tensors that are covered twice or not wholly, or that differ in dtype or shape.
@@ -188,7 +184,7 @@ def check_complete(parts: Sequence[Sequence[Shard]], saved: Mapping[str, tuple[s
         saved: name -> (dtype, shape).
 
     Raises:
-        CoverageError: counts what differs, and names some of it.
+        CoverageError: counts the differences, and names some.
     """
     held = {shard.name: shard for shards in parts for shard in shards}
     missing = sorted(saved.keys() - held.keys())
@@ -206,7 +202,7 @@ def check_complete(parts: Sequence[Sequence[Shard]], saved: Mapping[str, tuple[s
 
 
 def _cover_problem(shard: Shard, rects: list[Rect]) -> str | None:
-    """What is wrong with the cover of one tensor. Rectangles inside it that do not overlap and add up cover it."""
+    """Return the error in the cover of one tensor. Rectangles that do not overlap and add up cover it."""
     open_columns: list[tuple[int, int]] = []
     closing: list[tuple[int, tuple[int, int]]] = []
     for rect in sorted(rects, key=lambda rect: rect.row):
@@ -223,22 +219,19 @@ def _cover_problem(shard: Shard, rects: list[Rect]) -> str | None:
 
 
 def describe(shard: Shard) -> str:
-    """Dtype and shape for a message: ``"BF16 4x8"``."""
+    """Return dtype and shape for a message: ``"BF16 4x8"``."""
     return f"{shard.dtype} {shape_text(shard.shape) or 'scalar'}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as it stands in digests and messages, joined by ``x``; the empty text for a scalar."""
+    """Return a shape for digests and messages, joined by ``x``; the empty text for a scalar."""
     return "x".join(map(str, shape))
 
 
 def listed(items: Sequence[str], shown: int = _SHOWN) -> str:
-    """The first items for a message, and how many more there are."""
+    """Return the first items for a message, and the number of the others."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return ", ".join(items[:shown]) + more
-
-
-# Which boxes a range of a tensor's elements is made of. No torch.
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -246,10 +239,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cut elements ``start`` to ``stop`` of a row-major tensor into boxes, in the order in which they lie in memory:
-    for two dimensions the rest of a row, whole rows, and the beginning of a row.
+    """Cut elements ``start`` to ``stop`` of a row-major tensor into contiguous boxes, in the order of the memory.
 
-    Each box is contiguous in memory. A tensor of n dimensions has at most 2n - 1 of them, an empty range none.
+    For two dimensions: the rest of a row, whole rows, and the beginning of a row. A tensor of n dimensions has at most
+    2n - 1 boxes, an empty range none.
     """
     if start >= stop:
         return
@@ -274,9 +267,7 @@ def _in_row(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield (at, *offset), (1, *size)
 
 
-# The element types that travel, under the names safetensors gives them.
-
-
+# The element types that travel, by their safetensors names, with the bytes of an element.
 _ITEMSIZES = {
     "BF16": 2,
     "F16": 2,
@@ -296,14 +287,7 @@ NAMES = tuple(_ITEMSIZES)
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element.
-
-    Args:
-        name: a safetensors dtype name, such as ``"BF16"``.
-
-    Raises:
-        ValueError: the name is not one of `NAMES`.
-    """
+    """Return the bytes of one element of a dtype, such as ``"BF16"``; a ValueError if it is not one of `NAMES`."""
     try:
         return _ITEMSIZES[name]
     except KeyError:
@@ -311,6 +295,6 @@ def itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether a dtype is a floating one, and so is cast to the wire dtype. Raises ValueError for an unknown name."""
+    """Return whether a dtype is a floating one, and so is cast to the wire dtype; a ValueError for an unknown name."""
     itemsize(name)
     return name.startswith(("F", "BF"))

@@ -5,10 +5,10 @@
     <root>/trinity-sync-<uid>/<run key>/owner.lock              flocked by the owner for as long as it lives
     <root>/trinity-sync-<uid>/<run key>/slot-0/rank-00000       one segment per slot and part
 
-Each user has a folder, which nobody else may look into. A run's folder whose lock is not held was left by a process
-that died, and any process of the user may remove it. Whoever looks at a lock to decide about a folder, or makes a
-folder, holds an flock on the user's folder meanwhile, so that a folder is never taken for stale between its creation
-and its locking. Trainer ranks and explorers map segments by path with `map_segment`.
+Each user has a private folder. A run's folder with a free lock belonged to a dead process, and any process of the user
+may delete it. A process that creates a folder, or checks a lock to delete one, has an flock on the user's folder
+meanwhile, so that no folder counts as stale between its creation and its locking. Trainer ranks and explorers map
+segments by path with `map_segment`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DEFAULT_ROOT = "/dev/shm"
 _HOME = "trinity-sync"
 _LOCK = "owner.lock"
 _LOCK_S = 60.0
-"""For another process of the user to be done with looking for what is stale."""
+"""Timeout for another process of the user that looks for stale folders."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class SegmentError(RunError):
-    """A slot's segment cannot be made, or is gone or too small."""
+    """A slot's segment cannot be created, is gone, or is too small."""
 
 
 class SlotArena:
@@ -46,14 +46,11 @@ class SlotArena:
             hand_out(arena.path(0, "rank-00000"))       # ranks call map_segment(path, nbytes, writable=True)
             bucket_digests(arena.map(0, "rank-00000"), layout)
 
-    Attributes:
-        folder: where the segments are.
-        slots: number of slots.
-        notes: what the user should know, such as that shared memory was too small; empty if all is well.
+    `notes` are messages for the user, such as that shared memory was too small; empty if all is well.
     """
 
     def __init__(self, folder: Path, slots: int, lock: int, notes: list[str]) -> None:
-        """Use `create`; this takes over a folder that is locked already."""
+        """Use `create`; this takes over a locked folder."""
         self.folder = folder
         self.slots = slots
         self.notes = notes
@@ -70,7 +67,7 @@ class SlotArena:
         *,
         fallback: Path,
     ) -> SlotArena:
-        """Make and lock the folder and reserve all memory, so that the first snapshot pays no page faults for it.
+        """Create and lock the folder and reserve all memory, so that the first snapshot has no page faults.
 
         Args:
             run_key: folder name of the run, unique on the node.
@@ -81,7 +78,7 @@ class SlotArena:
 
         Raises:
             ValueError: no slots, or a name that is not a plain file name.
-            SegmentError: the run key is in use by a living process, or the fallback has no room either.
+            SegmentError: a live process uses the run key, or the fallback has no room either.
             WaitTimeout: another process of this user keeps the user's folder locked.
         """
         if slots < 1:
@@ -124,10 +121,10 @@ class SlotArena:
         with _home(root, create=True) as home:
             folder = home / run_key
             if folder.exists() and not _remove_if_stale(folder):
-                raise SegmentError(f"{folder} is in use by a process that lives; a run key must be unique on its node")
+                raise SegmentError(f"{folder} is in use by a live process; a run key must be unique on its node")
             folder.mkdir(mode=0o700)
             lock = open_lock(folder / _LOCK)
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of a file that was made just now, and that nobody else can open
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of a new file that no other process can have open
         arena = cls(folder, slots, lock, notes)
         try:
             for slot in range(slots):
@@ -141,11 +138,11 @@ class SlotArena:
         return arena
 
     def path(self, slot: int, part: str) -> Path:
-        """The file of a segment, for `map_segment` in another process."""
+        """Return the file of a segment, for `map_segment` in another process."""
         return self.folder / f"slot-{slot}" / part
 
     def map(self, slot: int, part: str) -> mmap.mmap:
-        """The owner's writable mapping of a segment; always the same object, all its pages in place.
+        """Return the owner's writable mapping of a segment; always the same object, with all its pages in place.
 
         Raises:
             SegmentError: there is no such slot or part, or the arena is closed.
@@ -157,17 +154,17 @@ class SlotArena:
             raise SegmentError(f"no segment {part} in slot {slot}: {self.folder} {state}") from None
 
     def close(self) -> None:
-        """Remove the folder and give up the lock. May be called again. Memory in use goes with its last mapping."""
+        """Delete the folder and release the lock; repeatable. Memory in use is freed with its last mapping."""
         if self._lock is None:
             return
         for mapping in self._maps.values():
-            with suppress(BufferError):  # a view is still in use: its holder keeps the memory, not the file
+            with suppress(BufferError):  # a view is still in use: it keeps the memory, not the file
                 mapping.close()
         self._maps.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
         self._lock = None
-        # The user's folder goes when nothing is in it; who has it locked at the moment sees to that.
+        # Deletes the user's folder if it is empty; if it is locked, the other process does so.
         with suppress(OSError, WaitTimeout), _home(self.folder.parent.parent, create=False, timeout_s=0):
             pass
 
@@ -179,16 +176,13 @@ class SlotArena:
 
 
 def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate: bool = True) -> mmap.mmap:
-    """Map a segment that another process made.
+    """Map a segment that another process created; shared, `nbytes` long (at least one byte).
 
     Args:
         path: from `SlotArena.path`.
-        nbytes: bytes the caller's layout needs.
-        writable: whether the caller stages into it; else the mapping is read-only.
-        populate: have all its pages in place; else each comes when it is first touched.
-
-    Returns:
-        A shared mapping of `nbytes` bytes, or of one byte where `nbytes` is 0.
+        nbytes: bytes of the caller's layout.
+        writable: the caller stages into it; else the mapping is read-only.
+        populate: have all its pages in place; else each is mapped at its first use.
 
     Raises:
         SegmentError: the file is gone or too small.
@@ -196,7 +190,7 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate:
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise SegmentError(f"segment {path} is gone: the node agent that owned it has ended or was replaced") from None
+        raise SegmentError(f"segment {path} is gone: its node agent ended or was replaced") from None
     try:
         size = os.fstat(descriptor).st_size
         if size < max(nbytes, 1):
@@ -209,11 +203,9 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate:
 
 
 class MappedSegments:
-    """Segments that are read again and again: each is mapped once, for mapping all its pages costs more than copying
-    what is in them.
+    """Segments that are read repeatedly: each is mapped once, because mapping its pages costs more than copying them.
 
-    Args:
-        populate: as of `map_segment`.
+    `populate`: see `map_segment`.
     """
 
     def __init__(self, populate: bool = True) -> None:
@@ -221,16 +213,13 @@ class MappedSegments:
         self._maps: dict[str, tuple[tuple[int, int], mmap.mmap]] = {}
 
     def get(self, path: str | Path, nbytes: int) -> mmap.mmap:
-        """The read-only mapping of a segment, a new one where another file has taken the place of the one before.
-
-        Args, errors: as of `map_segment`.
-        """
+        """Return the read-only mapping of a segment, a new one if its file was replaced; errors as of `map_segment`."""
         key = str(path)
         known = self._maps.get(key)
         if known is not None and known[0] == _identity(path) and len(known[1]) >= nbytes:
             return known[1]
         self._maps.pop(key, None)  # its memory is free once its last view is gone
-        identity = _identity(path)  # before, so that a file that takes its place meanwhile is found out next time
+        identity = _identity(path)  # before mapping, so that the next call notices a replacement in between
         mapping = map_segment(path, nbytes, populate=self._populate)
         if identity is not None:
             self._maps[key] = identity, mapping
@@ -238,9 +227,9 @@ class MappedSegments:
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
-    """What tells a file from one that was made later under its name; None where there is none.
+    """Return what tells a file from a later one of its name; None: there is none.
 
-    An inode's number is given again once nobody has the file, but as long as it is mapped, somebody has.
+    The system may reuse an inode's number, but not while the file is mapped.
     """
     try:
         found = Path(path).stat()
@@ -250,7 +239,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
-    """Remove this user's folders under `root` whose owner has died, and return them.
+    """Delete this user's folders under `root` whose owner has died, and return them.
 
     Raises:
         WaitTimeout: another process of this user keeps the user's folder locked.
@@ -264,11 +253,11 @@ def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
 
 @contextmanager
 def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterator[Path]:
-    """The locked folder of this user in a root; on leaving, it is removed if nothing is in it.
+    """Lock this user's folder in a root; on leaving, delete it if it is empty.
 
     Raises:
-        ForeignFileError: somebody else has a folder of that name, or a link.
-        OSError: it cannot be made or opened; FileNotFoundError if it is not there and is not to be made.
+        ForeignFileError: another user has a folder, or a link, of that name.
+        OSError: it cannot be created or opened; FileNotFoundError without `create`.
         WaitTimeout: another process keeps it locked.
     """
     home = root / own_name(_HOME)
@@ -292,11 +281,11 @@ def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterat
 
 
 def _remove_if_stale(folder: Path) -> bool:
-    """Remove a run's folder unless its owner lives. The caller holds the lock of its parent."""
+    """Delete a run's folder unless its owner lives. The caller has locked its parent."""
     try:
         lock = open_lock(folder / _LOCK, create=False)
     except (FileNotFoundError, ForeignFileError):
-        lock = None  # nothing there that an owner could have locked
+        lock = None  # without a lock file there is no owner
     except PermissionError:
         return False
     try:
@@ -310,7 +299,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _reserve(path: Path, nbytes: int) -> None:
-    """Make a file whose blocks are allocated: writing to a mapping of it cannot fail for want of space."""
+    """Create a file with allocated blocks: a write to its mapping cannot fail for lack of space."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)

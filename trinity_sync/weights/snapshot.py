@@ -1,16 +1,16 @@
 """The lazy snapshot: a training state copied into shared memory while the next forward and backward pass run.
 
-The trainer is to stand still neither for the disk nor, where its engine allows, for the copy: parameters and optimizer
-states do not change before the optimizer's next step, so a thread copies them meanwhile and the optimizer's step waits
-for what is left. The method is that of CheckFreq (Mohan et al., FAST 2021) and DataStates-LLM (Maurya et al., HPDC
-2024), with shared memory in place of a private buffer, so that another process writes the files.
+The copy need not block the trainer: parameters and optimizer states do not change before the optimizer's next step, so
+a thread copies them meanwhile and that step waits for the rest. The method is that of CheckFreq (Mohan et al., FAST
+2021) and DataStates-LLM (Maurya et al., HPDC 2024), with shared memory in place of a private buffer, so that another
+process writes the files.
 
 One rank's snapshot, in order:
 
 1. `plan(state)` finds the storages of the state and gives each its place in a segment;
 2. `Snapshot(plan, segment).copy()` begins to copy; `wait_until_copied` is called before the state changes;
-3. `file_images(folder)` writes the skeletons of the files and says which bytes of the segment go where in them;
-4. `let_go(name)`, where the snapshot outlives its writing: the file's live tensors are not needed any more.
+3. `file_images(folder)` writes the skeletons of the files and returns which bytes of the segment fill them;
+4. `let_go(name)`, where the snapshot outlives its writing: the file's live tensors are no longer needed.
 """
 
 from __future__ import annotations
@@ -53,18 +53,14 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class FileImage:
-    """A file whose large pieces are still in the segment; see `weights.image.fill`."""
+    """A file whose large pieces are still in the segment; see `weights.shard_file.write_image`."""
 
     path: str
     extents: tuple[Extent, ...]
 
 
 def plan(files: Mapping[str, object]) -> StatePlan:
-    """Lay a state out. Tensors that share a storage share its place.
-
-    Args:
-        files: file name -> value for `torch.save`.
-    """
+    """Lay out a state: file name -> value for `torch.save`. Tensors that share a storage share its place."""
     below = {name: storages(value) for name, value in files.items()}
     places: list[tuple[torch.UntypedStorage, int]] = []
     seen: set[int] = set()
@@ -82,29 +78,29 @@ def plan(files: Mapping[str, object]) -> StatePlan:
 class Snapshot:
     """A state and the segment that it is copied into.
 
-    With CUDA the segment should be page-locked (`weights.staging.pin_segment`); see `weights.copying`.
+    With CUDA the segment should be page-locked (`staging.pin_segment`); see `staging.Copying`.
 
     Args:
         plan: the place of each storage of the state. Its tensors must not change until `wait_until_copied` returns.
-        segment: writable, at least ``plan.nbytes``; nobody reads it meanwhile.
+        segment: writable, at least ``plan.nbytes``; not read meanwhile.
         what: names the snapshot in errors, such as ``"the state of step 20"``.
     """
 
     def __init__(self, plan: StatePlan, segment: Segment, what: str) -> None:
         self._files, self._storages = dict(plan.files), dict(plan.storages)
         self._what = what
-        held = len(memoryview(segment))
-        if plan.nbytes > held:
-            raise RunError(f"{what} needs {plan.nbytes} bytes, its segment has {held}")
+        room = len(memoryview(segment))
+        if plan.nbytes > room:
+            raise RunError(f"{what} needs {plan.nbytes} bytes, its segment has {room}")
         self._target = torch.frombuffer(segment, dtype=torch.uint8)
         self._places = {storage._cdata: offset for storage, offset in plan.places}
         devices = {storage.device for storage, _ in plan.places}
-        # The copying alone holds the plan, until it has ended; see `let_go`.
+        # Only the copying refers to the plan, until it has ended; see `let_go`.
         self._copying = Copying(_pairs(plan, self._target), devices, what)
 
     @property
     def names(self) -> set[str]:
-        """Name the files of the state, but for those that were let go."""
+        """The files of the state, except those that were released."""
         return set(self._files)
 
     def copy(self, *, in_background: bool) -> None:
@@ -112,7 +108,7 @@ class Snapshot:
         self._copying.copy(in_background=in_background)
 
     def wait_until_copied(self, timeout_s: float) -> float:
-        """Wait until the state may change; seconds waited. An error of the copy is left to `file_images`.
+        """Wait until the state may change, and return the seconds waited. Errors of the copy are left to `file_images`.
 
         Raises:
             WaitTimeout: the copy takes longer than `timeout_s`.
@@ -120,18 +116,16 @@ class Snapshot:
         return self._copying.wait_until_copied(timeout_s)
 
     def live(self, name: str) -> object:
-        """A value of the state as it was planned, with tensors that training changes; `copied` has what they held."""
+        """Return a value of the state with its live tensors, which training changes; `copied` returns their copies."""
         return self._files[name]
 
     def let_go(self, name: str) -> None:
-        """A file is written, or will not be: keep none of its live tensors alive, once they are copied. Its
-        image stays good. From any thread; nothing is done for a file that is not held.
-        """
+        """Drop the references to a file's live tensors, once copied. Its image stays valid. From any thread."""
         self._files.pop(name, None)
         self._storages.pop(name, None)
 
     def copied(self, tensor: torch.Tensor, timeout_s: float) -> torch.Tensor:
-        """The copy of a plain tensor of the state, in the segment.
+        """Return the copy of a plain tensor of the state, in the segment.
 
         Raises:
             RunError: the copy failed.
@@ -140,14 +134,11 @@ class Snapshot:
         self._copying.wait_whole(timeout_s)
         storage = tensor.untyped_storage()
         start = self._places[storage._cdata]
-        held = self._target[start : start + storage.nbytes()].view(tensor.dtype)
-        return held.as_strided(tensor.size(), tensor.stride(), held.storage_offset() + tensor.storage_offset())
+        copy = self._target[start : start + storage.nbytes()].view(tensor.dtype)
+        return copy.as_strided(tensor.size(), tensor.stride(), copy.storage_offset() + tensor.storage_offset())
 
     def file_images(self, folder: Path, timeout_s: float, names: Collection[str] | None = None) -> list[FileImage]:
-        """Write the skeletons of files below `folder`, which exists, and say what goes into them.
-
-        Args:
-            names: those of the files to write; None: all.
+        """Write the skeletons of files (`names`; None: all) below the existing `folder`, and return what fills them.
 
         Raises:
             RunError: the copy failed.
@@ -159,7 +150,7 @@ class Snapshot:
         for name in list(self._files) if names is None else names:
             path, value, planned = folder / name, self._files[name], self._storages[name]
             holes = write_skeleton(value, path)
-            # This file's only: what pickling makes may lie where a tensor lay that was let go.
+            # Only of this file: tensors that pickling creates may have the address of a released tensor.
             places = {storage._cdata: self._places[storage._cdata] for storage in planned}
             copied = [hole for hole in holes if hole.storage._cdata in places]
             _write_constants(path, [hole for hole in holes if hole.storage._cdata not in places])
@@ -175,11 +166,11 @@ def _pairs(plan: StatePlan, target: torch.Tensor) -> Iterator[tuple[torch.Tensor
 
 
 def _write_constants(path: Path, holes: list[Hole]) -> None:
-    """Write what pickling brings in beside the state's tensors: the ranks of a DTensor's mesh."""
+    """Write the tensors that pickling adds to the state's: the ranks of a DTensor's mesh."""
     large = [hole for hole in holes if hole.storage.nbytes() > _MAX_CONSTANT_BYTES]
     if large:
         raise RunError(
-            f"{path}: tensors of {large[0].storage.nbytes()} bytes are pickled that the snapshot does not hold"
+            f"{path}: pickling added a tensor of {large[0].storage.nbytes()} bytes that the snapshot does not contain"
         )
     with path.open("r+b") as file:
         for hole in holes:
@@ -187,28 +178,23 @@ def _write_constants(path: Path, holes: list[Hole]) -> None:
             file.write(bytes(hole.storage.cpu()))
 
 
-# Files that `torch.save` would write, without passing tensors through `torch.save`.
+# Files as `torch.save` writes them, without passing tensors through it.
 
 
 class SkeletonError(RunError):
-    """torch wrote a file whose records are not the storages that it was given."""
+    """torch wrote a file whose records are not the given storages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Where the bytes of one storage belong in a file.
+    """The place of one storage's bytes in a file."""
 
-    Attributes:
-        offset: in the file, bytes.
-        storage: whose bytes; its length is the hole's.
-    """
-
-    offset: int
-    storage: torch.UntypedStorage
+    offset: int  # in the file, bytes
+    storage: torch.UntypedStorage  # its length is the hole's
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """The plain tensors that a nested container of tensors holds on this rank: local shards of sharded ones."""
+    """Yield the plain tensors of a nested container on this rank: local shards of sharded ones."""
     if isinstance(value, DTensor):
         yield value._local_tensor
     elif isinstance(value, ShardedTensor):
@@ -225,7 +211,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def storages(value: object) -> list[torch.UntypedStorage]:
-    """The distinct storages below a nested container, in the order of first use."""
+    """Return the distinct storages below a nested container, in the order of first use."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors(value):
         storage = tensor.untyped_storage()
@@ -240,14 +226,14 @@ def write_skeleton(value: object, path: Path) -> list[Hole]:
     so its contents may change meanwhile. Records carry no CRC32: the manifest has a digest of the whole file.
 
     Args:
-        value: nested containers of tensors and of what ``torch.load(weights_only=True)`` admits.
+        value: nested containers of tensors and of types that ``torch.load(weights_only=True)`` admits.
         path: is replaced.
 
     Returns:
-        The holes, ascending. They cover each of ``storages(value)`` that is not empty once.
+        The holes, ascending. They cover each non-empty one of ``storages(value)`` once.
 
     Raises:
-        SkeletonError: torch's file is not made as expected.
+        SkeletonError: torch's file is not as expected.
         OSError: the file cannot be written.
     """
     with _recording() as met, torch.serialization.skip_data(), _without_crc32():
@@ -262,7 +248,7 @@ def write_skeleton(value: object, path: Path) -> list[Hole]:
             holes.append(Hole(reader.get_record_offset(name), storage))
     records = sum(name.startswith("data/") for name in reader.get_all_records())
     if records != len(met):
-        raise SkeletonError(f"{path}: torch wrote {records} tensor storages, {len(met)} were met on the way")
+        raise SkeletonError(f"{path}: torch wrote {records} tensor storages, but its pickler met {len(met)}")
     return sorted(holes, key=lambda hole: hole.offset)
 
 
@@ -280,7 +266,7 @@ def _recording() -> Iterator[list[torch.UntypedStorage]]:
 
 
 def _note(storage: torch.serialization.STORAGE) -> str | None:
-    """Called by torch's pickler for every storage that it writes; the answer is the device named in the file."""
+    """Note a storage, and return its device in the file. torch's pickler calls this for each storage."""
     met = getattr(_local, "met", None)
     if met is None:
         return None
@@ -291,7 +277,7 @@ def _note(storage: torch.serialization.STORAGE) -> str | None:
     return "cpu"
 
 
-# Before torch's own taggers; where nobody records, it leaves the decision to them.
+# Before torch's own taggers; outside of `_recording` it leaves the decision to them.
 torch.serialization.register_package(0, _note, lambda storage, location: None)
 
 

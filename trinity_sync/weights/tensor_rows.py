@@ -1,10 +1,10 @@
-"""The digests of one tensor's rows, from the pieces of it that lie in segments.
+"""The digests of one tensor's rows, from its pieces in segments.
 
-Whole rows are digested in place; rows of which several pieces lie here are put together first; what stays incomplete
-is copied into fragments, to be put together with those of other nodes. `digests` makes a version's digest of them.
+Whole rows are digested in place; rows in several pieces of this node are assembled first; incomplete rows are copied
+into fragments, to be assembled with those of other nodes. `weights.digests` makes a version's digest of them.
 
-A pool may be any executor of *threads*: xxhash lets go of the interpreter lock while it digests long inputs. Shorter
-rows are digested by the caller, where threads would only fight for the lock, or by processes (`row_process`).
+A pool may be any executor of *threads*: xxhash releases the interpreter lock while it digests long inputs. Shorter rows
+are digested by the caller, because threads would only fight for the lock, or by processes (`RowProcesses`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,15 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 _BATCH_BYTES = 1 << 20
-"""Bytes of rows per task, and so of the temporary in which split rows are put together: it stays in the cache."""
+"""Bytes of rows per task, and so of the temporary for split rows: it stays in the cache."""
 _POOL_ROW_BYTES = (64 << 10) + 1
-"""Below this xxhash keeps the interpreter lock, so threads gain nothing."""
+"""For shorter rows xxhash keeps the interpreter lock, so threads gain nothing."""
 _EMPTY_ROW = xxh3_128_digest(b"")
 
 
 class Fragment(NamedTuple):
-    """A rectangle of a tensor's matrix view whose rows are not complete on this node, with its bytes.
-
-    Attributes:
-        row, col, rows, cols: the rectangle, columns in elements.
-        data: its elements row by row.
+    """A rectangle (columns in elements) of a tensor's matrix view whose rows are incomplete on this node, with its
+    bytes row by row.
     """
 
     row: int
@@ -63,13 +60,13 @@ class Fragment(NamedTuple):
 
 
 class TensorRows(NamedTuple):
-    """What is known of one tensor's rows.
+    """The known digests of one tensor's rows.
 
     Attributes:
         dtype: safetensors name.
         shape: global shape.
-        runs: (first row, 16 bytes per row) of consecutive rows whose digests are known, ascending and apart.
-        fragments: pieces of rows that are not known.
+        runs: (first row, 16 bytes per row) of consecutive rows with a digest, ascending and not adjacent.
+        fragments: pieces of the other rows.
     """
 
     dtype: str
@@ -78,7 +75,7 @@ class TensorRows(NamedTuple):
     fragments: tuple[Fragment, ...]
 
     def digest(self) -> bytes | None:
-        """The 16-byte digest of the tensor; None where rows are missing."""
+        """Return the 16-byte digest of the tensor; None where rows are missing."""
         rows, known = row_count(self.shape), self.runs
         if not rows:
             return xxh3_128_digest(_EMPTY_ROW * matrix_view(self.shape)[0])
@@ -87,7 +84,7 @@ class TensorRows(NamedTuple):
         return None
 
     def missing(self) -> str:
-        """The rows without a digest, as text: ``"0-3, 7"``."""
+        """Return the rows without a digest, as text: ``"0-3, 7"``."""
         spans: list[str] = []
         end = 0
         for row, digests in (*self.runs, (row_count(self.shape), b"")):
@@ -99,12 +96,12 @@ class TensorRows(NamedTuple):
 
 @lru_cache(1024)
 def row_count(shape: tuple[int, ...]) -> int:
-    """How many rows of a tensor have elements."""
+    """Return the number of a tensor's rows with elements."""
     return matrix_view(shape)[0] if prod(shape) else 0
 
 
 def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
-    """The concatenated digests of the rows of a contiguous uint8 matrix of shape (rows, bytes per row)."""
+    """Return the concatenated digests of the rows of a contiguous uint8 matrix of shape (rows, bytes per row)."""
     rows, length = matrix.shape
     if length in LENGTHS and rows >= worth_while(length):
         return digests(matrix)
@@ -112,27 +109,18 @@ def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
 
 
 class RowBox(NamedTuple):
-    """A rectangle and where its bytes are, row by row.
+    """A rectangle of a tensor, and the place of its bytes, row by row."""
 
-    Attributes:
-        row: the first row in the tensor.
-        start: the first byte in the row.
-        rows: how many rows.
-        width: bytes per row.
-        part: the number of the part.
-        at: the first byte in the part's segment.
-    """
-
-    row: int
-    start: int
+    row: int  # the first row in the tensor
+    start: int  # the first byte in the row
     rows: int
-    width: int
-    part: int
-    at: int
+    width: int  # bytes per row
+    part: int  # number of the part
+    at: int  # the first byte in the part's segment
 
     @property
     def place(self) -> tuple[int, int]:
-        """Part and byte: no other piece has the same."""
+        """Part and byte, unique among the pieces."""
         return self.part, self.at
 
     @property
@@ -144,29 +132,23 @@ class RowBox(NamedTuple):
         return self.start + self.width
 
     def cut(self, row: int, row_stop: int) -> RowBox:
-        """The part of it that lies in these rows."""
+        """Return its part in these rows."""
         if row == self.row and row_stop == self.row + self.rows:
             return self
         at = self.at + (row - self.row) * self.width
         return RowBox(row, self.start, row_stop - row, self.width, self.part, at)
 
     def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Its bytes, of shape (rows, width)."""
+        """Return its bytes, of shape (rows, width)."""
         return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
 
 
 class TensorSpan(NamedTuple):
-    """Whole rows of one width that lie one after another in a part, of any number of tensors: digested at once.
+    """Whole rows of one width that are adjacent in a part, of any number of tensors: digested in one call."""
 
-    Attributes:
-        rows: all of them; of its attributes `row` says nothing.
-        places: of the pieces that they are.
-        ends: for each piece how many bytes of digests there are up to its last row.
-    """
-
-    rows: RowBox
-    places: list[tuple[int, int]]
-    ends: list[int]
+    rows: RowBox  # all of them; its `row` is meaningless
+    places: list[tuple[int, int]]  # of their pieces
+    ends: list[int]  # for each piece the bytes of digests up to its last row
 
     def cut(self, digests: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
         """Yield the place of each piece and its digests, from those of all rows."""
@@ -177,7 +159,7 @@ class TensorSpan(NamedTuple):
 
 
 def spans(pieces: Iterable[RowBox]) -> list[TensorSpan]:
-    """Pieces of whole rows, together where they lie together, up to what is digested at a time."""
+    """Merge adjacent pieces of whole rows, up to the bytes of one task."""
     groups: list[list[RowBox]] = []
     last, nbytes = None, 0
     for piece in sorted(pieces, key=attrgetter("part", "at")):
@@ -200,12 +182,9 @@ def spans(pieces: Iterable[RowBox]) -> list[TensorSpan]:
 
 
 class TensorPlan:
-    """How to digest the rows of one tensor.
+    """The steps to digest the rows of one tensor.
 
-    Args:
-        name: the tensor's name.
-        kind: its dtype and global shape.
-        pieces: what is held of it.
+    `kind`: its dtype and global shape; `pieces`: its pieces on this node.
     """
 
     def __init__(self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[RowBox]) -> None:
@@ -226,14 +205,14 @@ class TensorPlan:
         self._only = self._batches[0][0] if single and self._row_bytes < _POOL_ROW_BYTES else None
 
     def whole(self) -> Iterator[RowBox]:
-        """The pieces of whole rows that threads would not speed up."""
+        """Yield the pieces of whole rows that threads would not speed up."""
         if self._row_bytes < _POOL_ROW_BYTES:
             yield from (batch[0] for batch in self._batches if len(batch) == 1)
 
     def digest(
         self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[tuple[int, int], bytes]
     ) -> TensorRows:
-        """The rows' digests, where they are not among those that were made elsewhere."""
+        """Digest the rows that `elsewhere` has no digests of."""
         if self._only is not None:  # a small tensor, of which there may be many
             only = self._only
             digests = elsewhere.get(only.place) or rows_digest(only.data(views))
@@ -274,17 +253,17 @@ def _bands(name: str, pieces: Sequence[RowBox]) -> Iterator[list[RowBox]]:
 
 
 def _batch_digest(band: Sequence[RowBox], views: Sequence[NDArray[np.uint8]]) -> bytes:
-    """The row digests of pieces that together make whole rows."""
+    """Return the row digests of pieces that together make whole rows."""
     if len(band) == 1:
         return rows_digest(band[0].data(views))
-    glued = np.empty((band[0].rows, band[-1].stop), np.uint8)
+    matrix = np.empty((band[0].rows, band[-1].stop), np.uint8)
     for piece in band:
-        glued[:, piece.start : piece.stop] = piece.data(views)
-    return rows_digest(glued)
+        matrix[:, piece.start : piece.stop] = piece.data(views)
+    return rows_digest(matrix)
 
 
 def joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
-    """Runs, given in ascending order, with those that follow each other joined."""
+    """Join adjacent runs, given in ascending order."""
     groups: list[tuple[int, list[bytes]]] = []
     end = -1
     for row, digests in runs:
@@ -296,9 +275,8 @@ def joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
     return tuple((row, b"".join(parts)) for row, parts in groups)
 
 
-# Digests of rows by processes beside this one: an interpreter hashes short rows one at a time, however many threads
-# it has, because xxhash keeps the interpreter lock for less than 64 KiB.
-
+# Digests of rows by other processes: threads cannot hash short rows concurrently, because xxhash keeps the interpreter
+# lock for less than 64 KiB.
 
 _PROGRAM = f"""
 import sys
@@ -307,16 +285,15 @@ from trinity_sync.weights.tensor_rows import serve
 serve()
 """
 _ANSWER_S = 60.0
-"""For a process to answer; one that was stopped is done without."""
+"""Timeout of a process's answer; after it the caller digests the rows itself."""
 RowSpan = tuple[str, int, int, int]
-"""File of a segment, byte at which rows start, how many, and bytes per row."""
+"""File of a segment, first byte of the rows, number of rows, and bytes per row."""
 
 
 class RowProcesses:
-    """Processes that digest rows of segments. They are started at the first use, and end with `close` or with this one.
+    """Processes that digest rows of segments. They start at the first use, and end with `close` or with this process.
 
-    Args:
-        count: how many; the caller of `digest` works beside them.
+    `count`: their number; the caller of `digest` works too.
     """
 
     def __init__(self, count: int) -> None:
@@ -325,11 +302,9 @@ class RowProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def digest(self, spans: Sequence[RowSpan], here: Callable[[int], bytes]) -> list[bytes]:
-        """For each span the 16-byte digests of its rows, one after another.
+        """Return for each span the 16-byte digests of its rows, one after another.
 
-        Args:
-            spans: where the rows are.
-            here: digests one of them, by its number, in this process, which has its share too.
+        `here` digests one span, by its number, in this process, which has its share too.
         """
         with self._lock:
             while len(self._processes) < self._count:
@@ -337,25 +312,25 @@ class RowProcesses:
                 self._processes.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
                 )
-            own, *shares = _shares(spans, 1 + len(self._processes))
-            asked = list(self._processes)
-            for process, share in zip(asked, shares, strict=True):
+            first, *shares = _shares(spans, 1 + len(self._processes))
+            helpers = list(self._processes)
+            for process, share in zip(helpers, shares, strict=True):
                 _ask(process, spans[share.start : share.stop])
             try:
-                found = [here(number) for number in own]
-                for process, share in zip(asked, shares, strict=True):
+                found = [here(number) for number in first]
+                for process, share in zip(helpers, shares, strict=True):
                     answer = _answer(process)
-                    if answer is None:  # it died or was stopped, or could not map the segment: do without
+                    if answer is None:  # it died or was stopped, or could not map the segment
                         self._end()
                     found += [here(number) for number in share] if answer is None else answer
             except BaseException:
-                self._end()  # an answer that nobody takes would be taken for that to the next question
+                self._end()  # an answer left in the pipe would be taken for the next one
                 raise
             return found
 
     def close(self) -> None:
-        """End the processes. They are started again where `digest` is called again."""
-        for process in list(self._processes):  # whoever waits for one that hangs holds the lock
+        """End the processes; a later `digest` starts them again."""
+        for process in list(self._processes):  # before the lock: a caller may have it while it waits for a hung process
             process.kill()
         with self._lock:
             self._end()
@@ -363,7 +338,7 @@ class RowProcesses:
     def _end(self) -> None:
         for process in self._processes:
             process.kill()
-            with suppress(OSError, ValueError):  # what is still in a pipe that nobody reads
+            with suppress(OSError, ValueError):  # drains the pipes
                 process.communicate()
             process.wait()
         self._processes.clear()
@@ -423,11 +398,10 @@ def serve() -> None:
 
 # xxh3_128 of many short rows of one length at a time, in numpy.
 
-
 LENGTHS = range(9, 129)
 """Bytes of a row."""
 _ROWS = 4096
-"""At a time: what is worked out of them stays in the cache."""
+"""Rows per call: the temporaries stay in the cache."""
 _SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -444,12 +418,12 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 def worth_while(length: int) -> int:
-    """Of how many rows on this takes less time than a call of xxhash for each."""
+    """Return the number of rows from which numpy is faster than a call of xxhash for each row."""
     return 512 * _steps(length)
 
 
 def digests(matrix: NDArray[np.uint8]) -> bytes:
-    """The concatenated digests of the rows of a contiguous uint8 matrix; the length of a row is one of `LENGTHS`."""
+    """Return the concatenated digests of the rows of a contiguous uint8 matrix whose row length is one of `LENGTHS`."""
     found = np.empty((len(matrix), 2), ">u8")
     digest = _digest_shortest if matrix.shape[1] <= 16 else _digest_longer
     for first in range(0, len(matrix), _ROWS):
@@ -458,12 +432,12 @@ def digests(matrix: NDArray[np.uint8]) -> bytes:
 
 
 def _steps(length: int) -> int:
-    """How many times 32 bytes of a row, 16 from each side, are mixed in."""
+    """Return how many times 32 bytes of a row, 16 from each side, are mixed in."""
     return (length + 31) // 32
 
 
 def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
-    """Of 9 to 16 bytes."""
+    """Digest rows of 9 to 16 bytes."""
     length = matrix.shape[1]
     first, last = _word(matrix, 0), _word(matrix, length - 8)
     mixed = first ^ last ^ (_SECRET[4] ^ _SECRET[5])
@@ -481,7 +455,7 @@ def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> No
 
 
 def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
-    """Of more than 16 bytes."""
+    """Digest rows of more than 16 bytes."""
     rows, length = matrix.shape
     low, high = np.full(rows, _wrapped(length * _PRIME_1)), np.zeros(rows, np.uint64)
     for step in reversed(range(_steps(length))):  # from the middle of the row outwards
@@ -501,7 +475,7 @@ def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None
 
 
 def _word(matrix: NDArray[np.uint8], at: int) -> Words:
-    """The 8 bytes of each row from one on."""
+    """Return 8 bytes of each row, from byte `at` on."""
     rows, length = matrix.shape
     return np.ndarray((rows,), "<u8", matrix, at, (length,))
 
@@ -511,14 +485,14 @@ def _wrapped(number: int) -> np.uint64:
 
 
 def _folded(a: Words, b: Words) -> Words:
-    """Both halves of the products of 128 bits, combined by exclusive or."""
+    """Return both halves of the products of 128 bits, combined by exclusive or."""
     found = _upper(a, b)
     found ^= a * b
     return found
 
 
 def _upper(a: Words, b: Words) -> Words:
-    """The upper halves of the products of 128 bits."""
+    """Return the upper halves of the products of 128 bits."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
     carry = a_low * b_low
     carry >>= _HALF

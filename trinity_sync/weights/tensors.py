@@ -1,7 +1,7 @@
-"""Where dtype names, digests and model tensors meet torch. Used by backends (sources), explorers (destinations), tests.
+"""Dtype names, digests and model tensors in torch. Used by backends (sources), explorers (destinations), tests.
 
-`version_list` fixes which tensors a version consists of; `state_digest` is the version digest of whole tensors,
-computed where they are: what an explorer holds must digest to what the trainer's ranks published row by row.
+`version_list` fixes the tensors of a version; `state_digest` is the version digest of whole tensors, computed on their
+device: the digest of an explorer's tensors equals the one that the trainer's ranks published row by row.
 """
 
 from __future__ import annotations
@@ -49,17 +49,13 @@ _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 
 def to_torch(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name. Raises ValueError for an unknown one."""
+    """Return the torch dtype of a safetensors name, or raise a ValueError."""
     shards.itemsize(name)
     return _TORCH[name]
 
 
 def from_torch(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype.
-
-    Raises:
-        ValueError: tensors of this dtype do not travel.
-    """
+    """Return the safetensors name of a torch dtype, or raise a ValueError if tensors of it do not travel."""
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -73,7 +69,7 @@ def torch_dtype(text: str) -> torch.dtype:
 
 
 def wire_name(dtype_name: str, wire: str | None) -> str:
-    """The dtype in which a tensor travels: floating ones in `wire`, others and with None all as they are.
+    """Return the dtype in which a tensor travels: floating ones in `wire`, others in their own, all of them for None.
 
     Raises:
         ValueError: an unknown dtype, or a wire dtype that is not floating.
@@ -82,34 +78,31 @@ def wire_name(dtype_name: str, wire: str | None) -> str:
 
 
 def castable(source: str, target: str) -> bool:
-    """Whether values may go from one dtype to the other: between floating ones, else only without a cast."""
+    """Return whether values may be cast from one dtype to the other: between floating ones, or to the same."""
     return source == target or (shards.is_floating(source) and shards.is_floating(target))
 
 
 def rounds(source: str, target: str) -> bool:
-    """Whether a cast loses digits: floating ones to another dtype that is not wider."""
+    """Return whether a cast loses digits: floating ones to another dtype that is not wider."""
     return source != target and castable(source, target) and shards.itemsize(target) <= shards.itemsize(source)
 
 
 def byte_tensor(view: memoryview) -> torch.Tensor:
-    """A uint8 tensor on the bytes of a view, without a copy. Bytes of a read-only view must not be written."""
+    """Return a uint8 tensor on the bytes of a view, without a copy. Bytes of a read-only view must not be written."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 
 def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors that ``save_pretrained`` would write, under the names it would use.
+    """Return the live tensors that ``save_pretrained`` would write, under its names, detached: writes change the model.
 
-    Of tied tensors the one it keeps; no non-persistent buffers; where transformers stores a checkpoint's tensors fused
-    (experts), the views of which the checkpoint's tensors are made. Follows transformers 5
-    ``PreTrainedModel.save_pretrained``, whose own function would clone tensors that lie in one storage.
+    One of tied tensors; no non-persistent buffers; where transformers keeps a checkpoint's tensors fused (experts),
+    views of them. Follows transformers 5 ``PreTrainedModel.save_pretrained``, whose own function would clone tensors
+    that share a storage.
 
     Args:
         model: any module; transformers' conventions apply where it follows them. May be on the meta device.
-
-    Returns:
-        Tensors that share the model's storage, detached: writing to them changes the model.
 
     Raises:
         RunError: tensors overlap without being declared as tied (``save_pretrained`` refuses them too), or a tensor of
@@ -127,7 +120,7 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
-    """What ``save_pretrained`` would write, by name, and which of the model's tensors each is a view of, if any.
+    """Return by name the tensors that ``save_pretrained`` would write, as views of the model's.
 
     Args:
         model: as for `saved_tensors`; no tensor is read, so it is best on the meta device.
@@ -136,30 +129,28 @@ def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
         RunError: tensors overlap without being declared as tied.
     """
     live = _kept(model)
-    # in place of the model's own: each alone in its storage, and contiguous
+    # stand-ins for the model's tensors: each alone in its storage, and contiguous
     held = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
     names = {_storage(tensor): name for name, tensor in held.items()}
     return {name: _saved(tensor, names) for name, tensor in _saved_form(model, held).items()}
 
 
 def version_list(model: torch.nn.Module) -> dict[str, Saved]:
-    """What a version of a model consists of: as `saved_list`, without its `tower`."""
-    still = tower(model)
-    return {name: saved for name, saved in saved_list(model).items() if saved.held not in still}
+    """Return the tensors of a version of a model: those of `saved_list` outside of the `tower`."""
+    frozen = tower(model)
+    return {name: saved for name, saved in saved_list(model).items() if saved.held not in frozen}
 
 
 def version_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors of `version_list`, as `saved_tensors`."""
+    """Return the live tensors of `version_list`, as `saved_tensors` does."""
     names = version_list(model)
     return {name: tensor for name, tensor in saved_tensors(model).items() if name in names}
 
 
 def tower(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the tensors outside the language model of a model for images and text, as the model holds them: texts do
-    not train them. None of any other model.
+    """Return the model's names of the tensors outside the language model, in a model for images and text.
 
-    Args:
-        model: as for `saved_list`.
+    Training on texts does not change them. Other models have none. `model` as for `saved_list`.
     """
     text_config = getattr(getattr(model, "config", None), "get_text_config", None)
     text = None if text_config is None else text_config()
@@ -174,26 +165,26 @@ def tower(model: torch.nn.Module) -> frozenset[str]:
 
 
 def _saved(tensor: torch.Tensor, held: Mapping[int, str]) -> Saved:
-    """Args: a tensor of the saved form; the names of the model's by their storage."""
+    """Describe a tensor of the saved form; `held`: the model's names by their storage."""
     dtype, shape = from_torch(tensor.dtype), tuple(tensor.shape)
     strides = zip(shape, tensor.stride(), row_major(shape), strict=True)
-    stride = tuple(plain if size == 1 else own for size, own, plain in strides)
+    stride = tuple(plain if size == 1 else step for size, step, plain in strides)
     view = Saved(dtype, shape, held.get(_storage(tensor)), stride, int(tensor.storage_offset()))
     return view if view.held is not None and is_rectangular(view) else Saved(dtype, shape, None)
 
 
 def _view(live: Mapping[str, torch.Tensor], saved: Saved) -> torch.Tensor:
-    assert saved.held is not None, "the caller has looked"
+    assert saved.held is not None, "the caller has checked"
     held = live[saved.held]
     if tuple(held.shape) == saved.shape and saved.stride == row_major(saved.shape):
         return held
     if not held.is_contiguous():
-        raise RunError(f"{saved.held} is not contiguous, so what is saved of it cannot be read or written in place")
+        raise RunError(f"{saved.held} is not contiguous, so its saved form cannot be read or written in place")
     return held.as_strided(saved.shape, saved.stride, held.storage_offset() + saved.offset)
 
 
 def _kept(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors that are saved, under its own names."""
+    """Return the model's tensors that are saved, under the model's names."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -203,7 +194,7 @@ def _kept(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _tied_duplicates(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names to leave out: of tensors with the same bytes, those declared as tied, unless none would be left."""
+    """Return the names to leave out: of tensors with the same bytes, those declared as tied, but not all of them."""
     declared = [
         re.compile(f"{prefix}.{pattern}" if prefix else pattern)
         for prefix, module in model.named_modules()
@@ -225,7 +216,7 @@ def _tied_duplicates(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) 
 
 
 def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Groups of names whose tensors overlap, names sorted. Tensors apart in one storage are groups of one."""
+    """Yield groups of names whose tensors overlap, names sorted. Tensors that only share a storage are groups of 1."""
     storages: dict[int, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         storages[_storage(tensor)].append(name)
@@ -243,11 +234,11 @@ def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, it also tells storages on the meta device apart
+    return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, unique on the meta device too
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """(first, last + 1) byte in the storage."""
+    """Return (first, last + 1) byte in the storage."""
     start = int(tensor.storage_offset())
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((int(size) - 1) * int(stride) for size, stride in strides) if tensor.numel() else 0
@@ -264,7 +255,7 @@ def _saved_form(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[
 
 
 def state_digest(named: Mapping[str, torch.Tensor], wire: WireFormat | str | None) -> str:
-    """The version digest (hex) of whole tensors, in the dtypes of the wire, which are cast a few MiB at a time.
+    """Return the version digest (hex) of whole tensors in wire dtypes, cast a few MiB at a time.
 
     Args:
         named: tensors on any device, by Hugging Face name.
@@ -279,7 +270,7 @@ def state_digest(named: Mapping[str, torch.Tensor], wire: WireFormat | str | Non
 def digest_entry(
     name: str, tensor: torch.Tensor, wire: WireFormat | str | None
 ) -> tuple[str, str, tuple[int, ...], bytes]:
-    """(name, dtype, shape, 16-byte digest) of one whole tensor: what `version_digest` takes of each.
+    """Return (name, dtype, shape, 16-byte digest) of one whole tensor, for `version_digest`.
 
     For weights that are not all in memory at a time; arguments and errors as of `state_digest`.
     """
@@ -288,7 +279,8 @@ def digest_entry(
 
 
 def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
-    """16 bytes for each row of a tensor (a slice along dim 0; of fewer than two dimensions: one row), cast to `dtype`.
+    """Return 16 bytes for each row of a tensor (a slice along dim 0; of fewer than two dimensions: one row), cast to
+    `dtype`.
 
     Args:
         tensor: detached, on any device, of any strides.
@@ -314,22 +306,22 @@ def _long_row_digest(row: torch.Tensor, dtype: str) -> bytes:
 
 
 def _wire_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
-    """The bytes of a tensor in a dtype, uint8 and flat; a view of the tensor where nothing has to change."""
+    """Return the bytes of a tensor in a dtype, uint8 and flat; a view of the tensor if possible."""
     flat = tensor.to(to_torch(dtype)).cpu().contiguous().view(-1)
     view: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return view
 
 
-# A model in one dtype, but for what stays in fp32, as `from_pretrained` of transformers would have it.
+# Tensors that stay in fp32, as with `from_pretrained` of transformers.
 
 
 def kept_by_class(model: torch.nn.Module, dtype: str) -> tuple[str, ...]:
-    """Parts of names of the tensors that `from_pretrained` would hold in fp32 when asked for another dtype.
+    """Return name patterns of the tensors that `from_pretrained` keeps in fp32 when asked for another dtype.
 
     Those of `_keep_in_fp32_modules_strict`, in fp16 also those of `_keep_in_fp32_modules`.
 
     Args:
-        model: of transformers; of others nothing is kept. May be on the meta device.
+        model: of transformers; others have none. May be on the meta device.
         dtype: safetensors name.
     """
     plan = getattr(model, "_get_dtype_plan", None)
@@ -337,17 +329,14 @@ def kept_by_class(model: torch.nn.Module, dtype: str) -> tuple[str, ...]:
 
 
 def hold_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Cast what is to be kept of a model to fp32, in place, and leave all else as it is.
+    """Cast the tensors of a model that the patterns match to fp32, in place, and return their saved names.
 
     Args:
         model: any module, its tensors on any device.
-        patterns: parts of the names that tensors are saved by, see `kept_names`.
-
-    Returns:
-        These names.
+        patterns: patterns of saved names, see `kept_names`.
 
     Raises:
-        ConfigError: of what the model holds as one tensor only some is to be kept.
+        ConfigError: the patterns match only some of the saved tensors that one tensor of the model contains.
     """
     names, kept = _kept_tensors(model, patterns)
     for tensor in kept:
@@ -356,13 +345,14 @@ def hold_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def cast_model(model: torch.nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> None:
-    """Cast what a state dict has of a model in place, but for tensors that are to be kept. What it computes by itself,
-    such as rotary frequencies, stays as it is, as with `from_pretrained`.
+    """Cast the floating tensors of a model's state dict in place, except those that the patterns match.
+
+    Computed buffers, such as rotary frequencies, stay as they are, as with `from_pretrained`.
 
     Args:
         model: any module, its tensors on any device.
         dtype: a floating one.
-        keep: parts of the names that tensors are saved by, see `kept_names`.
+        keep: patterns of saved names, see `kept_names`.
 
     Raises:
         ConfigError: as of `hold_fp32`.
@@ -374,19 +364,21 @@ def cast_model(model: torch.nn.Module, dtype: torch.dtype, keep: Iterable[str]) 
 
 
 def _kept_tensors(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[list[str], list[torch.Tensor]]:
-    """The floating tensors that patterns mean, by the names they are saved by; and what the model holds them in."""
+    """Return the saved names of the floating tensors that the patterns match, and the model's tensors that contain
+    them.
+    """
     saved, live = saved_list(model), model.state_dict(keep_vars=True)
     floating = {name: tensor for name, tensor in saved.items() if is_floating(tensor.dtype)}
-    meant = kept_names(patterns, floating)
+    matched = kept_names(patterns, floating)
     tensors = []
     for held, names in by_held(floating).items():
-        others = [name for name in names if name not in meant]
+        others = [name for name in names if name not in matched]
         if not others:
             tensors.append(live[held])
         elif len(others) < len(names):
-            kept = next(name for name in names if name in meant)
+            kept = next(name for name in names if name in matched)
             raise ConfigError(
                 f"sync.keep_fp32 keeps {kept} in fp32 and not {others[0]}, which the model holds as one tensor, "
                 f"{held}, of one dtype; keep all of it, or nothing"
             )
-    return sorted(meant), tensors
+    return sorted(matched), tensors

@@ -1,7 +1,7 @@
-"""In which dtype each tensor of a version travels: the wire dtype, but for those that are kept in fp32.
+"""The dtype in which each tensor of a version travels: the wire dtype, or fp32 for some.
 
-Which are kept is settled once, by name: `kept_names` of a user's list, or of what transformers keeps of the model's
-class. No torch here, so that manifests and the control plane can hold a `WireFormat`.
+The fp32 tensors are chosen once, by name: `kept_names` of a user's list, or of transformers' list for the model's
+class. No torch here, so that manifests and the control plane can use a `WireFormat`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class WireFormat:
     """The dtypes of a version.
 
     Args:
-        dtype: of floating tensors, as safetensors names it; None: each as it is.
-        keep_fp32: names of the tensors that travel in fp32 nevertheless.
+        dtype: of floating tensors, as safetensors names it; None: each in its own.
+        keep_fp32: names of the tensors that travel in fp32 instead.
 
     Raises:
         ValueError: the dtype is unknown, or not a floating one.
@@ -37,10 +37,8 @@ class WireFormat:
             raise ValueError(f"wire dtype {self.dtype} is not a floating one, such as BF16")
 
     def of(self, name: str, dtype_name: str) -> str:
-        """The dtype in which a tensor travels that is held in another: integers as they are.
-
-        Raises:
-            ValueError: an unknown dtype.
+        """Return the dtype in which a tensor of this dtype travels: integers in their own. A ValueError for an unknown
+        dtype.
         """
         if not shards.is_floating(dtype_name):
             return dtype_name
@@ -48,55 +46,54 @@ class WireFormat:
 
     @classmethod
     def seen(cls, dtype: str, published: Mapping[str, str]) -> WireFormat:
-        """What a version follows whose wire dtype is `dtype`, from the dtype in which each tensor is published."""
-        return cls(dtype, frozenset(name for name, its in published.items() if its == FP32 != dtype))
+        """Return the format of a version whose wire dtype is `dtype`, from each tensor's published dtype."""
+        return cls(dtype, frozenset(name for name, actual in published.items() if actual == FP32 != dtype))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that a manifest holds."""
+    def to_json(self) -> dict[str, object]:
         return {"dtype": self.dtype, "keep_fp32": sorted(self.keep_fp32)}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> WireFormat:
-        """Make it from what `to_json` returned.
+        """Restore it from `to_json`.
 
         Raises:
             ValueError, KeyError, TypeError: it is damaged.
         """
         kept = body["keep_fp32"]
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
-            raise ValueError(f"what is kept in fp32 is {kept!r}; expected names")
+            raise ValueError(f"keep_fp32 is {kept!r}; expected a list of names")
         return cls(body["dtype"], frozenset(kept))
 
 
 def as_wire(wire: WireFormat | str | None) -> WireFormat:
-    """The policy that keeps nothing, where only a dtype is given."""
+    """Return the format, with no fp32 tensors if only a dtype is given."""
     return wire if isinstance(wire, WireFormat) else WireFormat(wire)
 
 
 def found_in(pattern: str, name: str) -> bool:
-    """Whether an entry of a list of tensors to keep means this one.
+    """Return whether an entry of a list of tensors to keep matches this name.
 
-    As in transformers 5: the entry stands anywhere in the name, and ``*`` in it stands for any characters.
+    As in transformers 5: anywhere in the name, and ``*`` stands for any characters.
     """
     return re.search(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
 def kept_names(patterns: Iterable[str], names: Collection[str], *, strict: bool = False) -> frozenset[str]:
-    """The names that a list means.
+    """Return the names that the patterns match.
 
     Args:
         patterns: see `found_in`.
         names: of all tensors of the model.
-        strict: a user wrote the list, so each entry has to mean something.
+        strict: a user wrote the list, so each entry has to match a name.
 
     Raises:
-        ConfigError: names entries that mean nothing.
+        ConfigError: names entries that match nothing.
     """
     found = {pattern: {name for name in names if found_in(pattern, name)} for pattern in patterns}
     idle = sorted(pattern for pattern, of_it in found.items() if not of_it)
     if strict and idle:
         raise ConfigError(
             f"sync.keep_fp32 names {', '.join(map(repr, idle))}, found in the name of no tensor of this model, which "
-            f"has such as {', '.join(sorted(names)[:3])}; correct it, or leave it out"
+            f"has for instance {', '.join(sorted(names)[:3])}; correct it, or leave it out"
         )
     return frozenset[str]().union(*found.values())

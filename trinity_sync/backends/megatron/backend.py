@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,12 +21,12 @@ from trinity_sync.backends.megatron import writer
 from trinity_sync.backends.megatron.bridges import Geometry, LocalShard, dtypes_of, pieces
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.megatron_families import saved_layout
-from trinity_sync.backends.megatron.writer import PlannedWrite, finalise, gather_parameters, gathers_late
+from trinity_sync.backends.megatron.writer import finalise, gather_parameters, gathers_late
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.backends.saved_tensors import saved_by
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
-from trinity_sync.models.model_folder import local_folder
+from trinity_sync.models.hub import local_folder
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
@@ -210,9 +209,6 @@ def _places(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Paramete
 # Full checkpoints of the Megatron engine, in verl's folders (`model/`, `optimizer/`, `extra/`, `ckpt_contents.json`).
 
 
-_CONTENTS = "ckpt_contents.json"
-
-
 class Checkpoints:
     """Saves and loads the training state of an engine. All methods are collective.
 
@@ -245,25 +241,18 @@ class Checkpoints:
         """
         pending = self._trees.plan(folder, writer.ALL)
         copying = self._trees.copy(pending, in_background=in_background)
-        return copying, lambda: self._write(folder, pending, copying, meeting, durable)
 
-    def _write(
-        self, folder: Path, pending: list[PlannedWrite], copying: Copying, meeting: RankMeeting, durable: bool
-    ) -> list[Path | FileTuple]:
-        large, small = finalise(pending, meeting, lambda: copying.wait_whole(meeting.timeout_s), durable=durable)
-        if dist.get_rank() == 0:
-            small += self._write_metadata(folder)
-        known = [(path.relative_to(folder).as_posix(), size, digest) for path, size, digest in large]
-        return [*known, *small]
+        def write() -> list[Path | FileTuple]:
+            written = finalise(pending, copying, meeting, folder, durable=durable)
+            return [*written, *self._write_small(folder)]
 
-    def _write_metadata(self, folder: Path) -> list[Path]:
-        assert self._files is not None, "rank 0 writes"
-        made = self._files.write(folder / "model" / "huggingface")
-        self._manager._save_transformer_config(str(folder))
-        contents = self._manager._build_checkpoint_manifest(str(folder), 0, saved_any_dist_ckpt=True)
-        contents["layout"] = writer.layout(self._manager)
-        (folder / _CONTENTS).write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
-        return [*made, folder / "transformer_config.json", folder / _CONTENTS]
+        return copying, write
+
+    def _write_small(self, folder: Path) -> list[Path]:
+        if self._files is None:
+            return []
+        small = writer.small_files(self._manager, self._files)
+        return ModelFiles(small | writer.contents_file(self._manager, 0, has_trees=True)).write(folder)
 
     def load(self, folder: Path, *, restore_rng: bool = True) -> None:
         """Restore model, optimizer and the place in the schedule, whose settings stay as they are; with `restore_rng`,

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
@@ -51,6 +53,8 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import optimizer_state
+from trinity_sync.models.files import ModelFiles
+from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.shard_file import DigestedFile
 from trinity_sync.weights.staging import Copying, HostMemory
 
@@ -199,42 +203,42 @@ class HostCopies:
 
 
 def finalise(
-    pending: Sequence[PlannedWrite], meeting: RankMeeting, wait_copied: Callable[[], None], *, durable: bool
-) -> tuple[list[_Written], list[Path]]:
-    """Write all of them and make them checkpoints. Collective, on a thread of its own.
+    pending: Sequence[PlannedWrite], copying: Copying, meeting: RankMeeting, base: Path, *, durable: bool
+) -> list[Path | FileTuple]:
+    """Write the trees of one save and make them checkpoints. Collective, on a background thread of every rank.
 
     Args:
-        pending: the state dicts of one save.
+        pending: the planned trees.
+        copying: their copy; its errors fail the save on all ranks.
         meeting: the meeting of that save's ranks.
-        wait_copied: returns when what is pending is copied; what it raises fails the save on all ranks.
-        durable: have the large files on the disk.
+        base: the folder to which the entries of the large files are relative.
+        durable: fsync the large files.
 
     Returns:
-        The large files that this rank has written, and the small ones.
+        The files of this rank: the large ones as entries, the small ones as paths.
 
     Raises:
-        RunError: on all ranks, where one could not write; says which, and why.
+        RunError: on all ranks, when one rank failed; names the rank and its error.
     """
-    large: list[_Written] = []
-    small: list[Path] = []
+    found: list[Path | FileTuple] = []
 
     def write() -> list[list[WriteResult]]:
-        wait_copied()
+        copying.wait_whole(meeting.timeout_s)
         results = []
         for one in pending:
-            found, written = one.write(durable=durable)
-            results.append(found)
-            large.extend(written)
+            result, written = one.write(durable=durable)
+            results.append(result)
+            found.extend((path.relative_to(base).as_posix(), size, digest) for path, size, digest in written)
         return results
 
     def close() -> list[None]:
         for index, one in enumerate(pending):
-            small.extend(one.close([found[index] for found in everyone]))
+            found.extend(one.close([result[index] for result in everyone]))
         return [None] * meeting.ranks
 
     everyone = meeting.gather("write its share", write)
     meeting.scatter("write the metadata", close)
-    return large, small
+    return found
 
 
 # The states of all random generators of a rank.
@@ -403,3 +407,31 @@ def layout(manager: MegatronCheckpointManager) -> dict[str, int | str]:
         "ep": parallel_state.get_expert_model_parallel_world_size(),
         "optimizer_format": content.get("distrib_optim_sharding_type", "none"),
     }
+
+
+# The small files of rank 0, by which verl and its tools read the trees.
+
+
+CONFIG, CONTENTS = "transformer_config.json", "ckpt_contents.json"
+HUGGING_FACE = "model/huggingface"
+
+
+def small_files(manager: MegatronCheckpointManager, files: ModelFiles) -> dict[str, bytes]:
+    """Return Megatron's config and the model's own files, by path relative to the checkpoint.
+
+    Args:
+        manager: verl's, on rank 0.
+        files: of the model, without its weights.
+    """
+    with TemporaryDirectory() as folder:
+        manager._save_transformer_config(folder)
+        config = Path(folder, CONFIG).read_bytes()
+    return {CONFIG: config, **{f"{HUGGING_FACE}/{path}": data for path, data in files.contents.items()}}
+
+
+def contents_file(manager: MegatronCheckpointManager, step: int, *, has_trees: bool) -> dict[str, bytes]:
+    """Return `ckpt_contents.json`: what verl notes about a save, and the layout of the engine."""
+    with TemporaryDirectory() as folder:  # verl makes folders when it names them
+        contents = manager._build_checkpoint_manifest(folder, step, has_trees)
+    contents["layout"] = layout(manager)
+    return {CONTENTS: (json.dumps(contents, indent=2, sort_keys=True) + "\n").encode()}

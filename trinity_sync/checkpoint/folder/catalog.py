@@ -34,7 +34,7 @@ from trinity_sync.checkpoint.folder.contents import (
 from trinity_sync.checkpoint.folder.owner import read_mark
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import digest_file, walk
-from trinity_sync.protocol.parts import FULL, FileEntry, Kind, missing_rank_files
+from trinity_sync.protocol.parts import FULL, FileEntry, Kind, missing_rank_files, rank_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +444,7 @@ def recognise(folder: Path) -> tuple[str, int]:
     ranks = _ranks(actor)
     if not ranks:
         raise RunError(f"{folder} has neither {MANIFEST} nor verl's FSDP shards below actor/")
-    wanted = [f"{name}_world_size_{ranks}_rank_{rank}.pt" for name in _PARTS for rank in range(ranks)]
+    wanted = [rank_file(name, ranks, rank) for name in _PARTS for rank in range(ranks)]
     absent = [name for name in wanted if not (actor / name).exists()]
     if absent:
         raise RunError(f"{folder} is not whole: actor/{absent[0]} is missing")

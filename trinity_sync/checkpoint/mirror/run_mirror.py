@@ -32,6 +32,7 @@ from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import run_when_idle
 from trinity_sync.host.urls import local_folder
 from trinity_sync.protocol.retention import Policy
+from trinity_sync.tracking.events import FaultEvent, MirrorEvent
 
 if TYPE_CHECKING:
     from trinity_sync.actors.monitor_client import MonitorClient
@@ -203,7 +204,7 @@ class Uploads:
         owner: the run.
         policies: retention, for a mirror that keeps the same.
         start: the step after which this attempt goes on; None: it is the first, or not known.
-        report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
+        report: gets the events, in the queue's thread.
         on_idle: called there when there is nothing left to do.
         clock: Unix seconds.
     """
@@ -217,7 +218,7 @@ class Uploads:
         owner: Owner,
         policies: Sequence[Policy],
         start: int | None,
-        report: Callable[[str, dict[str, object]], object],
+        report: Callable[[MirrorEvent | FaultEvent], object],
         on_idle: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -319,7 +320,7 @@ class Uploads:
         if lease is None:
             reason = "retention deleted it here before its turn came"
             self._settle(step)
-            self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
+            self._told(step, "skipped", 0, 0.0, reason)
             return
         work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
         if self._claims:
@@ -333,7 +334,7 @@ class Uploads:
         self._claims = False
         if problem is not None:
             self._fault(where, without_secrets(problem, self._place, self._settings.options))
-        self._told(step, state="copied", bytes=sent, total_s=max(0.0, self._clock() - started))
+        self._told(step, "copied", sent, max(0.0, self._clock() - started))
         with self._changed:
             # The place answers again, so what was put off has another chance.
             self._waiting.extend(other for other in self._given_up if other not in self._waiting)
@@ -374,11 +375,13 @@ class Uploads:
             if step is not None and problem is not None:
                 (self._lost if final else self._given_up)[step] = problem
 
-    def _told(self, step: int, **fields: object) -> None:
-        self._report("mirror", {"step": step, "url": shown(self._place), **fields})
+    def _told(self, step: int, state: str, nbytes: int, total_s: float, reason: str | None = None) -> None:
+        self._report(
+            MirrorEvent(step=step, url=shown(self._place), state=state, bytes=nbytes, total_s=total_s, reason=reason)
+        )
 
     def _fault(self, where: str, text: str) -> None:
-        self._report("fault", {"where": where, "error": text})
+        self._report(FaultEvent(where=where, error=text))
 
 
 # ---- done at the mirror, in a process of its own

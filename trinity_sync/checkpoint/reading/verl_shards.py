@@ -37,6 +37,7 @@ from trinity_sync.checkpoint.reading.pieces import (
 from trinity_sync.errors import RunError
 from trinity_sync.models.files import CONFIG
 from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
+from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights import lora, shards
 from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
@@ -108,7 +109,7 @@ def shard_files(folder: Path) -> list[Path]:
         (world_size,) = sizes
     missing = [rank for rank in range(world_size) if (world_size, rank) not in found]
     if missing:
-        name = f"model_world_size_{world_size}_rank_{missing[0]}.pt"
+        name = rank_file("model", world_size, missing[0])
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WeightsError(f"{folder / name} is missing{more}: a model of {world_size} ranks needs the files of all")
     return [found[world_size, rank] for rank in range(world_size)]

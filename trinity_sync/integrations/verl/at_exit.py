@@ -1,7 +1,7 @@
-"""The end of a verl program, which waits for nothing: what was saved last is finished first, and a failure is one.
+"""The end of a verl program: the newest saves are finished first, and a lost checkpoint makes the exit code 1.
 
-SIGTERM and SIGHUP end such a program at once. Here they first wait for the save under way, while the trainer goes on:
-it may be inside a collective call of that save. The program then ends as it would have ended without us.
+SIGTERM and SIGHUP end a program at once. Here they wait for the save under way, while the trainer goes on, as it may be
+in a collective call of that save. Then the program's own handler ends it.
 """
 
 from __future__ import annotations
@@ -24,64 +24,63 @@ from trinity_sync.host.interrupts import call_in_forks
 from trinity_sync.integrations.verl.vendor import say
 
 SIGNAL_S = 20.0
-"""After a signal, saves under way have so long to be committed, seconds. Slurm and torchrun kill after 30 s."""
+"""Timeout, after a signal, for saves under way to be committed, seconds. Slurm and torchrun kill after 30 s."""
 
 _SILENT_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _BY_HANDLER = 128
-"""Added to the number of a signal in the pipe: our handler has written it, and not the interpreter."""
+"""Added to a signal's number in the pipe by our handler; the interpreter writes the number alone."""
 
 
 class Saves(ABC):
-    """What has saves of a program: a checkpoint manager, or what follows their commits."""
+    """An owner of saves or of work that follows commits, such as a checkpoint manager."""
 
     def settle_at_exit(self) -> None:  # noqa: B027 (not all have something to tell)
-        """Tell what others wait for, when the main thread has ended. Does not wait for them."""
+        """Report what other processes wait for, when the main thread has ended. Does not wait for them."""
 
     @abstractmethod
     def finish(self, limit_s: float | None) -> None:
-        """Return when all saves are complete, or have failed.
+        """Wait until all saves are complete or have failed.
 
         Args:
-            limit_s: after a signal, seconds: those under way, on a thread of its own, while the trainer goes on. None:
-                at the end, after `settle_at_exit` of all.
+            limit_s: after a signal: timeout in seconds for the saves under way; called on a thread of its own while the
+                trainer goes on. None: at the end of the program, after `settle_at_exit` of all owners.
         """
 
 
-# Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.
+# Strong references: the trainer may be gone before its last save is finished.
 _managers: list[Saves] = []
 _failed = False
 _process: int
 
 _libc = ctypes.CDLL(None)
-_SIGACTION_BYTES = 256  # more than any libc's
+_SIGACTION_BYTES = 256  # more than any libc needs
 _before: dict[int, tuple[Any, bytes]] = {}
-"""What ours stand in for: the handler as Python knows it, and what the kernel calls, of which Python may not know: Ray
-has a handler of its own.
+"""The replaced handlers: Python's, and the kernel's action, which may be one that Python does not know, such as Ray's.
 """
 _pipe: tuple[int, int] | None = None
 _due: dict[int, bool] = {}
-"""Signals that came: whether the saves are finished, so that the handler of before is called."""
+"""Signals that came; True when the saves are finished, so that the earlier handler may run."""
 _no_signal, _ended = threading.Event(), threading.Event()
 _no_signal.set()
 
 
 class SavesOfWorkers(Saves):
-    """The saves of a program under Ray, for its driver: at the driver's end Ray kills the workers at once."""
+    """The saves of a program under Ray, for its driver: Ray kills the workers when the driver ends."""
 
     def finish(self, limit_s: float | None) -> None:
-        """Return when the saves under way are committed; errors as for `local_run.finish_saves_of_workers`."""
+        """Wait until the saves under way are committed; errors as for `local_run.finish_saves_of_workers`."""
         from trinity_sync.integrations.verl.local_run import COMMIT_S, finish_saves_of_workers  # loads torch
 
         finish_saves_of_workers(COMMIT_S if limit_s is None else limit_s)
 
 
 def finish_at_exit(manager: Saves) -> None:
-    """Have the process end only when all saves of this manager are complete, or have failed; see `_heed_signals`."""
+    """Delay the end of the process until all saves of this owner are complete or have failed; also after a signal."""
     global _process
     if not _managers:
-        # Not `atexit`: from Python 3.12 on no thread can be started in what that calls. The interpreter waits for this
-        # one before it calls anything.
+        # Not `atexit`: from Python 3.12 on, its handlers cannot start threads. The interpreter waits for this
+        # thread first.
         threading.Thread(target=_finish_after_main, name="saves-at-exit", daemon=False).start()
     _process = os.getpid()
     _managers.append(manager)
@@ -89,7 +88,7 @@ def finish_at_exit(manager: Saves) -> None:
 
 
 def end_as_failed() -> None:
-    """Give the process the exit code 1 if a save failed at its end. To be called by the handler that runs last."""
+    """Set the exit code to 1 if a save failed at the end. Called by the exit handler that runs last."""
     if _failed and os.getpid() == _process:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -107,7 +106,7 @@ def _finish_after_main() -> None:
 
 
 def _finish() -> bool:
-    """Finish all saves; return whether none has failed."""
+    """Finish all saves; return whether none failed."""
     done = [_aloud(manager.settle_at_exit) for manager in list(_managers)]
     return all([*done, *[_aloud(partial(manager.finish, None)) for manager in list(_managers)]])
 
@@ -125,11 +124,10 @@ def _aloud(do: Callable[[], None]) -> bool:
 
 
 def _heed_signals() -> None:
-    """Have SIGTERM and SIGHUP wait for the saves under way, once in a process. Nothing changes outside the main thread,
-    where Python sets no handlers, and for a signal that is ignored.
+    """Let SIGTERM and SIGHUP wait for the saves under way, once in a process. Only in the main thread, where Python
+    sets handlers, and not for an ignored signal.
 
-    The handler that was there before is called afterwards. A handler that the program sets later replaces ours: it
-    decides, and may call ours.
+    The earlier handler is called afterwards. A handler that the program sets later replaces ours and may call it.
     """
     global _pipe
     if _pipe is not None or threading.current_thread() is not threading.main_thread():
@@ -142,9 +140,9 @@ def _heed_signals() -> None:
         if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None):
             _before[number] = before, action
             signal.signal(number, _on_signal)
-    # The interpreter writes to it at once. Our handler has to wait until the main thread leaves a collective call.
+    # The interpreter writes to it at once; our handler has to wait until the main thread leaves a collective call.
     another = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if another != -1:  # of an event loop, in which the main thread waits for signals
+    if another != -1:  # of an event loop in the main thread
         signal.set_wakeup_fd(another)
     call_in_forks(_forget_signals)
 
@@ -154,11 +152,11 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         del _due[number]
         try:
             _before[number][0](number, frame)
-        except BaseException:  # such as SystemExit: it ends the program
+        except BaseException:  # SystemExit, for instance, ends the program
             _ended.set()
             raise
     elif number not in _due and _pipe is not None:
-        with contextlib.suppress(BlockingIOError):  # full of signals, of which the first is enough
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of signals, and one is enough
             os.write(_pipe[1], bytes([number + _BY_HANDLER]))
 
 
@@ -166,20 +164,21 @@ def _watch(reading: int) -> None:
     first = True
     while read := os.read(reading, 1):
         number = read[0] % _BY_HANDLER
-        # A handler that replaced ours decides. Where it calls ours, that writes to the pipe, too. After the first
-        # signal, the interpreter also writes when we send one.
+        # A handler that replaced ours decides, and may call ours, which also writes to the pipe. After the
+        # first signal,
+        # the interpreter also writes when we send one.
         if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
             first, process = False, os.getpid()
             _no_signal.clear()
             _due[number] = False
-            with contextlib.suppress(Exception):  # such as that no thread can be started: the signal matters more
+            with contextlib.suppress(Exception):  # for instance, no thread can be started: the signal matters more
                 finish = [partial(_aloud, partial(one.finish, SIGNAL_S)) for one in _managers]
                 _within_limit(signal.Signals(number).name, finish)
-            # `signal.signal` is for the main thread only. What the kernel calls now may still be Python's, and so ours.
+            # `signal.signal` works in the main thread only, and the kernel's action may still be Python's, and so ours.
             _libc.sigaction(number, _before[number][1], None)
-            while select.select([reading], [], [], 0)[0]:  # what came meanwhile is the same signal
+            while select.select([reading], [], [], 0)[0]:  # the same signal again
                 os.read(reading, 1)
-            # The main thread may hear of the first signal only now. It gets no turn between these two.
+            # The main thread may see the first signal only now. It does not run between these two lines.
             _due[number] = True
             os.kill(process, number)
             _no_signal.set()
@@ -193,7 +192,7 @@ def _action(number: int) -> bytes:
 
 
 def _within_limit(why: str, finish: Sequence[Callable[[], object]]) -> None:
-    """Finish the saves side by side, within `SIGNAL_S`. A full pipe of the output delays nothing."""
+    """Finish the saves concurrently, within `SIGNAL_S`. Output to a full pipe delays nothing."""
     until = time.monotonic() + SIGNAL_S
     ends = [threading.Thread(target=one, daemon=True) for one in finish]
     text = f"{why}: the program ends when its checkpoint is committed, at most {SIGNAL_S:g} s from now"
@@ -212,7 +211,7 @@ def _within_limit(why: str, finish: Sequence[Callable[[], object]]) -> None:
 
 
 def _forget_signals() -> None:
-    """A fork saves nothing: signals mean to it what they meant before. The pipe is its parent's."""
+    """Restore the earlier handlers in a fork, which saves nothing. The pipe belongs to the parent."""
     global _pipe
     if _pipe is None:
         return

@@ -1,11 +1,11 @@
-"""The callback of verl's V1 trainer: a step is committed as soon as it is written, and what became of it is recorded.
+"""The callback of verl's V1 trainer: commits a step as soon as it is written, and records the commit.
 
 ::
 
     trainer.checkpoint_callback_class=trinity_sync.integrations.verl.callback.CheckpointCallback
 
-verl calls it in the driver, when the trainer has written the last file of its own. Without it, that is known only when
-an engine is used again.
+verl calls it in the driver, when the trainer has written its own last file. Without it, the monitor learns that only
+when an engine is used again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, RunMonitor, join_alone
 from trinity_sync.integrations.verl.vendor import is_on, say
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.tracking.events import CommitEvent, PruneEvent
 from trinity_sync.tracking.json_lines import JsonlWriter
 
 EVENTS = "events.jsonl"
-"""In the checkpoint folder: ``commit``, ``prune`` and ``fault``, one JSON object a line."""
+"""The file in the checkpoint folder: ``commit``, ``prune`` and ``fault`` events, one JSON object a line."""
 
 _END_S = 60.0
-"""For what is not recorded yet at the end of the program, seconds."""
+"""Timeout, at the end of the program, for steps that are not recorded, seconds."""
 
 
 class CheckpointCallback(checkpoint_callback.CheckpointCallback):
-    """Tells the checkpoint monitor that all of a step is written, and records its commit, in the background.
+    """Tells the checkpoint monitor that a step is written, and records its commit in the background.
 
-    Nothing here ends the training: what goes wrong is said on standard error, and a step that is lost for it is told
-    by the next save of the engine. What is not recorded by the end of the program is waited for there, for a minute; a
-    step that is lost then gives the process the exit code 1; not so in an actor of Ray, which Ray ends.
+    Errors never end the training: they are printed to standard error, and a lost step is raised by the engine's next
+    save. The end of the program waits up to a minute for commits that are not recorded; a step lost then makes the exit
+    code 1, except in an actor, which Ray ends.
 
     Args:
         config: verl's.
@@ -54,14 +55,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
     def on_save(
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
     ) -> None:
-        """Take note that the trainer has written what it writes itself. Waits until the monitor knows, not for the
-        commit.
-
-        Args:
-            trainer, async_save, kwargs: not used.
-            global_step: the step.
-            checkpoint_dir: its folder.
-        """
+        """Report that the trainer has written its own files. Waits for the monitor's answer, not for the commit."""
         if not is_on():
             return
         try:
@@ -76,7 +70,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
 
 
 class _SavesRecord(Saves):
-    """What became of the steps of a run, as a file.
+    """The commits of a run, recorded in a file.
 
     Raises:
         RunError: the file cannot be opened.
@@ -92,26 +86,26 @@ class _SavesRecord(Saves):
         self._lost: list[TrinityError] = []
 
     def tell_whole(self, step: int) -> None:
-        """Tell the monitor that what belongs beside the engines' files is there."""
+        """Report that the trainer's own files are there."""
         self._client.notify_beside(step, attempt=self._attempt).result(ANSWER_S)
 
     def follow(self, step: int) -> None:
-        """Wait for the commit and record it, in the background. What goes wrong is said."""
+        """Wait for the commit and record it, in the background. Errors are printed."""
         self._following = {one: thread for one, thread in self._following.items() if thread.is_alive()}
         thread = threading.Thread(target=self._follow, args=(step,), name=f"record-{step}", daemon=True)
         self._following[step] = thread
         thread.start()
 
     def settle_at_exit(self) -> None:
-        """Have failures from now on raised by `finish`: no save comes that would tell them."""
+        """Let `finish` raise later errors: no save comes that would raise them."""
         self._ending.set()
 
     def finish(self, limit_s: float | None) -> None:
-        """Return when all steps are recorded.
+        """Wait until all steps are recorded.
 
         Raises:
             RunError: a step was not committed.
-            WaitTimeout: one is neither committed nor given up within the limit, or `_END_S`.
+            WaitTimeout: a step is neither committed nor failed within the limit, or `_END_S`.
         """
         self._ending.set()
         limit = _END_S if limit_s is None else limit_s
@@ -142,7 +136,15 @@ class _SavesRecord(Saves):
 
 
 def _note(log: EventLog, commit: Committed) -> None:
-    told = ("step", "kind", "digest", "bytes", "written_s", "total_s")
-    log.add("commit", **{name: value for name, value in commit.items() if name in told})
+    log.add(
+        CommitEvent(
+            step=commit["step"],
+            kind=commit["kind"],
+            digest=commit["digest"],
+            bytes=commit["bytes"],
+            written_s=commit["written_s"],
+            total_s=commit["total_s"],
+        )
+    )
     for pruned in commit["pruned"]:
-        log.add("prune", **pruned)
+        log.add(PruneEvent(**pruned))

@@ -1,13 +1,13 @@
-"""`CommittedSaves`: what the checkpoint managers of all engines share: the way of a save, from the call to the commit.
+"""Saves of verl's checkpoint managers through the checkpoint monitor: `CommittedSaves`, the base of our managers.
 
 One save, on every rank:
 
-1. earlier saves of this manager are complete, or their failure is raised (all ranks agree);
-2. rank 0 announces the parts to the monitor and hears where to write; all ranks agree;
+1. all ranks agree that earlier saves of this manager are complete, or all raise why one failed;
+2. rank 0 announces the parts to the monitor, which names the staging folder; all ranks agree;
 3. all ranks copy their state, or begin to; all ranks agree;
-4. each part is written in the background, into a staging folder that nobody reads;
-5. the monitor commits, and deletes what neither the limit nor a policy keeps; rank 0 does what else follows a commit,
-   and enforces the limit once more: it may be smaller than another engine's, or a copy may have ended that was held.
+4. each rank writes its parts in the background, into the staging folder;
+5. the monitor commits the step and runs retention; rank 0 then does what follows the commit, and enforces the limit
+   again: it may be smaller than another engine's limit, or a copy that held an old checkpoint may have ended.
 """
 
 from __future__ import annotations
@@ -19,26 +19,82 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.folder.catalog import has_written
 from trinity_sync.checkpoint.folder.contents import read_tracker, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.integrations.verl import interfaces
 from trinity_sync.integrations.verl.at_exit import Saves
-from trinity_sync.integrations.verl.interfaces import OpensMonitor, SaveCopies
 from trinity_sync.integrations.verl.local_run import RunMonitor
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import held_throughout, hold, step_at
 from trinity_sync.protocol.parts import FULL, STATE_DICT, CommitMeta, Kind, beside_file, beside_part, is_beside
 from trinity_sync.sync import Synchronizer
 
+# The contents of a save, by name. Each content is a part of the step, for each rank that writes it.
+MODEL, METADATA, OPTIMIZER, EXTRA, EXPORT = "model", "metadata", "optim", "extra_state", "hf_model"
+STATE = "state"
+"""The trees that the ranks of a Megatron engine write together, without a model that is saved already."""
+DESCRIPTION = "description"
+"""The metadata of a weights-only save of a Megatron engine."""
+WEIGHTS = (MODEL, METADATA, DESCRIPTION)
+OF_FIRST_RANK = (METADATA, EXPORT, DESCRIPTION)
+
+OpensMonitor: TypeAlias = Callable[[str, str | None, float], RunMonitor]
+"""Opens the monitor of a program that does not name its checkpoint folder at its start. Collective. Arguments: the path
+of the first save, the path that was loaded last, and the limit of each wait in seconds. See `local_run.open_monitor`.
+"""
+
+
+def content_part(name: str, rank: int) -> str:
+    """Name the part of one content of a rank."""
+    return name if name in OF_FIRST_RANK else f"{name}-rank-{rank:05d}"
+
+
+def _announcement(role: str) -> str:
+    """A part without files: the parts of this role are known. A full checkpoint waits for one of each role."""
+    return f"{role}/announced"
+
+
+class SaveCopies(Protocol):
+    """Copies one rank's state, save after save, and writes the copies."""
+
+    def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
+        """Copy this rank's contents; the copies of the save before are dropped. Collective.
+
+        Args:
+            step: for errors.
+            todo: names of contents.
+            folder: where the files go.
+            staging: the step's staging folder; file entries are relative to it.
+            durable: fsync the files.
+
+        Returns:
+            A writer for each content of this rank, by name. Errors of a copy in the background are raised there.
+
+        Raises:
+            RunError: on every rank, when one rank failed.
+        """
+        ...
+
+    def give_up(self, name: str, error: BaseException) -> None:
+        """This content will not be written: release the ranks that would write it together with this rank. May be
+        called on any thread.
+        """
+        ...
+
+    def wait_until_copied(self) -> None:
+        """Block until the state may change. Raises WaitTimeout."""
+        ...
+
 
 class CommittedSaves(Saves):
-    """The base of our checkpoint managers; stands before verl's class among the bases of each, which makes `rank`,
-    `world_size` and the rest. The constructor calls `_start_saves`.
+    """The base of our checkpoint managers. Stands before verl's class among the bases, which sets `rank` and
+    `world_size`. The constructor calls `_start_saves`.
     """
 
     rank: int
@@ -46,8 +102,8 @@ class CommittedSaves(Saves):
     previous_global_step: int | None
     previous_saved_paths: list[str]
     trainer_file: str | None = None
-    """What verl's trainer writes by itself in this process, in the step's folder, after each save; for rank 0, the
-    tracker that it writes last is enough.
+    """The file that verl's trainer writes in this process into the step's folder, after each save. Rank 0 needs none:
+    the tracker, which its trainer writes last, is enough.
     """
     _copies: SaveCopies
 
@@ -56,40 +112,32 @@ class CommittedSaves(Saves):
     @property
     @abstractmethod
     def _backend(self) -> str:
-        """The kind of the engine, as manifests name it."""
+        """The kind of the engine, for manifests."""
 
     def _weights(self) -> list[str]:
-        """The contents that a save of the weights alone consists of."""
-        return [interfaces.MODEL, interfaces.METADATA]
+        """The contents of a weights-only save."""
+        return [MODEL, METADATA]
 
     @abstractmethod
     def _check(self, todo: list[str]) -> None:
-        """Check that these contents can be saved.
-
-        Raises:
-            ConfigError: one cannot.
-        """
+        """Raise ConfigError if one of these contents cannot be saved."""
 
     @abstractmethod
     def _check_files(self, local_path: str) -> None:
-        """Check that what is to be loaded is there.
-
-        Raises:
-            RunError: it is not.
-        """
+        """Raise RunError if a file that is to be loaded is missing."""
 
     @abstractmethod
     def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
-        """Load what verl's manager would. Collective."""
+        """Load as verl's manager does. Collective."""
 
     # ---- the run
 
     def _start_saves(self, copies: SaveCopies, run: str | OpensMonitor, timeout_s: float) -> None:
-        """Nothing is saved so far.
+        """Connect to the run.
 
         Args:
-            run: Ray namespace in which `open_run` has started the monitor; or what opens it when the first save says
-                where checkpoints go.
+            run: the Ray namespace in which `open_run` started the monitor, or a function that opens the monitor at the
+                first save.
 
         Raises:
             RunError: there is no checkpoint monitor in the namespace.
@@ -97,9 +145,9 @@ class CommittedSaves(Saves):
         self.previous_saved_paths = []
         self._copies = copies
         self._timeout_s = timeout_s
-        # What this run has saved of its newest step.
+        # The newest step that was saved, and its contents by place in the step's folder.
         self._step: int | None = None
-        self._saved: dict[str, set[str]] = {}  # by place in the step's folder
+        self._saved: dict[str, set[str]] = {}
         self._kinds: set[Kind] = set()
         self._loaded: int | None = None
         self._limit: int | None = None
@@ -116,15 +164,15 @@ class CommittedSaves(Saves):
             self._opens = run
 
     def _open(self, local_path: str) -> None:
-        """See that there is a monitor. Collective where it is to be opened."""
+        """Open the monitor at the first save. Collective then."""
         if self._opens is not None and self._root is None:
             self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
-            self._names_beside = trainer_file_names(together("tell what the trainer writes", lambda: self.trainer_file))
+            files = together("name the files that the trainer writes", lambda: self.trainer_file)
+            self._names_beside = trainer_file_names(files)
             if self._root is not None:
                 self._beside = Beside(self._monitor, self._attempt, self._root, self._timeout_s)
 
     def _use(self, monitor: RunMonitor) -> None:
-        """Save through this monitor from now on."""
         self._monitor = monitor.client
         self._root, self._attempt = monitor.root, monitor.attempt
         self._roles, self._durable = list(monitor.roles), monitor.durable
@@ -138,13 +186,13 @@ class CommittedSaves(Saves):
     def _save(
         self, local_path: str, step: int, kind: Kind, names: list[str], max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Save these contents as a part of the commit of this kind. Collective; returns when `Copies.take` does.
+        """Save these contents for a commit of this kind. Collective; returns when `SaveCopies.take` does.
 
         Args:
-            max_ckpt_to_keep: of a full checkpoint, see `register_checkpoint`; weights are saved under the last one.
+            max_ckpt_to_keep: limit of a full checkpoint, see `register_checkpoint`; weights use the last limit.
 
         Raises:
-            ConfigError, RunError: on every rank; also for what an earlier save failed of.
+            ConfigError, RunError: on every rank; also when an earlier save failed.
         """
         with self._saving:
             self._begin_save(local_path, step, kind, names, max_ckpt_to_keep)
@@ -164,9 +212,9 @@ class CommittedSaves(Saves):
         self.previous_global_step = step
         if todo:
             self._write(local_path, step, kind, todo)
-        elif kind not in self._kinds:  # all of it is written as the other kind
+        elif kind not in self._kinds:  # all of it is saved as the other kind
             if kind == FULL and self._roles:
-                together(f"begin to save step {step}", lambda: self._tell_parts(local_path, step, kind, {}))
+                together(f"begin to save step {step}", lambda: self._announce_parts(local_path, step, kind, {}))
             elif self.rank == 0:
                 commit = self._monitor.monitor_step(step, weights=kind == STATE_DICT, attempt=self._attempt)
                 commit.result(self._timeout_s)
@@ -175,22 +223,22 @@ class CommittedSaves(Saves):
         self._commits.expect(step, kind)
 
     def saved_of(self, step: int) -> set[str]:
-        """Return the contents of a step that this run has saved already, at whichever place."""
+        """Return the contents of a step that this manager has saved, at any place."""
         return {name for names in self._saved.values() for name in names} if self._step == step else set()
 
     def save_state_dict(self, local_path: str | None, global_step: int = 0) -> None:
-        """Save the weights alone, and announce the version when they are committed. Collective; returns when they are
-        copied.
+        """Save the weights alone and announce the version after the commit. Collective; returns when they are copied.
 
-        Nothing is written of weights that are on disk already (those of step 0 that nobody has trained, those that
-        `load_checkpoint` has just read), nor for a second call of the same step. What is a checkpoint of this step
-        already, of whichever run, stays: the weights are then committed beside it, for as long as this run needs them.
+        Weights that are on disk already are not written again: those of step 0, those that `load_checkpoint` has just
+        read, and those of a second call for the same step. An existing checkpoint of this step, of any run, is not
+        replaced: the weights are committed next to it, and deleted when this run does not need them any more.
 
         Args:
             local_path: as for `save_checkpoint`.
+            global_step: the trainer's step.
 
         Raises:
-            Exception: as `save_checkpoint`.
+            ConfigError, RunError: as `save_checkpoint`.
         """
         if local_path is None:
             return
@@ -218,12 +266,12 @@ class CommittedSaves(Saves):
                 self._monitor.fail_step(step, str(error), attempt=self._attempt).result(self._timeout_s)
             raise
         for name, write in writers.items():
-            part = self._coordinator.part(local_path, step, interfaces.part(name, self.rank))
+            part = self._coordinator.part(local_path, step, content_part(name, self.rank))
             give_up = partial(self._copies.give_up, name)
-            self._coordinator.save_async(name, write, step, name in interfaces.WEIGHTS, part=part, on_failure=give_up)
+            self._coordinator.save_async(name, write, step, name in WEIGHTS, part=part, on_failure=give_up)
 
     def _check_earlier(self, step: int) -> None:
-        """Nothing of before is left to be written, and nothing of it failed."""
+        """Wait until earlier saves are written; raise on every rank if one failed."""
 
         def check() -> None:
             self._finish_writing()
@@ -236,26 +284,26 @@ class CommittedSaves(Saves):
             raise
 
     def _begin(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> tuple[Path, Path]:
-        """Return the folder to write to, and the step's staging folder above it. Rank 0 announces the parts."""
+        """Return the folder of the files and the step's staging folder above it. Rank 0 announces the parts."""
         self._check(todo)
         folder = self._coordinator.staged(local_path, step)
         parts = {
-            self._coordinator.part(local_path, step, interfaces.part(name, rank)): name
+            self._coordinator.part(local_path, step, content_part(name, rank)): name
             for name in todo
-            for rank in interfaces.writers(name, self.world_size)
+            for rank in range(1 if name in OF_FIRST_RANK else self.world_size)
         }
         if self._beside is not None and kind == FULL:
             place = partial(self._coordinator.part, local_path, step)
             beside = [place(name) if name is not None else None for name in self._names_beside]
             parts |= {part: part for part in beside if part is not None}
             self._beside.begin(step, beside, self.rank)
-        self._tell_parts(local_path, step, kind, parts)
+        self._announce_parts(local_path, step, kind, parts)
         staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
         return folder, staging
 
     def trainer_went_on(self) -> None:
-        """Take note that the trainer does other things than to save, so that what it has written itself, beside what
-        the engine saved last, is whole: it can be committed. May be called at any time, on any rank.
+        """Report that the trainer has left its save, so its own files of the newest step are whole. On any rank, at any
+        time.
 
         Raises:
             RunError: the monitor is gone.
@@ -265,20 +313,16 @@ class CommittedSaves(Saves):
             self._beside.went_on()
 
     def settle_at_exit(self) -> None:
-        """Tell the monitor, at the end of the program, whether what the trainer writes itself is there; see
-        `Beside.settle`, and for the errors.
-        """
         if self._beside is not None:
             self._beside.settle()
 
     def finish(self, limit_s: float | None) -> None:
-        """Return when all saves are complete, at the end of the program; on other ranks than 0, when this one has
-        written its share, for rank 0 may be waiting for a rank that has failed. After a signal, when the saves under
-        way are committed, and copied where that is asked for: the trainer goes on, on another thread, writes its own
-        files, and takes part in the collective calls of a save that has begun.
+        """Wait for the saves of this manager; see `Saves.finish`.
 
-        Args:
-            limit_s: see `Saves.finish`.
+        At the end of the program rank 0 waits for commits. Other ranks wait for their own parts only, as rank 0 may be
+        waiting for a rank that has failed. After a signal, every rank waits for commits and the copies that follow
+        them, while the trainer goes on in another thread: it writes its own files and takes part in the collective
+        calls of a save that has begun.
 
         Raises:
             Exception: as `wait_on_save_thread`.
@@ -299,24 +343,18 @@ class CommittedSaves(Saves):
             self.wait_on_save_thread()
 
     def finish_writing(self) -> None:
-        """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
-
-        Raises:
-            Exception: what a background save of this rank raised, or of another, if that failed first.
+        """Wait until this rank's parts are written; does not wait for other ranks or the commit. Raises the first error
+        of the step, of any rank.
         """
         if self._root is not None:
             self._finish_writing()
 
     def follow(self, path: str, then: Callable[[], None]) -> bool:
-        """Copy a step's folder, in the background, when it is committed; nobody deletes it meanwhile. What is raised is
-        told at the next save, or by `wait_on_save_thread`.
-
-        Args:
-            path: the folder.
-            then: copies it.
+        """Call `then` in the background when the full checkpoint at `path` is committed; the checkpoint is leased
+        meanwhile. Errors are raised by the next save or by `wait_on_save_thread`.
 
         Returns:
-            Whether its commit is awaited here. Where it is not, nothing is done.
+            False if this manager is not saving that step; nothing is done then.
         """
         if FULL not in self._kinds or step_at(self._root, path) != self._step:
             return False
@@ -325,10 +363,8 @@ class CommittedSaves(Saves):
         follow_with_copy(self._commits, self._root, self._step, then)
         return True
 
-    def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
-        """Announce parts, and which of the contents each is; for a full checkpoint, that those of this role are known.
-        Rank 0; nothing on the others.
-        """
+    def _announce_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
+        """On rank 0, announce the parts (part -> content), and for a full checkpoint that this role is complete."""
         if self.rank != 0:
             return
         roles = self._roles if kind == FULL else []
@@ -342,25 +378,23 @@ class CommittedSaves(Saves):
             step,
             self._attempt,
             kind,
-            [*parts, *(interfaces.announcement(role) for role in roles)],
+            [*parts, *map(_announcement, roles)],
             meta,
-            weights_parts=[part for part, name in parts.items() if name in interfaces.WEIGHTS],
+            weights_parts=[part for part, name in parts.items() if name in WEIGHTS],
         )
         begun.result(self._timeout_s)
         if roles:
-            known = interfaces.announcement(place)
-            announced = self._monitor.notify_finished(step, part=known, attempt=self._attempt, files=[])
-            announced.result(self._timeout_s)
+            known = self._monitor.notify_finished(step, part=_announcement(place), attempt=self._attempt, files=[])
+            known.result(self._timeout_s)
 
     # ---- after a save
 
     def wait_on_save_thread(self) -> None:
-        """Return when all background saves are complete: written by all ranks, committed, the limit enforced.
-
-        Any rank may call it alone.
+        """Wait until all background saves are written by all ranks and committed, and the limit is enforced. Any rank
+        may call it alone.
 
         Raises:
-            Exception: what a background save of this rank raised.
+            Exception: the first error of a background save of this rank.
             RunError: a save failed on another rank.
         """
         if self._opens is not None and self._root is None:
@@ -374,16 +408,16 @@ class CommittedSaves(Saves):
             raise
 
     def wait_until_copied(self) -> None:
-        """Return when what was saved last may change: parameters and optimizer, and where they lie. What the copy fails
-        of fails the save. Raises WaitTimeout.
+        """Block until parameters and optimizer may change or move. Errors of the copy fail the save. Raises
+        WaitTimeout.
         """
         self._copies.wait_until_copied()
 
     def _finish_writing(self) -> None:
-        """Wait for this rank's saves. What failed first in the group is what is raised on each rank: once a step has
-        failed its folder goes, and with it what other ranks are writing to.
+        """Wait for this rank's saves. Raises the first error of the group on each rank: later errors only say that the
+        folder of the failed step is gone.
         """
-        self.wait_until_copied()  # also where what should have written the copy has failed before
+        self.wait_until_copied()  # a writer that failed early has not waited
         try:
             self._coordinator.wait_all()
         except Exception as error:
@@ -393,15 +427,15 @@ class CommittedSaves(Saves):
             raise RunError(f"the checkpoint of step {self._step} failed: {first}") from error
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
-        """A checkpoint was committed: enforce the limit. Rank 0.
+        """Enforce the limit after a commit. Rank 0.
 
-        What there is to delete is what is on disk now, whichever run wrote it. The newest full checkpoint, what is
-        being saved and what somebody holds is never deleted.
+        Checkpoints of all runs in the folder count. The newest full checkpoint, steps that are being saved, and leased
+        or pinned checkpoints are never deleted.
 
         Args:
             new_path: the folder of the new checkpoint.
-            max_ckpt_to_keep: how many full checkpoints stay, beside what the monitor's policies keep; None or 0: no
-                limit.
+            max_ckpt_to_keep: how many full checkpoints stay, in addition to those that the monitor's policies keep;
+                None or 0: no limit.
         """
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)
@@ -410,7 +444,7 @@ class CommittedSaves(Saves):
         self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
 
     def _forget(self) -> None:
-        """The step failed: nothing of it counts as saved."""
+        """Count nothing of the failed step as saved."""
         self._commits.drop()
         self._saved, self._kinds = {}, set()
         if self._beside is not None:
@@ -421,13 +455,13 @@ class CommittedSaves(Saves):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load a checkpoint as verl does. Saves of this manager end first; the folder is held while it is read."""
+        """Load a checkpoint as verl does, after this manager's saves have ended; the step is leased meanwhile."""
         if local_path is None:
             return
         together("load, because an earlier save failed", self.wait_on_save_thread)
         step = step_at(self._root, local_path)
         with ExitStack() as held:
-            # A rank that stops before verl's barrier would leave its peers in it.
+            # Before verl's barrier: a rank that failed there would leave its peers in it.
             together(f"load {local_path}", lambda: self._prepare(local_path, held))
             self._load_as_verl(local_path, hdfs_path, del_local_after_load)
         self._last_loaded = local_path
@@ -446,20 +480,19 @@ def _synchronizer(ray_namespace: str) -> Synchronizer | None:
         return None
 
 
-# What verl's trainer writes itself, beside the files of an engine: parts of a step that the monitor waits for, which
-# are in when the trainer goes on.
+# Files that verl's trainer writes itself: parts that the monitor waits for. They are reported when the trainer goes on.
 
 
-#: At the end of the program other ranks have so long to write a file that is being written, seconds.
 _OTHERS_S = 30.0
+"""Limit, at the end of the program, for other ranks to finish their trainer's file, seconds."""
 _POLL_S = 0.2
 
 
 def trainer_file_names(files: Iterable[str | None]) -> list[str | None]:
-    """Name the part of each rank; None: its trainer writes nothing. Rank 0 always has one, for all that is not told.
+    """Name the part of each rank's trainer file; None: its trainer writes nothing. Rank 0 always has a part.
 
     Args:
-        files: what the trainer writes on each rank, in the step's folder; see `CommittedSaves.trainer_file`.
+        files: `CommittedSaves.trainer_file` of each rank.
     """
     return [
         beside_part(None) if rank == 0 else None if file is None else beside_part(file)
@@ -468,7 +501,7 @@ def trainer_file_names(files: Iterable[str | None]) -> list[str | None]:
 
 
 class Beside:
-    """This rank's part, of the save that was begun last.
+    """This rank's part of the trainer's files, for the newest save.
 
     Args:
         monitor: the checkpoint monitor.
@@ -486,40 +519,35 @@ class Beside:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether this rank's part is to be told of still."""
+        """Whether this rank's part is not reported yet."""
         return self._awaited is not None
 
     def begin(self, step: int, parts: Sequence[str | None], rank: int) -> None:
-        """A save has begun: its parts by rank, with the role's place in the step's folder."""
+        """Await this rank's part of a new save; `parts` are those of all ranks."""
         part = parts[rank]
         self._awaited = (step, part) if part is not None else None
 
     def forget(self) -> None:
-        """The save has failed."""
+        """Report nothing of the failed save."""
         self._awaited = None
 
     def went_on(self) -> None:
-        """The trainer does other things than to save: its files are whole.
-
-        Raises:
-            RunError: the monitor is gone.
-            WaitTimeout: it does not answer.
-        """
+        """Report that the trainer has left its save, so its files are whole. Raises RunError, WaitTimeout."""
         if self._awaited is not None:
             (step, part), self._awaited = self._awaited, None
             finished = self._monitor.notify_finished(step, part=part, attempt=self._attempt, files=[])
             finished.result(self._timeout_s)
 
     def settle(self) -> None:
-        """The program ends: tell the monitor whether the trainer's files are there. They are where it has come to write
-        the tracker, which its rank 0 does last, and on the others where their file is whole. Else the save fails. Where
-        the tracker cannot be read now, that is left to the monitor's end.
+        """At the end of the program, report whether the trainer's files are whole, or fail the save.
 
-        Rank 0 tells it of all, for it may have failed in a step that the others wait in for it.
+        On rank 0 they are whole if the tracker, which the trainer writes last, names the step; on other ranks if the
+        rank's file is whole. Rank 0 reports for all ranks, since it may have failed in a step for which the others
+        wait. An unreadable tracker is left to the end of the monitor.
 
         Raises:
             RunError: the monitor is gone.
-            WaitTimeout: it does not answer; or another rank does not come to write its file. The monitor's end decides.
+            WaitTimeout: it does not answer, or another rank does not write its file.
         """
         if self._awaited is None:
             return
@@ -529,33 +557,33 @@ class Beside:
             tracker = read_tracker(self._root, FULL)
             if tracker.unreadable:
                 return
-            there = tracker.step == step
+            is_whole = tracker.step == step
         else:
-            there = has_written(step_dir(self._root, step), file)
-        if there and file is None:
-            self._tell_of_all(step)
+            is_whole = has_written(step_dir(self._root, step), file)
+        if is_whole and file is None:
+            self._report_all(step)
             self._awaited = None
-        elif there:
+        elif is_whole:
             self.went_on()
         else:
             self._awaited = None
-            why = f"the program ended before its trainer had written {file or 'what belongs beside the engine files'}"
+            why = f"the program ended before its trainer had written {file or 'its files next to those of the engine'}"
             self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
 
-    def _tell_of_all(self, step: int) -> None:
+    def _report_all(self, step: int) -> None:
         deadline = time.monotonic() + _OTHERS_S
         while True:
             self._monitor.notify_beside(step, attempt=self._attempt).result(self._timeout_s)
             status = self._monitor.status(step).result(self._timeout_s)
             awaited = [part for part in status["awaited"] if is_beside(part)]
-            if not awaited or status["state"] == "failed":  # of which nobody waits for a part
+            if not awaited or status["state"] == "failed":
                 return
             if time.monotonic() > deadline:
                 raise WaitTimeout("verl's trainer", f"write what step {step} lacks ({', '.join(awaited)})", _OTHERS_S)
             time.sleep(_POLL_S)
 
 
-# Waiting for commits beside the trainer: rank 0 lets something follow each, and any rank may ask how they went.
+# Waiting for commits in the background, with work that follows them.
 
 
 class Commits:
@@ -576,12 +604,12 @@ class Commits:
         self._open: dict[tuple[int, Kind], None] = {}
 
     def expect(self, step: int, kind: Kind) -> None:
-        """This process has a share in the commit; `wait` waits for it."""
+        """Let `wait` wait for this commit."""
         self._open[step, kind] = None
 
     def follow(self, step: int, kind: Kind, then: Callable[[str | None], None]) -> None:
-        """Call `then` with the folder, in the background, when the step is committed. What it raises, or the commit, is
-        told later.
+        """Call `then` with the folder, in the background, when the step is committed. Errors of both are kept for
+        `raise_failures` and `wait`.
         """
 
         def run() -> None:
@@ -595,22 +623,22 @@ class Commits:
         thread.start()
 
     def following(self) -> list[threading.Thread]:
-        """Return the threads that wait for a commit, or do what follows one."""
+        """Return the threads of `follow`."""
         return list(self._threads)
 
     def raise_failures(self) -> None:
-        """Raise what followed a commit and failed since the last call. Does not wait."""
+        """Raise the first error since the last call. Does not wait."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
 
     def wait(self) -> None:
-        """Wait until all commits are done, and what follows them. Raises what failed first.
+        """Wait for all commits and the work that follows them. Raises the first error.
 
         Raises:
-            RunError: a step failed, on whichever rank; says why.
-            WaitTimeout: it names what is missing.
+            RunError: a step failed, on any rank; says why.
+            WaitTimeout: names what is missing.
         """
         waiting, self._open = list(self._open), {}
         for step, kind in waiting:
@@ -625,7 +653,7 @@ class Commits:
         self.raise_failures()
 
     def drop(self) -> None:
-        """The saves failed, which was told already: wait for no commit of theirs, and do not tell it again."""
+        """Forget commits and errors of saves whose failure was raised already."""
         self._open.clear()
         for thread in self._threads:
             thread.join(self._timeout_s)
@@ -633,7 +661,7 @@ class Commits:
         self._errors.clear()
 
     def _wait_for_trainer(self, step: int, kind: Kind) -> str | None:
-        """As `_wait_for`, but what verl's trainer writes itself has all the time that it takes."""
+        """As `_wait_for`, without a limit while only the trainer's own files are missing."""
         while True:
             try:
                 return self._wait_for(step, kind)
@@ -649,18 +677,10 @@ class Commits:
 
 
 def follow_with_copy(commits: Commits, root: Path, step: int, copy: Callable[[], None]) -> None:
-    """Copy a step's folder to another place, in the background, when its full checkpoint is committed. It is held
-    meanwhile, so that no limit of checkpoints deletes it.
+    """Call `copy` in the background when the step's full checkpoint is committed, under a lease of the checkpoint."""
 
-    Args:
-        commits: waits, and tells what is raised.
-        root: the checkpoint folder.
-        step: the step.
-        copy: copies the folder.
-    """
-
-    def held(_: str | None) -> None:
+    def copy_under_lease(_: str | None) -> None:
         with held_throughout(root, str(step_dir(root, step)), "the copy to a remote place"):
             copy()
 
-    commits.follow(step, FULL, held)
+    commits.follow(step, FULL, copy_under_lease)

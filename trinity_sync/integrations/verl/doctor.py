@@ -1,5 +1,5 @@
-"""What our plug-in would do in a program of verl's with this configuration, and what is in the way. Nothing is loaded,
-neither verl nor torch.
+"""`trinity-sync verl`: what our plug-in would do in a verl program with this configuration. Loads neither verl
+nor torch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _WHOLE = ("model", "optimizer", "extra")
 
 Get = Callable[[str], object]
-"""Returns the value of a key of verl's configuration; None: it is not there, or null."""
+"""Returns the value of a key of verl's configuration; None: missing, or null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageFinding:
-    """One thing that was found.
+    """One finding.
 
     Attributes:
-        state: ``ours``: this would be ours; ``verl``: it stays verl's, or differs from what somebody may expect;
-            ``stops``: it is in the way.
-        subject: the key, or what it is about.
+        state: ``ours``: this would be ours; ``verl``: it stays verl's, or differs from what is expected; ``stops``: it
+            prevents the plug-in from working.
+        subject: the key, or the topic.
         told: a sentence.
-        add: lines that mend it, for a shell or as overrides.
+        add: lines that fix it, for a shell or as overrides.
     """
 
     state: Literal["ours", "verl", "stops"]
@@ -41,7 +41,7 @@ class PackageFinding:
 @dataclass(frozen=True)
 class _Role:
     name: str
-    engine: str  # the keys below which strategy and Megatron's settings are
+    engine: str  # prefix of the keys of strategy and Megatron's settings
     megatron: str
     checkpoint: str
     model: str
@@ -50,16 +50,16 @@ class _Role:
 def findings(
     get: Get, environment: Mapping[str, str], version: str | None, installed: Collection[str] = ()
 ) -> Iterator[PackageFinding]:
-    """Look at a configuration of one of verl's trainers.
+    """Check a configuration of one of verl's trainers.
 
     Args:
         get: reads it.
         environment: of the program's processes.
-        version: of verl, as installed; None: it is not.
+        version: of verl, as installed; None: it is not installed.
         installed: names under which the plug-in is an entry point of the group ``verl.plugins``.
 
     Raises:
-        ConfigError: it is of no trainer that is known, or a key has no meaning; says which.
+        ConfigError: the configuration is of an unknown trainer, or a value of a key is not valid; says which.
     """
     ppo = get("actor_rollout_ref") is not None
     if not ppo and get("engine") is None:
@@ -78,7 +78,7 @@ def findings(
 
 
 def _let_through(environment: Mapping[str, str], installed: Collection[str]) -> Collection[str]:
-    """The entry points that verl loads: with ``auto`` all, else those that are named, none with ``none``."""
+    """Return the entry points that verl loads: all with ``auto``, none with ``none``, else those that are named."""
     policy = environment.get(PLUGINS, "auto").strip().lower()
     named = {name.strip() for name in policy.split(",")}
     return [name for name in installed if policy == "auto" or name in named - {"none"}]

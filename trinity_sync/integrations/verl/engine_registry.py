@@ -1,9 +1,8 @@
-"""verl's engines with our checkpoint manager in the place of theirs, registered for the vendor `trinity`.
+"""verl's engines with our checkpoint manager in place of verl's, registered for the vendor `trinity`.
 
-An engine of verl's makes its checkpoint manager itself and knows it by a name of its own; what it saves and loads goes
-through that. So nothing but the manager differs. Beside it the engine tells the manager when the trainer has gone on:
-what verl's trainer writes beside the engine's files is whole then. And before it changes what was saved last, which is
-parameters, optimizer and schedule, or moves it elsewhere, it waits until that is copied.
+A verl engine saves and loads through its checkpoint manager, so only the manager is replaced. Two things are added: the
+engine tells the manager when the trainer goes on, as the trainer's own files are whole then; and the engine waits for
+the copy of the newest save before parameters, optimizer or schedule change or move.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trinity_sync.integrations.verl import remote_copies
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
 from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
-from trinity_sync.integrations.verl.vendor import VENDOR, say
+from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
 from trinity_sync.protocol.retention import Policy, make_policies
 
 _DEVICES = ["cuda", "cpu"]
@@ -35,15 +34,15 @@ _CLASSES = {
     "MegatronEngineWithLMHead": ("language_model", ["megatron"]),
     "MegatronEngineWithValueHead": ("value_model", ["megatron"]),
 }
-"""verl's classes: model type and strategies that verl registers them for."""
+"""verl's classes: the model type and the strategies for which verl registers them."""
 
 
 _PAST_THE_ENGINE = "verl.experimental.separation.engine_workers"
-"""Has workers that write to the parameters themselves."""
+"""A module whose workers write to the parameters without the engine."""
 
 
 class SavesThroughUs:
-    """Comes before one of verl's engines among the bases of a class."""
+    """Stands before one of verl's engines among the bases of a class."""
 
     _saves: CommittedSaves | None = None
 
@@ -63,7 +62,7 @@ class SavesThroughUs:
         return mode
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Also merges adapters into what they are trained on, for a while."""
+        """As verl's, which also merges adapters into the base weights for a while."""
         self._went_on()
         self._wait_until_copied()
         return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
@@ -86,7 +85,9 @@ class SavesThroughUs:
         super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save through our manager; what is saved last is written when this returns, for Ray ends workers at once."""
+        """Save through our manager. The program's last save is written when this returns, as Ray kills workers at
+        once.
+        """
         self._went_on()
         self._wait_until_copied()
         super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
@@ -103,13 +104,13 @@ class SavesThroughUs:
 
 
 def _saves_of(engine: Any) -> CommittedSaves | None:
-    """Put our manager into an engine; None: it keeps verl's, which is said where somebody expects another.
+    """Put our manager into an engine. Return None, with a warning, if the engine keeps verl's manager.
 
     Raises:
-        ConfigError: `RETENTION` names what is no policy.
+        ConfigError: `RETENTION` names an unknown policy.
     """
     if getattr(engine.engine_config, "forward_only", False):
-        return None  # a reference saves nothing
+        return None  # a reference model saves nothing
     opens = partial(open_monitor, policies=policies_in(os.environ))
     try:
         if engine.engine_config.strategy == "megatron":
@@ -136,24 +137,24 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
 
 
 def _trainer_file(engine: Any) -> str | None:
-    """What verl's SFT trainer writes in this process; under Ray trainers write in the driver."""
+    """Return the file that verl's SFT trainer writes in this process; under Ray the driver writes it."""
     if under_ray() or not engine.is_mp_src_rank_with_outputs():
         return None
     return f"data_{engine.get_data_parallel_rank()}.pt"
 
 
 def _stays_put(engine: Any) -> bool:
-    """Whether nothing but the engine's own methods changes parameters and optimizer, or where they lie. With offloading
-    verl's save moves them out when it ends; workers of verl's that keep a copy of the model in the CPU's memory put it
-    back past the engine.
+    """Return whether only the engine's own methods change or move parameters and optimizer. Not with offloading, where
+    verl's save moves them out at its end; and not with verl's workers that restore a CPU copy of the model without the
+    engine.
     """
     offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
     return not offloads and _PAST_THE_ENGINE not in sys.modules
 
 
 def _is_last(engine: Any) -> bool:
-    """Whether the step that was just saved is the program's last; under Ray, also where nobody knows. verl counts the
-    optimizer's updates where a step has several, as the scheduler does.
+    """Return whether the step just saved is the program's last. Under Ray, also if that is not known. With several
+    optimizer updates a step, verl counts updates, as the scheduler does.
     """
     last = getattr(engine.optimizer_config, "total_training_steps", None)
     if last is None or last <= 0:
@@ -162,13 +163,13 @@ def _is_last(engine: Any) -> bool:
 
 
 def _updates(engine: Any) -> int:
-    """How often the schedule has been gone on in, also before a resume."""
+    """Return how many updates the schedule has counted, including those before a resume."""
     scheduler = getattr(engine, "lr_scheduler", None)
     return int(getattr(scheduler, "last_epoch", 0) or getattr(scheduler, "num_steps", 0))
 
 
 def register(module: ModuleType) -> None:
-    """Register an engine of ours for each of verl's that a module of verl's has."""
+    """Register an engine of ours for each of verl's engines in a module of verl's."""
     from verl.workers.engine.base import EngineRegistry
 
     for name, (model_type, strategies) in _CLASSES.items():
@@ -178,23 +179,16 @@ def register(module: ModuleType) -> None:
 
 
 def through_us(engine: type) -> type:
-    """Return an engine of verl's that saves through us."""
+    """Return a subclass of a verl engine that saves through us."""
     return type(f"Trinity{engine.__name__}", (SavesThroughUs, engine), {"__doc__": SavesThroughUs.__doc__})
 
 
-# Which checkpoints of a verl program stay, beside what verl's own limits say: policies in a variable.
-
-
-RETENTION = "TRINITY_SYNC_RETENTION"
-"""Policies as ``retention.policies`` has them, such as ``keep_last.n=2 keep_every.steps=100``."""
-
-
 def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
-    """Read the policies that `RETENTION` names: ``POLICY`` or ``POLICY.FIELD=VALUE``, apart by spaces. A checkpoint
-    stays if any of them keeps it. None where it is not set.
+    """Read the policies in `RETENTION`: ``POLICY`` or ``POLICY.FIELD=VALUE``, separated by spaces. A checkpoint stays
+    if any policy keeps it. Returns none if the variable is not set.
 
     Raises:
-        ConfigError: it names what is no policy or field, or a value out of range.
+        ConfigError: an unknown policy or field, or a value out of range.
     """
     named: dict[str, dict[str, object]] = {}
     for word in environment.get(RETENTION, "").split():

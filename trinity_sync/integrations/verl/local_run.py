@@ -1,4 +1,4 @@
-"""A run without a driver of ours: its ranks open it themselves, with a checkpoint monitor in a process of its own."""
+"""The checkpoint monitor of a verl program without a driver of ours: the ranks start it in a process of its own."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ if TYPE_CHECKING:
 
 
 ANSWER_S = 30.0
-"""What a process without an engine gives the monitor for an answer, seconds: it is there when a save has returned."""
+"""Timeout of the monitor's answers in a process without an engine, seconds."""
 
 _SHARED_S = 5.0
-"""A network file system may show a new file so many seconds late."""
+"""Time in which a network file system has to show a new file, seconds."""
 _POLL_S = 0.1
 
 COMMIT_S = MonitorConfig().timeout_s
-"""What such a process gives a commit, seconds."""
+"""Timeout of a commit in a process without an engine, seconds."""
 
 _CHECKPOINTS = "trinity-sync-checkpoints-"
-"""Key of the checkpoint folder in Ray's store, before the word of the program."""
+"""Key of the checkpoint folder in Ray's store, followed by the program's word."""
 
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
-    """Connect a process of a program under Ray that has no engine, such as its driver, to the monitor that the engines
-    have started. Any one process.
+    """Connect one process without an engine, such as a driver under Ray, to the monitor that the engines have started.
 
     Args:
         root: the checkpoint folder, by the same path as the engines.
         timeout_s: limit of each wait, seconds.
 
     Raises:
-        ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.connecting.connect`.
+        ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`.
     """
     program = this_program()
     handle = connect(root, program=program.word, may_start=False, timeout_s=timeout_s, address=program.address)
@@ -63,15 +62,8 @@ def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
 
 
 def finish_saves_of_workers(timeout_s: float) -> None:
-    """Wait until the saves under way of the engines of a program under Ray are committed. For its driver, without an
-    engine; returns at once where no engine has saved through us.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
-
-    Raises:
-        RunError: one failed.
-        WaitTimeout: one is not committed.
+    """Wait until the engines' saves under way are committed, in the driver of a program under Ray. Returns at once if
+    no engine has saved through us. Raises RunError, WaitTimeout.
     """
     said = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
     if said is not None:
@@ -81,7 +73,7 @@ def finish_saves_of_workers(timeout_s: float) -> None:
 
 
 def internal_kv() -> Any:
-    """Return the module of Ray, which runs in this process."""
+    """Return Ray's key-value module; Ray runs in this process."""
     return importlib.import_module("ray.experimental.internal_kv")
 
 
@@ -93,21 +85,21 @@ def join_run(
     save_strategy: str = "unrestricted",
     config: MonitorConfig | None = None,
 ) -> RunMonitor:
-    """Connect this rank to the run's checkpoint monitor, which rank 0 starts where there is none. Collective, over the
+    """Connect this rank to the run's checkpoint monitor, which rank 0 starts if there is none. Collective, over the
     default group.
 
-    Several groups of one program (actor and critic, under Ray) have one monitor; what the first one says of it holds.
-    See `checkpoint.daemon.connecting.connect` for how long it lives, and what becomes of the folder.
+    Several groups of one program (actor and critic, under Ray) share one monitor, with the settings of the first. See
+    `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder.
 
     Args:
         root: the checkpoint folder, by the same path on all nodes.
-        resume_step: the step whose checkpoint the program has loaded, 0: none. None: the newest is gone on from.
+        resume_step: the step that the program has loaded, 0: none. None: the newest.
         timeout_s: limit of each wait, seconds.
         save_strategy, config: of a monitor that is started; attempt and writer are filled in.
 
     Raises:
-        RunError: on every rank, with the rank and its error, such as that another program writes in the folder, or
-            that the ranks do not share it.
+        RunError: on every rank, with the rank and its error: another program writes in the folder, or the ranks do not
+            share it.
     """
     program, first = this_program(), dist.get_rank() == 0
     found: list[RunMonitor] = []
@@ -134,13 +126,13 @@ def join_run(
         mark.touch()
         return mark.name
 
-    # Rank 0 before the others: where it fails they have nothing to wait for.
+    # Rank 0 first: if it fails, the others have nothing to wait for.
     seen = together("open the checkpoint folder", begin if first else str)[0]
     try:
         together("see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), seen))
     finally:
         if first:
-            with suppress(OSError):  # the others would wait for rank 0
+            with suppress(OSError):  # else the others would wait for rank 0
                 mark.unlink()
     together("find the checkpoint monitor", join if not first else lambda: None)
     return found[0]
@@ -157,21 +149,27 @@ def _check_shared(root: Path, mark: str) -> None:
         time.sleep(_POLL_S)
 
 
-# Opening the checkpoint monitor of a verl program that knows nothing of us: its first save says where it writes.
+# The monitor of a program that names its checkpoint folder with its first save.
 
 
 def open_monitor(
     local_path: str, loaded: str | None, timeout_s: float, *, policies: Sequence[Policy] = ()
 ) -> RunMonitor:
-    """Find the program's monitor for the folder that a save goes to, or start it: a process that ends with the program.
-    Collective. For its arguments and errors see `interfaces.OpensMonitor` and `join_run`; `policies` are the retention
-    of one that is started.
+    """Find or start the program's monitor for the folder of a first save; the monitor ends with the program.
+    Collective.
 
-    Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``: all of them where
-    what was loaded is a step of another folder, or a copy by another name.
+    Checkpoints later than the loaded step become ``abandoned-*``: all of them if the loaded step is from another folder
+    or a renamed copy.
+
+    Args:
+        local_path: the path of the first save.
+        loaded: the path that was loaded last; None: none.
+        timeout_s: limit of each wait, seconds.
+        policies: retention of a monitor that is started.
 
     Raises:
-        ConfigError: `local_path` is in no folder ``global_step_N``; further as `join_run`.
+        ConfigError: `local_path` is in no folder ``global_step_N``.
+        RunError: as `join_run`.
     """
     saved = _split(local_path)
     if saved is None:
@@ -184,12 +182,12 @@ def open_monitor(
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether both are the same folder, by whatever path."""
+    """Return whether both paths lead to the same folder."""
     return one == other or (one.exists() and other.exists() and one.samefile(other))
 
 
 def _split(local_path: str) -> tuple[Path, int] | None:
-    """Return the checkpoint folder and the step of a place in it; None: it is in no folder of a step's name."""
+    """Return the checkpoint folder and the step of a place in it; None: it is in no step folder."""
     path = Path(local_path).absolute()
     for folder in (path, *path.parents):
         step = step_of(folder.name)
@@ -198,7 +196,7 @@ def _split(local_path: str) -> tuple[Path, int] | None:
     return None
 
 
-# Which program this process belongs to, and by which address its other processes reach this machine.
+# The name of this program, and the address by which its processes reach this machine.
 
 
 _LOOPBACK = "127.0.0.1"
@@ -206,11 +204,11 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What `checkpoint.daemon.connecting.connect` is told of the program.
+    """The name and address of a program, for `checkpoint.daemon.service.connect`.
 
     Attributes:
-        word: tells it from all others, also from an earlier start of the same job.
-        address: where a server on this machine is to listen, so that all processes of the program reach it.
+        word: unique to this start of the program.
+        address: where a server on this machine has to listen to be reached by all processes of the program.
     """
 
     word: str
@@ -218,19 +216,19 @@ class Program:
 
 
 def this_program() -> Program:
-    """Name the program. Collective where there is a default group.
+    """Name the program. Collective if there is a default group.
 
-    Under Ray, it is Ray's job, of which a process without a group may ask, too, such as the driver. Else the group is
-    the program, and its rank 0 draws the word: the ids of a launcher come again when it starts its processes again.
+    Under Ray, the name is that of Ray's job, also in a process without a group, such as the driver. Otherwise rank 0 of
+    the group draws a random word: a launcher uses its ids again when it restarts processes.
 
     Raises:
-        RunError: on every rank, where a rank is gone; there is neither a group nor Ray; or no address is known.
+        RunError: on every rank: a rank is gone, there is neither a group nor Ray, or no address is known.
     """
     grouped = dist.is_available() and dist.is_initialized()
     mine = (_drawn(os.getpid()), _machine(), socket.gethostname(), _job())
     said = together("name the program", lambda: mine) if grouped else [mine]
     job = said[0][3]
-    if job is not None and all(other == job for *_, other in said):  # not where some use Ray for things of their own
+    if job is not None and all(other == job for *_, other in said):  # not if some processes use Ray for other work
         return Program(word=job, address=sys.modules["ray"].util.get_node_ip_address())
     if not grouped:
         raise RunError("this process belongs to no program: it has no process group, and does not run under Ray")
@@ -241,13 +239,13 @@ def this_program() -> Program:
 
 
 def under_ray() -> bool:
-    """Whether Ray runs in this process; it is not imported for that."""
+    """Return whether Ray runs in this process, without importing it."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def _job() -> str | None:
-    """Ray's job that this process belongs to; None: Ray does not run in it."""
+    """Return the Ray job of this process; None without Ray."""
     if not under_ray():
         return None
     context = sys.modules["ray"].get_runtime_context()
@@ -256,25 +254,21 @@ def _job() -> str | None:
 
 @functools.cache
 def _drawn(pid: int) -> str:
-    """Draw the word of one process; a fork, which inherits the drawn ones, has another number."""
+    """Draw the word of one process. A fork inherits the cache, but has another number."""
     return secrets.token_hex(16)
 
 
 def _machine() -> str:
-    """Tell what shares a loopback from what does not: the machine's start, and the network of the container."""
+    """Identify what shares a loopback: the machine's boot and the container's network."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/net').readlink()}"
 
 
 def _reached_by(others: Sequence[str]) -> str:
-    """Return the address of this machine from which packets go to one of the others.
-
-    Args:
-        others: names or addresses; the first that is reached by more than a loopback counts.
-    """
+    """Return this machine's address from which packets go to the first of the others that is not on a loopback."""
     for other in dict.fromkeys(others):
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as looking:  # nothing is sent
+            with socket.socket(family, kind, protocol) as looking:  # sends nothing
                 looking.connect(place)
                 address: str = looking.getsockname()[0]
         except OSError:
@@ -286,20 +280,17 @@ def _reached_by(others: Sequence[str]) -> str:
     )
 
 
-# The checkpoint monitor of a verl program, and what a manager has to know of it: one of Ray's actors, or a process.
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunMonitor:
-    """A run's checkpoint monitor.
+    """A run's checkpoint monitor, a Ray actor or a process, as checkpoint managers use it.
 
     Attributes:
         handle: of the monitor, for a `CheckpointCoordinator`.
         client: for the calls of a checkpoint.
         root: the checkpoint folder; None: nothing is written.
         attempt: the run's attempt.
-        roles: places in a step's folder without which no full checkpoint is committed; empty: what is announced is all.
-        durable: whether commits survive a power cut.
+        roles: the places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough.
+        durable: whether commits are fsynced.
     """
 
     handle: ActorHandle | CallTransport
@@ -311,15 +302,7 @@ class RunMonitor:
 
     @classmethod
     def of(cls, handle: ActorHandle | CallTransport, timeout_s: float) -> RunMonitor:
-        """Ask a monitor, Ray's or one of `checkpoint.daemon.connecting.connect`, what it was made with.
-
-        Args:
-            timeout_s: limit for its answer, seconds.
-
-        Raises:
-            RunError: it is gone.
-            WaitTimeout: it did not answer.
-        """
+        """Make it from a handle, of Ray or of `checkpoint.daemon.service.connect`. Raises RunError, WaitTimeout."""
         client = MonitorClient(handle)
         facts = client.describe().result(timeout_s)
         return cls(
@@ -333,13 +316,10 @@ class RunMonitor:
 
     @classmethod
     def in_namespace(cls, ray_namespace: str, timeout_s: float) -> RunMonitor:
-        """Find the one that `open_run` has started.
-
-        Args:
-            ray_namespace: the run's; empty: Ray's own for this process.
+        """Find the monitor that `open_run` has started in a Ray namespace; empty: Ray's own for this process.
 
         Raises:
-            RunError: there is none; further as `of`.
+            RunError: there is none, or it is gone.
         """
         import ray
 

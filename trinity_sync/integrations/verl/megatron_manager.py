@@ -1,16 +1,13 @@
-"""`MegatronCheckpointManager`: verl's checkpoint manager of Megatron engines, with saves in the background.
+"""`MegatronCheckpointManager`: verl's checkpoint manager for Megatron, with saves in the background.
 
-A drop-in for verl's class of the same name: the same files in the same folders, read by verl's own loader. What differs
-is what `manager` says of FSDP's: the trainer waits for a copy of the state only, a folder becomes visible whole or not
-at all, and what fails on one rank is raised on all of them. Loads go on bit for bit (see `megatron_loading`), of what
-verl itself has saved as well. See `saves` for the way of a save.
+A drop-in for verl's class of the same name: the same files in the same folders, read by verl's own loader. It differs
+from verl's in the same points as `manager`. Loads restore the state bit for bit, also of checkpoints that verl wrote.
+See `committed_saves` for the steps of a save.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,16 +24,21 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.backends.megatron import writer
 from trinity_sync.backends.megatron.megatron_families import saved_layout
-from trinity_sync.backends.megatron.writer import finalise
+from trinity_sync.backends.megatron.writer import HUGGING_FACE, finalise
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import interfaces
-from trinity_sync.integrations.verl.committed_saves import CommittedSaves
-from trinity_sync.integrations.verl.engine_weights import Pairs
-from trinity_sync.integrations.verl.interfaces import OpensMonitor
+from trinity_sync.integrations.verl.committed_saves import (
+    DESCRIPTION,
+    EXPORT,
+    METADATA,
+    MODEL,
+    STATE,
+    CommittedSaves,
+    OpensMonitor,
+)
 from trinity_sync.integrations.verl.model_files import model_files
-from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.ranks import Pairs, together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import held_throughout
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
@@ -62,13 +64,13 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: as for verl's class.
         **kwargs: as for verl's class.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
-        lazily: a save returns while the state is still being copied, and whoever changes it (the optimizer's step, a
-            load, what moves it elsewhere) calls `wait_until_copied` before.
-        opens: opens the monitor at the first save, without any actors; `ray_namespace` is not used then.
+        lazily: a save returns while the state is still being copied. Call `wait_until_copied` before the state changes
+            or moves: before the optimizer's step, a load, an offload.
+        opens: opens the monitor at the first save, without actors; `ray_namespace` is not used then.
         timeout_s: limit of every wait, seconds.
 
     Raises:
-        ConfigError: the engine trains with an adapter or through Megatron-FSDP, whose checkpoints are not made here.
+        ConfigError: the engine trains an adapter or uses Megatron-FSDP; this manager saves neither.
         RunError: there is no checkpoint monitor in the namespace.
     """
 
@@ -100,19 +102,19 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         max_ckpt_to_keep: int | None = None,
         save_as_hf: bool = False,
     ) -> None:
-        """Save what `save_contents` asks for. Collective; returns when the state is copied. An export by
-        Megatron-Bridge, or with options in ``mbridge_config``, is written before.
+        """Save what `save_contents` asks for. Collective; returns when the state is copied. An export through
+        Megatron-Bridge, or with options in ``mbridge_config``, is written before that.
 
         Args:
             local_path: where the files are after the commit: the step's folder in the checkpoint folder or a place in
                 it, such as ``ROOT/global_step_20/actor``. None: nothing is done.
-            hdfs_path: where rank 0 copies them after the commit; None: nowhere.
-            max_ckpt_to_keep: how many full checkpoints stay, whoever wrote them; None or 0: no limit. A pinned or
-                leased one stays beside them. Enforced after the commit.
-            save_as_hf: the model in Hugging Face format as well.
+            hdfs_path: where rank 0 copies the files after the commit; None: nowhere.
+            max_ckpt_to_keep: how many full checkpoints stay, of all runs; None or 0: no limit. Pinned and leased ones
+                stay too. Enforced after the commit.
+            save_as_hf: save the model in Hugging Face format as well.
 
         Raises:
-            ConfigError, RunError: on every rank; also for what an earlier save failed of.
+            ConfigError, RunError: on every rank; also when an earlier save failed.
         """
         if local_path is None:
             return
@@ -125,9 +127,9 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         wanted = [
             name
             for name, is_asked in (
-                (interfaces.STATE, bool(self._copies.trees_left(global_step))),
-                (interfaces.METADATA, True),
-                (interfaces.EXPORT, self.should_save_hf_model or save_as_hf),
+                (STATE, bool(self._copies.trees_left(global_step))),
+                (METADATA, True),
+                (EXPORT, self.should_save_hf_model or save_as_hf),
             )
             if is_asked
         ]
@@ -142,13 +144,13 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
             )
 
     def save_state_dict(self, local_path: str | None, global_step: int = 0) -> None:
-        """Save the model alone, and its Hugging Face export where that is asked for; see `CommittedSaves`."""
+        """Save the model alone, and its Hugging Face export if `save_contents` asks for it; see `CommittedSaves`."""
         with self._asked_for(["model", *(name for name in self.checkpoint_save_contents if name == "hf_model")]):
             super().save_state_dict(local_path, global_step)
 
     @contextmanager
     def _asked_for(self, save_contents: list[str]) -> Iterator[None]:
-        """Save these contents for the length of the block."""
+        """Replace `save_contents` inside the block."""
         before: list[str] = self.checkpoint_save_contents
         self.checkpoint_save_contents = save_contents
         try:
@@ -160,13 +162,13 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         if hdfs_path is not None:
             with held_throughout(self._root, local_path, "the copy to hdfs_path"):
                 hdfs_io.makedirs(hdfs_path, exist_ok=True)
-                copy = inspect.unwrap(hdfs_io.copy)  # not what waits for the commit, which is there
+                copy = inspect.unwrap(hdfs_io.copy)  # the original, which does not wait for the commit
                 if not copy(src=local_path, dst=hdfs_path, dirs_exist_ok=True):
                     raise RunError(f"{local_path} could not be copied to {hdfs_path}")
         self.register_checkpoint(local_path, max_ckpt_to_keep)
 
     def _finish_writing(self) -> None:
-        """Also where a rank has died, for which the others would wait: the monitor knows of it first."""
+        """As the base's; also ends when a rank has died, which the monitor notices before the other ranks do."""
         if self._step is not None and self._copies.meeting is not None:
             watching = partial(self._watch, self._step, self._copies.meeting)
             threading.Thread(target=watching, name=f"watch-{self._step}", daemon=True).start()
@@ -186,14 +188,14 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         return "megatron"
 
     def _weights(self) -> list[str]:
-        model = [interfaces.MODEL] if self.should_save_dist_ckpt_model else []
-        return [*model, interfaces.DESCRIPTION, *([interfaces.EXPORT] if self.should_save_hf_model else [])]
+        model = [MODEL] if self.should_save_dist_ckpt_model else []
+        return [*model, DESCRIPTION, *([EXPORT] if self.should_save_hf_model else [])]
 
     def _check(self, todo: list[str]) -> None:
         if self.should_save_optimizer and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         strategy = self._monitor.describe().result(self._timeout_s)["save_strategy"]
-        if {interfaces.STATE, interfaces.MODEL} & set(todo) and strategy != "unrestricted":
+        if {STATE, MODEL} & set(todo) and strategy != "unrestricted":
             raise ConfigError(
                 f"save_strategy is {strategy}; the ranks of a Megatron engine finish a checkpoint together, so it has "
                 "to be unrestricted"
@@ -203,7 +205,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         check_loadable(self, local_path)
 
     def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
-        """verl deletes nothing after a load that it can make: the path has to be local."""
+        """Load from a local path. verl never deletes such a path after a load."""
         load(self, local_path)
 
 
@@ -219,13 +221,13 @@ def _check_engine(manager: VerlCheckpointManager) -> None:
 def use_in_megatron(
     engine: MegatronEngineProtocol, ray_namespace: str = "", **kwargs: Any
 ) -> MegatronCheckpointManager:
-    """Put our manager into an initialised verl Megatron engine, so that its own `save_checkpoint` and `load_checkpoint`
-    go through it. On every rank.
+    """Put our manager into an initialised verl Megatron engine, so that the engine's `save_checkpoint` and
+    `load_checkpoint` use it. On every rank.
 
     Args:
         engine: verl's `MegatronEngine`, with an optimizer.
         ray_namespace: the namespace of the run's actors.
-        kwargs: what else `MegatronCheckpointManager` takes.
+        kwargs: more arguments of `MegatronCheckpointManager`.
 
     Raises:
         ConfigError, RunError: as `MegatronCheckpointManager`.
@@ -259,26 +261,20 @@ def use_in_megatron(
     return manager
 
 
-# What a rank of a Megatron engine is to write of a save, copied, and the functions that write it.
-
-
-HUGGING_FACE = "model/huggingface"
-
-_TREES = {interfaces.STATE, interfaces.MODEL}
-_CONFIG, _MANIFEST = "transformer_config.json", "ckpt_contents.json"
+_TREES = {STATE, MODEL}
 
 
 class MegatronCopies:
-    """Copies of one save after another, in memory that is kept.
+    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
 
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
-        timeout_s: limit of the ranks' wait for each other where they write together, and for a copy, seconds.
-        saved_of: tells the contents that are saved of a step already.
-        lazily: see `interfaces.Copies`. Not of a model with buffers.
+        timeout_s: limit of the wait for a copy, and of each stage in which the ranks write together, seconds.
+        saved_of: step -> contents that are saved already.
+        lazily: `take` returns while the state is still being copied; not for a model with buffers.
 
     Attributes:
-        meeting: in which the ranks write what was copied last; None before.
+        meeting: the meeting of the newest save's ranks; None before the first save.
     """
 
     def __init__(
@@ -300,49 +296,47 @@ class MegatronCopies:
         self._saved_of = saved_of
 
     def trees_left(self, step: int) -> list[str]:
-        """The trees that a full save of the step consists of, without the model's where that is saved already."""
+        """Return the trees of a full save of the step, without the model's if that is saved already."""
         manager = self._manager
         asked = (
-            (writer.MODEL, manager.should_save_dist_ckpt_model and interfaces.MODEL not in self._saved_of(step)),
+            (writer.MODEL, manager.should_save_dist_ckpt_model and MODEL not in self._saved_of(step)),
             (writer.OPTIMIZER, manager.should_save_optimizer),
             (writer.EXTRA, manager.should_save_extra),
         )
         return [name for name, wanted in asked if wanted]
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
-        """See `interfaces.Copies`. A rank that fails to describe its state leaves the others waiting in megatron-core's
-        own collective calls, up to the limit of the process group.
+        """See `SaveCopies`. If a rank fails to describe its state, the others wait in megatron-core's own collective
+        calls, up to the timeout of the process group.
         """
         found: dict[str, SaveFn] = {}
         if writer.gathers_late(self._manager.model):
             writer.gather_parameters(self._manager.model)
-        for name, names in ((interfaces.STATE, self.trees_left(step)), (interfaces.MODEL, [writer.MODEL])):
+        for name, names in ((STATE, self.trees_left(step)), (MODEL, [writer.MODEL])):
             if name in todo:
                 found[name] = self._take_trees(step, names, folder, staging, durable)
-        exports = interfaces.EXPORT in todo
-        described = next((name for name in (interfaces.METADATA, interfaces.DESCRIPTION) if name in todo), None)
+        exports = EXPORT in todo
+        described = next((name for name in (METADATA, DESCRIPTION) if name in todo), None)
         if described or exports:
             together(f"describe the contents of step {step}", self._read_small)
         if exports:
             export = self._take_export(step, folder)
             if self._manager.rank == 0:
-                found[interfaces.EXPORT] = export
+                found[EXPORT] = export
         if described and self._manager.rank == 0:
             there = self._saved_of(step) | set(todo)
             found[described] = self._take_small(step, folder, described, there)
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
-        """See `interfaces.Copies`."""
         if name in _TREES and self.meeting is not None:
             self.meeting.give_up(error)
 
     def wait_until_copied(self) -> None:
-        """See `interfaces.Copies`."""
         if self._copying is not None:
             self._copying.wait_until_copied(self._meetings.timeout_s)
 
-    # ---- the trees of megatron-core
+    # ---- trees
 
     def _take_trees(self, step: int, names: list[str], folder: Path, staging: Path, durable: bool) -> SaveFn:
         pending = self._trees.plan(folder, names)
@@ -361,22 +355,21 @@ class MegatronCopies:
         meeting = self.meeting = self._meetings.begin(f"step {step}")
 
         def write() -> list[Path | FileTuple]:
-            large, small = finalise(pending, meeting, lambda: copying.wait_whole(limit), durable=durable)
-            return [*((path.relative_to(staging).as_posix(), size, digest) for path, size, digest in large), *small]
+            return finalise(pending, copying, meeting, staging, durable=durable)
 
         return write
 
-    # ---- the model in Hugging Face format
+    # ---- export
 
     def _take_export(self, step: int, folder: Path) -> SaveFn:
-        """What mbridge writes is gathered to rank 0 here, and written in the background. With options of its own in
-        ``mbridge_config``, or by Megatron-Bridge, it is written here, by the bridge itself.
+        """Return a writer of the export. An export by mbridge is gathered to rank 0 here and written in the background.
+        One with options in ``mbridge_config``, or by Megatron-Bridge, is written here, by the bridge.
         """
         manager, place = self._manager, folder / HUGGING_FACE
         what = f"export the model of step {step}"
         dtype = str(next(manager.model[0].parameters()).dtype).removeprefix("torch.")
-        # Those that are saved already stay as they are.
-        described = {interfaces.METADATA, interfaces.DESCRIPTION} & self._saved_of(step)
+        # Config files that are saved already stay as they are.
+        described = {METADATA, DESCRIPTION} & self._saved_of(step)
         files = self._files if described or manager.rank else self._files.with_dtype(dtype)
         if manager.vanilla_bridge and not any(manager._get_bridge_extended_args().values()):
             state = use_on_first_rank(what, manager.bridge.export_weights(manager.model), _copied)
@@ -391,43 +384,32 @@ class MegatronCopies:
         together(what, lambda: manager._save_model_as_hf_via_bridge(str(place)))
 
         def write_beside() -> list[Path]:
-            files.write(place)  # over what the bridge has written of these
+            files.write(place)  # replaces those that the bridge has written
             return _files(place)
 
         return write_beside
 
-    # ---- the small files of rank 0
+    # ---- small files of rank 0
 
     def _read_small(self) -> None:
-        """Have the model's files and Megatron's config, relative path -> bytes. Made once: none changes in a run."""
-        manager = self._manager
-        if manager.rank != 0 or self._small is not None:
-            return
-        with tempfile.TemporaryDirectory() as name:
-            manager._save_transformer_config(name)
-            own = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
-        self._small = own | {f"{HUGGING_FACE}/{path}": data for path, data in self._files.contents.items()}
+        """Read the small files once: none changes in a run."""
+        if self._manager.rank == 0 and self._small is None:
+            self._small = writer.small_files(self._manager, self._files)
 
     def _take_small(self, step: int, folder: Path, described: str, there: set[str]) -> SaveFn:
-        left_out: tuple[str, ...] = () if self._manager.should_save_extra else (_CONFIG,)
-        if interfaces.EXPORT in there:
+        left_out: tuple[str, ...] = () if self._manager.should_save_extra else (writer.CONFIG,)
+        if EXPORT in there:
             left_out += (HUGGING_FACE,)
         own = {name: data for name, data in (self._small or {}).items() if not name.startswith(left_out)}
-        manifest = {_MANIFEST: self._manifest(step, bool(_TREES & there))}
-        if described == interfaces.METADATA:
-            return lambda: ModelFiles(own | manifest).write(folder)
+        contents = writer.contents_file(self._manager, step, has_trees=bool(_TREES & there))
+        if described == METADATA:
+            return lambda: ModelFiles(own | contents).write(folder)
 
         def write() -> list[Path]:
-            ModelFiles(manifest).write(folder)  # not reported: a full save of the step writes it anew
+            ModelFiles(contents).write(folder)  # not reported: a full save of the step writes it again
             return ModelFiles(own).write(folder)
 
         return write
-
-    def _manifest(self, step: int, has_trees: bool) -> bytes:
-        with tempfile.TemporaryDirectory() as name:  # verl makes folders when it names them
-            found = self._manager._build_checkpoint_manifest(name, step, has_trees)
-        found["layout"] = writer.layout(self._manager)
-        return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _copied(tensors: Pairs) -> dict[str, torch.Tensor]:
@@ -435,7 +417,7 @@ def _copied(tensors: Pairs) -> dict[str, torch.Tensor]:
 
 
 def _write_weights(bridge: LLMBridge, state: dict[str, torch.Tensor], place: Path) -> None:
-    """Write what `bridge.save_weights` would, of weights that are gathered already."""
+    """Write the files of `bridge.save_weights` from weights that are gathered already."""
     bridge.safetensor_io.save_hf_weight(iter(state.items()), str(place), bridge._get_hf_shared_weight_keys())
     if bridge.safetensor_io.origin_index:
         bridge.safetensor_io.save_index(str(place))
@@ -445,17 +427,17 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-# Loads of verl's Megatron checkpoints, ours and its own, that go on bit for bit. All of them are collective.
+# Loads, all collective.
 
 
 _RNG = "rng_state"
 
 
 def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
-    """Check, without a collective call, that what the manager is to load is there and can be loaded in this layout.
+    """Check that the contents to load are there and fit this layout. No collective call.
 
     Raises:
-        RunError: something is missing, or the layout is another one; says what to do.
+        RunError: something is missing, or the layout differs; says what to do.
     """
     folder = Path(local_path)
     if not folder.is_dir():
@@ -470,12 +452,11 @@ def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
 
 
 def load(manager: VerlCheckpointManager, local_path: str) -> None:
-    """Load what the manager's `load_contents` name, as verl would; the schedule with
-    ``use_checkpoint_opt_param_scheduler`` only. Each rank's random generators are restored where as many ranks saved
-    theirs, else those of its place in the model.
+    """Load `load_contents` as verl would; the schedule only with ``use_checkpoint_opt_param_scheduler``. Each rank gets
+    its own random generators back if as many ranks saved theirs, else those of its place in the model.
 
     Raises:
-        RunError: a file holds what it may not; nothing that is pickled in one runs.
+        RunError: a file holds something that may not be loaded; nothing that is pickled runs.
     """
     folder = Path(local_path)
     with nothing_runs(folder):
@@ -515,7 +496,7 @@ def _trees_to_load(manager: VerlCheckpointManager) -> list[str]:
 
 
 def _loads_export(manager: VerlCheckpointManager) -> bool:
-    """Whether the model comes from the export. With both, verl takes the tree."""
+    """Return whether the model is loaded from the export. If both are asked for, verl takes the tree."""
     return bool(manager.should_load_hf_model and not manager.should_load_dist_ckpt_model)
 
 
@@ -550,7 +531,7 @@ def _said(layout: dict[str, int | str]) -> str:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """How many of each object of random generators there are, by name: for verl's, by pipeline and tensor rank."""
+    """Return the shape of each set of random generators, by name; verl's sets are by pipeline and tensor rank."""
     with nothing_runs(folder):
         keys = FileSystemReader(folder / writer.EXTRA).read_metadata().state_dict_metadata
     found = {}

@@ -1,15 +1,15 @@
-"""What verl imports to know us: our checkpoints and our weight sync in a program of verl's that stays as it is.
+"""The plug-in that verl imports: our checkpoints and our weight sync in an unchanged verl program.
 
 ::
 
     VERL_USE_EXTERNAL_MODULES=trinity_sync.integrations.verl.plugin VERL_ENGINE_VENDOR=trinity
 
-verl imports this module while it is itself imported, in each of its processes, and at every start of any program that
-uses it where the entry point ``verl.plugins`` names it. So nothing is loaded here, neither torch nor more of verl: what
-there is to do for a module of verl's is done when that has been imported. Without `VERL_ENGINE_VENDOR` the engines stay
-verl's own; the backend of weight sync is there to be chosen by its name.
+verl imports this module during its own import, in each of its processes. Where the entry point ``verl.plugins`` names
+it, any program that uses verl imports it. So it loads neither torch nor more of verl: hooks change verl's modules after
+their import. Without `VERL_ENGINE_VENDOR` the engines stay verl's own, and only the backend of weight sync is
+registered, under its name.
 
-What goes wrong is said on standard error, and leaves verl as it is: verl itself keeps quiet about plug-ins that fail.
+Errors of a hook are printed to standard error and leave verl's module unchanged: verl hides errors of plug-ins.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _replace(module: ModuleType, name: str, instead_of: Callable[[Callable[..., 
 
 
 def _resume(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import resuming
+    from trinity_sync.integrations.verl import program_start
 
-    _replace(module, "find_latest_ckpt_path", resuming.instead_of)
+    _replace(module, "find_latest_ckpt_path", program_start.instead_of)
 
 
 def _remote_copies(module: ModuleType) -> None:
@@ -44,7 +44,7 @@ def _remote_copies(module: ModuleType) -> None:
 
     @functools.wraps(verls)
     def copy(*args: Any, **kwargs: Any) -> Any:
-        # Not before it is called: what that imports may be what has brought verl's module in.
+        # Imported at the call: these imports may be what has imported verl's module.
         from trinity_sync.integrations.verl import remote_copies
 
         return remote_copies.instead_of(verls)(*args, **kwargs)
@@ -59,9 +59,9 @@ def _engines(module: ModuleType) -> None:
 
 
 def _start_line(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import start_line
+    from trinity_sync.integrations.verl import program_start
 
-    start_line.register(module)
+    program_start.register(module)
 
 
 def _weight_sync(_: ModuleType) -> None:
@@ -71,7 +71,7 @@ def _weight_sync(_: ModuleType) -> None:
 
 
 def _driver(module: ModuleType) -> None:
-    """Ray takes the signals to itself when it starts."""
+    """Finish the workers' saves at the driver's end. Installed after Ray's start, which replaces signal handlers."""
     rays = module.init
 
     @functools.wraps(rays)
@@ -93,10 +93,10 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "verl.utils.hdfs_io": _remote_copies,
     "ray": _driver,
 }
-"""What is done for a module of verl's, or Ray, once it is imported, where the engines are to be ours."""
+"""Hooks for modules of verl and Ray, if the engines are to be ours."""
 
 _ALWAYS: dict[str, Callable[[ModuleType], None]] = {"verl.checkpoint_engine.base": _weight_sync}
-"""What is done in any case: it is chosen by its name."""
+"""Hooks that always run: the backend is chosen by its name."""
 
 
 def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
@@ -111,7 +111,7 @@ def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
 
 
 def _version() -> str:
-    """verl's; it is being imported, and knows its number by now."""
+    """Return verl's version; verl is being imported and has set it."""
     return str(getattr(sys.modules.get("verl"), "__version__", "")) or _installed()
 
 
@@ -125,8 +125,8 @@ def _installed() -> str:
 
 
 def register() -> None:
-    """Have verl's modules changed when they are imported; those that are, at once. Called by the import of this
-    module, once in a process.
+    """Hook into verl's modules: those imported later, and at once those imported already. Runs on import of this
+    module.
     """
     version = _version()
     if not is_tested(version):
@@ -135,9 +135,9 @@ def register() -> None:
             say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")
         return
     if is_on():
-        atexit.register(at_exit.end_as_failed)  # so early that it runs last
+        atexit.register(at_exit.end_as_failed)  # registered first, so that it runs last
     if os.environ.get("VERL_PLATFORM") == "cpu":
-        importlib.import_module("trinity_sync.backends.cpu_platform")  # verl asks for it in a moment
+        importlib.import_module("trinity_sync.backends.cpu_platform")  # verl asks for it next
     for name, do in (_ALWAYS | _HOOKS if is_on() else _ALWAYS).items():
         register_post_import_hook(_aloud(do), name)
 

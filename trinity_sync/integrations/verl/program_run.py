@@ -1,4 +1,4 @@
-"""What the driver of a verl program does first: put the checkpoint folder in order and start the actors."""
+"""`open_run`: the driver of a verl program prepares the checkpoint folder and starts the actors, before the workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import RunError
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
-#: A monitor that was killed has so long to be gone.
+# Timeout for a killed monitor to be gone, seconds.
 _END_S = 60.0
 
 
@@ -30,15 +30,15 @@ class VerlRun:
     """A run's actors.
 
     Attributes:
-        namespace: where they are; pass it to the workers as `ray_namespace`.
-        attempt: 0 for a fresh folder, one more for each start on it.
-        step: what the run goes on from; 0: the initial weights.
+        namespace: of the actors; pass it to the workers as `ray_namespace`.
+        attempt: 0 for a fresh folder, one more for each later start on it.
+        step: the step to resume after; 0: the initial weights.
         resume_path: folder of that step, None for 0.
-        verified: False: verl itself wrote that checkpoint, so nobody knows whether its files are as they were.
+        verified: False: verl itself wrote that checkpoint, so its files have no digests.
         monitor: handle of the checkpoint monitor.
         synchronizer: the client.
         root: the checkpoint folder.
-        lock: what keeps other runs out of the checkpoint folder.
+        lock: the lock of the checkpoint folder, which keeps other runs out.
     """
 
     namespace: str
@@ -52,19 +52,19 @@ class VerlRun:
     lock: ExitStack = field(repr=False)
 
     def close(self) -> None:
-        """End the actors and let the folder go. The end of the driver does the same."""
+        """End the actors and unlock the folder. The end of the driver does the same."""
         _open.remove(self)
         try:
             for actor in (self.monitor, self.synchronizer.actor):
                 ray.kill(actor)
-            # Else the next run does it.
+            # Otherwise the next run does it.
             if has_no_monitor(self.root, _END_S):
                 recovery.clean_versions(self.root, now=time.time())
         finally:
             self.lock.close()
 
 
-#: They live as long as the driver, whether or not it keeps what `open_run` returned.
+# Runs live as long as the driver, even if the result of `open_run` is dropped.
 _open: list[VerlRun] = []
 
 
@@ -78,28 +78,28 @@ def open_run(
     monitor_config: MonitorConfig | None = None,
     synchronizer_config: SynchronizerConfig | None = None,
 ) -> VerlRun:
-    """Start a run on a checkpoint folder, a fresh one or one to go on with. The driver, before the workers.
+    """Start a run on a checkpoint folder, fresh or resumed. Called by the driver, before the workers.
 
-    What a crash left half written is removed, folders of later steps than the one to go on from become ``abandoned-*``,
-    and the trackers name what is there, so verl's ``find_latest_ckpt_path(checkpoint_dir)`` finds the right one.
-    Checkpoints that verl itself wrote are gone on from and stay as they are.
+    Half-written files of a crash are removed, folders of later steps become ``abandoned-*``, and the trackers name the
+    existing checkpoints, so verl's ``find_latest_ckpt_path(checkpoint_dir)`` finds the right one. Checkpoints that verl
+    itself wrote can be resumed and are not changed.
 
     Args:
         checkpoint_dir: verl's ``trainer.default_local_dir``, shared by all nodes.
         namespace: Ray namespace of the actors; None: that of the driver.
-        resume_step: go on after this step; None: after the newest full checkpoint, which has to verify unless verl
+        resume_step: resume after this step; None: after the newest full checkpoint, which has to verify unless verl
             itself wrote it; 0: from the start.
-        save_strategy: who may write at once, see `CheckpointMonitor`.
-        roles: the folders in ``global_step_N`` that make up a full checkpoint, such as ``("actor", "critic")``: none is
-            committed before all of them are in, and one of verl's that lacks one is not gone on from. Empty: what is
-            there when the first is written is committed, and what comes later at the same step is added to it.
-        monitor_config: the rest of the monitor's settings; attempt and roles are filled in.
-        synchronizer_config: the rest of the synchronizer's settings; the folder is filled in.
+        save_strategy: which ranks may write at the same time, see `CheckpointMonitor`.
+        roles: the folders in ``global_step_N`` that make up a full checkpoint, such as ``("actor", "critic")``. A step
+            is committed when all of them are written, and a checkpoint of verl's that lacks one is not resumed. Empty:
+            a step is committed with the parts that are announced by then; later parts of the step are added to it.
+        monitor_config: the other settings of the monitor; attempt and roles are filled in.
+        synchronizer_config: the other settings of the synchronizer; the folder is filled in.
 
     Raises:
-        ConfigError: the folder cannot be written, or another run that lives uses it.
-        RunError: the step to go on from is not a full checkpoint, or what was committed cannot be seen, see
-            `resume_point.put_in_order`; or a run is open in the namespace.
+        ConfigError: the folder cannot be written, or another live run uses it.
+        RunError: the step to resume is not a full checkpoint, a committed checkpoint cannot be seen (see
+            `resume_point.put_in_order`), or a run is open in the namespace.
     """
     namespace = namespace or ray.get_runtime_context().namespace
     _refuse_second(namespace)
@@ -128,7 +128,9 @@ def open_run(
 
 
 def _refuse_second(namespace: str) -> None:
-    """The monitor of a run that lives would be at work in a folder that is put in order under it."""
+    """Refuse a second run in the namespace: its start would rearrange the folder while the first monitor works in
+    it.
+    """
     try:
         ray.get_actor(ACTOR_NAME, namespace=namespace)
     except ValueError:

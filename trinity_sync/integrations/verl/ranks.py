@@ -1,10 +1,10 @@
-"""All ranks or none: what fails on one rank is raised on every rank, so none waits for one that has given up."""
+"""Work of all ranks: an error on one rank is raised on every rank, so that no rank waits for one that has failed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,12 @@ from trinity_sync.errors import RunError
 
 T = TypeVar("T")
 
+Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+"""Full tensors by name, each gathered from all ranks when it is asked for."""
+
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and wait for all of them. Collective, over the default group.
+    """Do `work` on every rank and wait for all ranks. Collective, over the default group.
 
     Args:
         what: for the message, such as ``"copy the state of step 3"``.
@@ -45,11 +48,12 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 
 def together_inside(what: str, run: Callable[[Callable[[], T]], object], work: Callable[[], T]) -> None:
-    """As `together`, for collective work that something else calls, and may refuse to call: no rank begins it before
-    all of them are about to.
+    """As `together`, for collective work that another function calls or refuses to call: no rank begins the work before
+    all ranks are about to.
 
     Args:
-        run: calls what it is given, or raises.
+        what: for the message.
+        run: calls its argument once, or raises.
         work: has collective calls.
     """
     begin, entered = f"begin to {what}", False
@@ -76,13 +80,9 @@ def _raise(error: Exception) -> None:
 
 
 class Drained:
-    """Tensors that all ranks iterate, because each is gathered from all of them, though one rank alone uses them.
+    """Gathered tensors that one rank uses. If it fails in between, `finish` takes part in the remaining gathers."""
 
-    The rank that uses them may fail in between; `finish` then takes part in the gathers that are left, and the error
-    is raised afterwards.
-    """
-
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tensors: Pairs) -> None:
         self._tensors = iter(tensors)
 
     def __iter__(self) -> Drained:
@@ -92,18 +92,12 @@ class Drained:
         return next(self._tensors)
 
     def finish(self) -> None:
-        """Go through what is left."""
         for _ in self._tensors:
             pass
 
 
-def use_on_first_rank(
-    what: str, tensors: Iterable[tuple[str, torch.Tensor]], use: Callable[[Iterable[tuple[str, torch.Tensor]]], T]
-) -> T | None:
-    """Let rank 0 use tensors that all ranks gather. Collective; a barrier at the end.
-
-    Args:
-        use: called on rank 0 with (name, full tensor), one after another.
+def use_on_first_rank(what: str, tensors: Pairs, use: Callable[[Pairs], T]) -> T | None:
+    """Call `use` on rank 0 with tensors that all ranks gather. Collective; a barrier at the end.
 
     Returns:
         Its result on rank 0, None elsewhere.

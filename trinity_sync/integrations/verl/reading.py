@@ -1,4 +1,4 @@
-"""A checkpoint that is about to be read: which step it is, whether this rank's files are there, and that it stays."""
+"""Checks and leases of a checkpoint that a verl program is about to read or copy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 from trinity_sync.errors import RunError, TrinityError
 
 _LEASE_S = 300.0
-"""The lease of a long work outlives its process by so much at most, seconds."""
+"""Expiry of a renewed lease, seconds."""
 
 _RENEW_S = 60.0
 
 
 def check_files(local_path: str, names: Sequence[str]) -> None:
-    """Check that this rank's files are there; nothing of a path that is not local.
+    """Check that this rank's files are there; a path that is not local is not checked.
 
     Raises:
-        RunError: one is missing; says which, and what is there instead.
+        RunError: a file is missing; says which, and what is there instead.
     """
     if is_non_local(local_path):
         return
@@ -35,14 +35,14 @@ def check_files(local_path: str, names: Sequence[str]) -> None:
 
 
 def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: ExitStack) -> None:
-    """Lease the checkpoint until `held` is closed, so that nobody deletes it meanwhile.
+    """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile.
 
     Args:
-        root: the checkpoint folder of the run, None where it has none.
-        local_path: a place in the step's folder. What verl itself wrote has no manifest, and nobody deletes it.
-        holder: who reads it, for others to see.
-        seconds: how long it stays if this process dies.
-        held: is given the lease.
+        root: the run's checkpoint folder; None: there is none.
+        local_path: a place in the step's folder. A checkpoint that verl wrote has no manifest and is never deleted.
+        holder: the reader's name in the lease.
+        seconds: expiry if this process dies.
+        held: gets the lease.
     """
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():
@@ -51,14 +51,10 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: 
 
 @contextmanager
 def held_throughout(root: Path | None, local_path: str, holder: str) -> Iterator[None]:
-    """Hold the checkpoint for the length of the block, however long that is; it is let go soon if this process dies.
-
-    Args:
-        root, local_path, holder: see `hold`.
+    """Lease the checkpoint inside the block, renewed in the background; the lease expires soon if this process dies.
 
     Raises:
-        RunError: at the end of the block: for a while now the lease could not be renewed, so that the checkpoint may
-            have been deleted meanwhile.
+        RunError: at the end of the block, if the lease could not be renewed: the checkpoint may have been deleted.
     """
     step = step_at(root, local_path)
     if root is None or step is None or not (step_dir(root, step) / MANIFEST).exists():
@@ -87,7 +83,7 @@ def held_throughout(root: Path | None, local_path: str, holder: str) -> Iterator
 
 
 def step_at(root: Path | None, local_path: str) -> int | None:
-    """The step of a checkpoint in the run's folder; None for any other place."""
+    """Return the step of a place in the run's checkpoint folder; None for any other place."""
     if root is None:
         return None
     path = Path(local_path).absolute()

@@ -1,6 +1,6 @@
 """verl's copies of a checkpoint to a remote place (`trainer.default_hdfs_dir`) wait for its commit.
 
-The trainers copy the step's folder right after the save, when it is not yet whole.
+verl's trainers copy the step's folder right after the save, before it is whole.
 """
 
 from __future__ import annotations
@@ -9,34 +9,27 @@ import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trinity_sync.checkpoint.daemon import service
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
-from trinity_sync.integrations.verl.committed_saves import Commits, follow_with_copy
+from trinity_sync.integrations.verl.committed_saves import Commits, CommittedSaves, follow_with_copy
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, RunMonitor, join_alone, under_ray
 
-
-class Awaits(Protocol):
-    """What a checkpoint manager does for a copy."""
-
-    def follow(self, path: str, then: Callable[[], None]) -> bool: ...
+_managers: weakref.WeakSet[CommittedSaves] = weakref.WeakSet()
 
 
-_managers: weakref.WeakSet[Awaits] = weakref.WeakSet()
-
-
-def of_manager(manager: Awaits) -> None:
-    """Have copies of what this manager saves wait."""
+def of_manager(manager: CommittedSaves) -> None:
+    """Let copies of this manager's checkpoints wait for their commit."""
     _managers.add(manager)
 
 
 def instead_of(verls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands in for verl's ``hdfs_io.copy``, of which it keeps the arguments. For a checkpoint that is
-    being written the answer is True at once; that the copy failed is told at the next save, or at the program's end. A
-    process without a manager, as a driver under Ray is, asks the checkpoint monitor.
+    """Return a replacement for verl's ``hdfs_io.copy``, with the same arguments. For a checkpoint that is being written
+    it returns True at once; an error of the copy is raised by the next save or printed at the program's end. A process
+    without a manager, such as a driver under Ray, asks the checkpoint monitor.
     """
 
     @functools.wraps(verls)
@@ -52,12 +45,9 @@ def instead_of(verls: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-# Copies to a remote place that a driver under Ray makes, as verl's ``sft_trainer_ray`` does: it has no engine, so it
-# asks the checkpoint monitor itself.
-
-
 class DriverCopies(Saves):
-    """Copies of the checkpoints of one folder.
+    """Remote copies of one folder's checkpoints by a driver under Ray, such as verl's ``sft_trainer_ray``. It has no
+    engine, so it asks the checkpoint monitor.
 
     Args:
         root: the checkpoint folder.
@@ -69,21 +59,15 @@ class DriverCopies(Saves):
         self._commits = Commits(monitor.client, monitor.attempt, COMMIT_S)
 
     def follow(self, step: int, copy: Callable[[], None]) -> None:
-        """Have a step's folder copied when it is committed. verl's trainer has written all that it writes itself.
-
-        Args:
-            step: the step.
-            copy: copies its folder; called in the background.
-
-        Raises:
-            Exception: what an earlier copy failed of.
+        """Call `copy` in the background when the step is committed. verl's trainer has written its own files. Raises
+        the error of an earlier copy.
         """
         self._commits.raise_failures()
         self._monitor.client.notify_beside(step, attempt=self._monitor.attempt).result(ANSWER_S)
         follow_with_copy(self._commits, self._root, step, copy)
 
     def finish(self, limit_s: float | None) -> None:
-        """Return when all copies are made. Raises what one failed of."""
+        """Wait until all copies are made. Raises the first error."""
         self._commits.wait()
 
 
@@ -91,18 +75,18 @@ _of_folders: dict[Path, DriverCopies] = {}
 
 
 def follow(path: str, copy: Callable[[], None]) -> bool:
-    """Copy a step's folder when it is committed, where this process is a driver under Ray and the step is saved through
-    us. A copy that fails is told at the next one, or at the program's end.
+    """Copy a step's folder when it is committed, if this process is a driver under Ray and the step is saved through
+    us.
 
     Args:
         path: the folder.
-        copy: copies it; called in the background.
+        copy: copies it; called in the background. Its error is raised by the next copy or printed at the program's end.
 
     Returns:
-        Whether that is so; else nothing is done.
+        False if nothing is done.
 
     Raises:
-        TrinityError: the monitor is gone, or does not answer; or an earlier copy failed.
+        TrinityError: the monitor is gone or does not answer, or an earlier copy failed.
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent

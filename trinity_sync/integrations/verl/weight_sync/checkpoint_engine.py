@@ -1,9 +1,9 @@
-"""The engines that verl makes, one on each member of a sync: `WeightSync`, and `ShardedWeightSync` without a gather.
+"""verl's checkpoint engines, one on each member of a sync: `WeightSync`, and `ShardedWeightSync` without a gather.
 
 verl's `CheckpointEngineManager` calls, for each version: `prepare` on all members; `build_topology` in the driver;
-`init_process_group` on all; `send_weights` on the trainer's ranks beside `receive_weights` on the rollout's workers;
-`finalize` on all. After an error it calls nothing more, so each method that fails cleans up itself, and `prepare` first
-ends what an earlier sync has left.
+`init_process_group` on all; `send_weights` on the trainer's ranks, concurrently with `receive_weights` on the rollout's
+workers; `finalize` on all. After an error it makes no further call, so each method cleans up after its own errors, and
+`prepare` first ends an earlier sync.
 """
 
 from __future__ import annotations
@@ -11,52 +11,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
-from trinity_sync.errors import RunError, take_back
-from trinity_sync.integrations.verl.engine_weights import each_once
+from trinity_sync.errors import RunError, WaitTimeout, take_back
+from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
-from trinity_sync.integrations.verl.weight_sync.base import Mode
-from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointTransfer
 from trinity_sync.integrations.verl.weight_sync.link import (
     Done,
     Hub,
     MemberPlace,
     MemberReady,
     Spoke,
-    WeightSyncSettings,
     read,
 )
-from trinity_sync.integrations.verl.weight_sync.memory import MemoryTransfer
-from trinity_sync.integrations.verl.weight_sync.nccl import NcclTransfer
-from trinity_sync.integrations.verl.weight_sync.sending import Exported, Gathering, Sent, own_shards, send, travelling
-from trinity_sync.integrations.verl.weight_sync.session import Named, Session, Stream, tensors, told
+from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travelling
+from trinity_sync.integrations.verl.weight_sync.transfers import BucketSender, transfer
+from trinity_sync.integrations.verl.weight_sync.version_stream import Named, Sent, Stream, send, tensors
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 
 logger = logging.getLogger(__name__)
 
+_BRIEFLY_S = 0.1
+"""Timeout of a wait that must not block an event loop."""
+
 Shards = Iterable[tuple[Shard, torch.Tensor]]
 
 
 class WeightSync(CheckpointEngine):
-    """Trainer rank 0 sends whole tensors, which all the trainer's ranks gather.
+    """Trainer rank 0 sends whole tensors, which all trainer ranks gather.
 
     Args:
-        bucket_size: verl's, bytes; `Settings.bucket_mb` applies where it is less.
-        is_master: whether this is the trainer's rank 0; None: this is not one of the trainer's.
-        engine_kwargs: see `Settings`.
-
-    Raises:
-        ConfigError: names a key that is unknown or wrong.
+        bucket_size: verl's, bytes; `WeightSyncSettings.bucket_mb` applies where it is less.
+        is_master: whether this is the trainer's rank 0; None: this is a worker of the rollout.
+        engine_kwargs: see `WeightSyncSettings`; ConfigError: names a key that is unknown or wrong.
     """
 
     wire_format = "named_tensors"
@@ -67,7 +65,7 @@ class WeightSync(CheckpointEngine):
         self._settings = read(engine_kwargs, self._backend)
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
-        self._mode = _mode(self._settings)
+        self._transfer = transfer(self._settings)
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[Any] | None = None
         self._last: dict[str, object] | None = None
@@ -75,16 +73,16 @@ class WeightSync(CheckpointEngine):
     # ---- before and after
 
     def prepare(self) -> MemberReady:
-        """Say what the others have to know of this member. On all members.
+        """Return the data that the other members need about this one. On all members.
 
         Raises:
-            RunError: what the mode needs cannot be made, or a gather of an earlier version still hangs.
+            RunError: memory, group or folder cannot be made, or a gather of an earlier version still hangs.
             WaitTimeout: an earlier sync does not end here.
         """
         self._session.end("a new sync begins")
         if self._gathering is not None:
-            self._gathering.wait()  # two at once would mix up what the trainer's ranks gather
-        # asked for only now: a process that knows its GPU has taken memory on it
+            self._gathering.wait()  # two gathers at once would mix up the tensors of the trainer's ranks
+        # Not before: a process that asks for its GPU allocates memory on it.
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._session = session = Session(self._settings.timeout_s, device)
         if not self._sends:
@@ -92,8 +90,8 @@ class WeightSync(CheckpointEngine):
         with session.at_work():
             host = str(ray.util.get_node_ip_address()).strip("[]")
             session.hub = Hub(host, self._settings.timeout_s)
-            session.offer = self._mode.prepare(host)
-            return link.this_process(self._settings, session.hub.address, session.offer.meeting)
+            session.sender = self._transfer.sender(host)
+            return link.this_process(self._settings, session.hub.address, session.sender.meeting)
 
     @classmethod
     def build_topology(
@@ -102,11 +100,11 @@ class WeightSync(CheckpointEngine):
         """Give every member its place. In the driver.
 
         Args:
-            actor_wg_world_size, rollout_world_size: how many members there are.
-            metadata: what `prepare` returned, the trainer's ranks first.
+            actor_wg_world_size, rollout_world_size: numbers of members.
+            metadata: the answers of `prepare`, those of the trainer's ranks first.
 
         Raises:
-            RunError: the members do not go together, such as where mode=memory and they are on two nodes.
+            RunError: the members cannot share one sync, as with mode=memory on two nodes.
         """
         ranks, rollout = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if len(rollout) != rollout_world_size:
@@ -115,57 +113,57 @@ class WeightSync(CheckpointEngine):
         return {"place": of_ranks}, {"place": of_rollout}
 
     def init_process_group(self, place: MemberPlace) -> None:
-        """Meet the others. On all members, side by side.
+        """Connect to the other members. On all members, concurrently.
 
         Raises:
-            RunError: one is gone.
-            WaitTimeout: one does not come.
+            RunError: a member is gone.
+            WaitTimeout: a member does not connect.
         """
         session = self._session
         with session.at_work():
             if place.role == "sender":
                 assert session.hub is not None, "a sender prepares"
-                assert session.offer is not None, "a sender prepares"
+                assert session.sender is not None, "a sender prepares"
                 session.hub.meet(place.receivers)
-                session.outgoing = session.offer.outgoing(session.hub, place)
+                session.sender.connect(session.hub, place)
             elif place.role == "receiver":
                 for sender in place.senders:
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
                     with _or_give_up(spoke.give_up):
-                        session.streams.append(Stream(spoke, self._mode.incoming(spoke, place, sender)))
+                        session.streams.append(Stream(spoke, self._transfer.receiver(spoke, place, sender)))
             session.place = place
 
     def finalize(self) -> None:
-        """Give back what is still held. On all members; may be called again.
+        """End the sync and free its resources. On all members; may be called again.
 
         Raises:
-            WaitTimeout: a thread that is at work in the sync does not end.
+            WaitTimeout: a thread that works in the sync does not end.
         """
         self._session.end("the sync was ended")
 
     def last_version(self) -> dict[str, object] | None:
-        """Return ``step``, ``digest``, ``mode``, ``bytes`` and ``seconds`` of the version that this member sent or
-        received last; None: of none. A trainer's rank that only gathers has none.
+        """Return ``step``, ``digest``, ``mode``, ``bytes`` and ``seconds`` of the last version that this member sent or
+        received; None: there is none, as on a trainer rank that only gathers.
         """
         return self._last
 
     # ---- the trainer's ranks
 
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, float] | None:
-        """Send a version, and wait until all receivers have handed it to their engines. On the trainer's ranks.
+        """Send a version, and wait until all receivers have handed it to their engines. On all trainer ranks.
 
-        Every rank goes through all weights, because each is gathered from all ranks, also after an error.
+        Each weight is a collective call, so every rank goes through all weights, also after an error.
 
         Args:
             weights: (name, whole tensor), from verl's training engine.
             global_steps: the trainer's step.
 
         Returns:
-            On rank 0 what it did, for verl's metrics (all are numbers, since some trackers take nothing else).
+            On rank 0 the metrics for verl (numbers only, for some trackers take nothing else).
 
         Raises:
-            RunError: a member is gone, or has failed; or the digest of what arrived is another one.
-            WaitTimeout: a member does not go on.
+            RunError: a member is gone or has failed, or received bytes with another digest.
+            WaitTimeout: a member makes no progress.
         """
         wire = self._settings.wire_dtype
         return await self._send(weights, lambda named: _whole(each_once(named), wire), global_steps)
@@ -175,14 +173,14 @@ class WeightSync(CheckpointEngine):
     ) -> dict[str, float] | None:
         session = self._session
         self._gathering = gathering = Gathering(items, _version(step), self._settings.timeout_s)
-        giving = asyncio.ensure_future(asyncio.to_thread(self._give, session, gathering, shards(gathering), step))
+        sending = asyncio.ensure_future(asyncio.to_thread(self._send_all, session, gathering, shards(gathering), step))
         try:
-            return await asyncio.shield(giving)  # which gathers what is left, whatever becomes of this call
+            return await asyncio.shield(sending)  # a cancelled call must not stop the gathers
         except asyncio.CancelledError:
             session.end("it was cancelled", briefly=True)
             raise
 
-    def _give(
+    def _send_all(
         self, session: Session, gathering: Gathering[Any], shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         try:
@@ -191,21 +189,21 @@ class WeightSync(CheckpointEngine):
                 if place.role == "gatherer":
                     gathering.finish()
                     return None
-                return self._give_as_sender(session, place, shards, step)
+                return self._send_as_sender(session, place, shards, step)
         except BaseException as error:
             take_back(error, gathering.finish)
             raise
         finally:
             gathering.close()
 
-    def _give_as_sender(
+    def _send_as_sender(
         self, session: Session, place: MemberPlace, shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         assert session.hub is not None, "a sender prepares"
-        assert session.outgoing is not None, "a sender has met the others"
+        assert session.sender is not None, "a sender prepares"
         started = time.perf_counter()
         full = self._settings.verify == "full" and not self._all_send
-        sent = send(shards, session.outgoing, bucket_bytes=self._bucket_bytes, step=step, whole=full)
+        sent = send(shards, session.sender, bucket_bytes=self._bucket_bytes, step=step, whole=full)
         done = session.hub.wait_done()
         digest = _agreed([*(one.digest for one in done), *([sent.digest] if full else [])], step)
         session.finish()
@@ -237,17 +235,17 @@ class WeightSync(CheckpointEngine):
             global_steps: the trainer's step.
 
         Yields:
-            (name, tensor), the tensors of the receiver's own from then on, on the GPU if there is one. The last one
-            comes only after every digest of the version was checked.
+            (name, tensor), on the GPU if there is one; the tensors belong to the caller. The last one comes only after
+            every digest of the version was checked.
 
         Raises:
-            RunError: a sender is gone, or has failed.
-            WaitTimeout: nothing comes.
-            ChecksumError: what came is not what was sent; nothing of it was handed out.
+            RunError: a sender is gone or has failed.
+            WaitTimeout: no bucket arrives.
+            ChecksumError: a bucket is damaged (nothing of it was handed out), or the version's digest differs.
         """
         session = self._session
         receiving = self._receive(session, global_steps)
-        # An engine that fails before it asks for a first tensor lets go of this, and nothing in it ever runs.
+        # An engine that fails before the first tensor drops this generator, and no code in it ever runs.
         weakref.finalize(receiving, session.end, "its engine did not take the weights", briefly=True).atexit = False
         return receiving
 
@@ -276,10 +274,10 @@ class WeightSync(CheckpointEngine):
 
 
 class ShardedWeightSync(WeightSync):
-    """Each of the trainer's ranks sends what it holds of each tensor; receivers put the tensors together.
+    """Each trainer rank sends its shard of each tensor; receivers put the tensors together.
 
-    verl hands the training engine over under one backend name only, so that is where this is registered. What an engine
-    would have to convert on a gather is refused.
+    verl passes the training engine to one backend name only (`NO_GATHER`), under which this is registered. A tensor
+    that the engine converts in a gather is refused.
     """
 
     _backend = NO_GATHER
@@ -289,7 +287,7 @@ class ShardedWeightSync(WeightSync):
         """As `WeightSync.send_weights`.
 
         Args:
-            weights: verl's training engine, which can be asked for ``get_per_tensor_param_shard``.
+            weights: verl's training engine, with ``get_per_tensor_param_shard``.
             global_steps: the trainer's step.
         """
         exported: Iterable[Exported] = weights.get_per_tensor_param_shard()[0]
@@ -298,7 +296,7 @@ class ShardedWeightSync(WeightSync):
 
 
 class _ArrivingTensors:
-    """What `tensors` yields, and what it returns in the end."""
+    """The batches of `tensors`, and its return value."""
 
     def __init__(self, session: Session, batches: Generator[list[Named], None, Done]) -> None:
         self._session = session
@@ -306,7 +304,7 @@ class _ArrivingTensors:
         self.done: Done | None = None
 
     def next(self) -> list[Named] | None:
-        """The next ones; None: there are no more. A thread may not raise StopIteration into a coroutine."""
+        """Return the next batch; None: there are no more. A thread cannot raise StopIteration into a coroutine."""
         with self._session.at_work():
             try:
                 return next(self._batches)
@@ -319,16 +317,8 @@ class _ArrivingTensors:
 def _met(session: Session, what: str) -> MemberPlace:
     place, session.place = session.place, None
     if place is None:
-        raise RunError(f"there is nobody to {what} weights: init_process_group comes before, once for each version")
+        raise RunError(f"no member is connected to {what} weights: init_process_group comes before, for each version")
     return place
-
-
-def _mode(settings: WeightSyncSettings) -> Mode:
-    if settings.mode == "checkpoint":
-        return CheckpointTransfer(Path(str(settings.dir)), settings.timeout_s)
-    if settings.mode == "nccl":
-        return NcclTransfer(settings.transport, settings.timeout_s)
-    return MemoryTransfer()
 
 
 def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:
@@ -337,11 +327,7 @@ def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Sha
 
 
 def _agreed(digests: list[str | None], step: int | None) -> str | None:
-    """The digest that all have.
-
-    Raises:
-        ChecksumError: there are several.
-    """
+    """Return the digest that all members have; ChecksumError: there are several."""
     if len(set(digests)) > 1:
         raise ChecksumError(f"the members of the sync have different weights of {_version(step)}: digests {digests}")
     return digests[0]
@@ -356,5 +342,112 @@ def _or_give_up(give_up: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        give_up(told(error))
+        give_up(describe_error(error))
         raise
+
+
+class Session:
+    """One sync at one member: its resources, and their end in any thread. A later sync is another object, which threads
+    of this one cannot reach.
+
+    Args:
+        timeout_s: timeout of the wait for a thread that works in it, seconds.
+        device: this member's GPU; None: it has none.
+
+    Attributes:
+        place: this member's place; None: not known yet, or used already.
+        hub, sender: of a sender.
+        streams: of a receiver.
+    """
+
+    def __init__(self, timeout_s: float, device: torch.device | None) -> None:
+        self.device = device
+        self.place: MemberPlace | None = None
+        self.hub: Hub | None = None
+        self.sender: BucketSender | None = None
+        self.streams: list[Stream] = []
+        self._timeout_s = timeout_s
+        self._work = threading.RLock()
+        self._why: str | None = None
+        self._over = False
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Give the calling thread the session's resources, one thread at a time. An error ends the sync.
+
+        Raises:
+            RunError: the sync has ended.
+        """
+        # Without `device` a new thread would work, and allocate memory, on the first GPU.
+        with self._work, torch.cuda.device(self.device) if self.device is not None else contextlib.nullcontext():
+            try:
+                self._check()
+                yield
+                self._check()
+            except BaseException as error:
+                take_back(error, partial(self._close, self._why or describe_error(error)))
+                if self._why is not None:  # the end of the sync made the links fail
+                    raise RunError(f"the sync was ended: {self._why}") from error
+                raise
+
+    def end(self, why: str, *, briefly: bool = False) -> None:
+        """End the sync, unless it has ended, and tell the other members why. In any thread.
+
+        Args:
+            why: for the errors of the other members.
+            briefly: do not wait for the thread that works in the sync: it is interrupted, and ends the sync itself.
+
+        Raises:
+            WaitTimeout: that thread does not end.
+        """
+        if self._over:
+            return
+        self._why = self._why or why
+        if not self._work.acquire(blocking=False):
+            self._interrupt()
+            limit = _BRIEFLY_S if briefly else self._timeout_s
+            if not self._work.acquire(timeout=limit):
+                if briefly:
+                    return
+                raise WaitTimeout("this member", "end its part in an earlier sync", limit)
+        try:
+            self._close(why)
+        finally:
+            self._work.release()
+
+    def finish(self) -> None:
+        """Close all resources, after success; called within `at_work`."""
+        sender, self.sender = self.sender, None
+        if sender is not None:
+            sender.close(failed=False)
+        for stream in self.streams:
+            stream.close()
+        if self.hub is not None:
+            self.hub.close()
+        self._over = True
+
+    def _check(self) -> None:
+        if self._why is not None and not self._over:
+            raise RunError(f"the sync was ended: {self._why}")
+
+    def _interrupt(self) -> None:
+        for end in (self.hub, *self.streams):
+            if end is not None:
+                end.interrupt()
+
+    def _close(self, why: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        with ExitStack() as parts:  # the last one first, and each also after the error of another one
+            if self.sender is not None:
+                parts.callback(self.sender.close, failed=True)
+            for stream in self.streams:
+                parts.callback(stream.give_up, why)
+            if self.hub is not None:
+                parts.callback(self.hub.give_up, why)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the text of an error, for another member."""
+    return f"{type(error).__name__}: {error}"
