@@ -47,7 +47,8 @@ from engines import verl_engine
 
 from tests.families import EAGER, FAMILIES
 from trinity_sync.config import compose, typed
-from trinity_sync.explorer.hf import HFEngine, sequence_keys
+from trinity_sync.explorer.hf import HFEngine
+from trinity_sync.explorer.texts import sequence_keys
 from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
@@ -162,7 +163,7 @@ def _explorer(spec: WorkerSpec, dtype: str, length: int) -> HFEngine:
 
 def _prompts(explorer: HFEngine, *, made: bool) -> list[list[int]]:
     if not made:
-        return [explorer._texts._tokenizer(text)["input_ids"] for text in TEXTS]
+        return [explorer._tokenizer(text)["input_ids"] for text in TEXTS]
     draw = np.random.default_rng(0)
     return [draw.integers(3, explorer.model.config.vocab_size, 4 + row).tolist() for row in range(PROMPTS)]
 

@@ -43,7 +43,7 @@ from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.launch.own_ray import start_ray
-from trinity_sync.protocol.parts import PartInfo, part_name
+from trinity_sync.protocol.parts import CommitMeta, PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import TrainerSide
@@ -255,7 +255,7 @@ class Fleet:
             ray.kill(one)
 
 
-_META = {"backend": "staged", "world_size": 1, "config_digest": "0" * 32}
+_META: CommitMeta = {"backend": "staged", "world_size": 1, "config_digest": "0" * 32}
 
 
 class _Silent:

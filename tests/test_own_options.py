@@ -26,6 +26,7 @@ from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.texts import TextSettings
 from trinity_sync.launch.actors import coordinator_option, monitor_option
 from trinity_sync.launch.messages import explain
 from trinity_sync.launch.start import _check_engine
@@ -725,8 +726,8 @@ def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
     rows = ["task=jsonl", "task.path=some", "task.too_long=truncate", "task.chat_template.enable_thinking=false"]
     asked = config.compose(["sync.keep_fp32=[norm]", "model.lora.rank=8", *rows])
     spec = explorer_spec(config.typed(asked), "model", "logs")
-    taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
-    assert set(spec.engine) - {config.TARGET} == set(taken) - {"device"}
+    taken = {*inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters} - {"settings"}
+    assert set(spec.engine) - {config.TARGET} == (taken | TextSettings.__annotations__.keys()) - {"device"}
     assert spec.engine["keep_fp32"] == ["norm"]
 
 

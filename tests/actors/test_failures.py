@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from trinity_sync.actors.calls import failures_logged
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.errors import RunError
 
 

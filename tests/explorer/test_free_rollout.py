@@ -150,7 +150,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     yield made
     for rollout in made.made:
         rollout.close()
-    names = {name for rollout in made.made for name in rollout._members.clients}
+    names = {name for rollout in made.made for name in rollout._pool.clients}
     assert not [thread for thread in threading.enumerate() if thread.name in names]
 
 

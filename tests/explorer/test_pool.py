@@ -29,7 +29,7 @@ from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.position import ValidationTimes
+from trinity_sync.samples.metrics import ValidationTimes
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import Delivery

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_sync.explorer import hf
-from trinity_sync.explorer.hf import SeededSampler, inverse_cdf, sequence_keys, uniforms
+from trinity_sync.explorer.hf import SeededSampler, inverse_cdf, uniforms
+from trinity_sync.explorer.texts import sequence_keys
 from trinity_sync.samples.record import child
 
 IDS = torch.zeros((1, 1), dtype=torch.int64)

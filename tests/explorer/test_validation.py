@@ -11,7 +11,7 @@ from tests.samples.helpers import sample
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.position import ValidationTimes
+from trinity_sync.samples.metrics import ValidationTimes
 from trinity_sync.samples.record import Drawing, Prompt, Purpose
 
 PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]

@@ -24,7 +24,7 @@ from trinity_sync.explorer.validation import ValidationSettings, VersionValidati
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.position import ValidationTimes
+from trinity_sync.samples.metrics import ValidationTimes
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Drawing, Prompt
 
@@ -137,7 +137,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def steps(validations: VersionValidations) -> list[int]:
-    return [done.answers.step for done in validations.taken()]
+    return [done.step for done in validations.taken()]
 
 
 @pytest.mark.parametrize("at_start", [False, True])
@@ -148,7 +148,7 @@ def test_the_versions_that_are_due_are_validated(world: World, at_start: bool) -
         assert len(rollout.take(step)) == GROUPS * SAMPLES
         world.publish(rollout, members, step)
     validations.wait()
-    done = {one.answers.step: one.answers for one in validations.taken()}
+    done = {one.step: one for one in validations.taken()}
     assert list(done) == ([0, 2, 4] if at_start else [2, 4])
     assert all((one.metrics["val/samples"], one.metrics["val/reward/mean"]) == (10, 0.5) for one in done.values())
     assert {line["version"] for line in done[2].excerpt(9)} == {2}
@@ -184,7 +184,7 @@ def test_another_one_begins_anew_where_the_one_that_validates_dies(world: World)
     _, validations = world.start(members, at_start=True)
     validations.wait()
     (done,) = validations.taken()
-    assert done.answers.metrics["val/samples"] == 10
+    assert done.metrics["val/samples"] == 10
     (first, _), (second, _) = members.taken
     assert first != second
     assert world.faults[0] == (first, f"version 0 is to be validated once more: {first} died while it was to generate")

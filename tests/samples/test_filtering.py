@@ -8,8 +8,9 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.errors import RunError
-from trinity_sync.samples.advantages import Chosen, GroupFilter, Overlong, drawn_metrics
+from trinity_sync.samples.advantages import Chosen, GroupFilter, Overlong
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.metrics import drawn_metrics
 
 
 def group_filter(**changes: Any) -> GroupFilter:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.samples.helpers import sample
-from trinity_sync.samples.advantages import batch_metrics
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.samples.excerpt import excerpt
+from trinity_sync.samples.metrics import batch_metrics, excerpt
 from trinity_sync.samples.record import Prompt
 
 BATCH = SampleBatch.of(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.position import pass_at, validation_metrics
+from trinity_sync.samples.metrics import pass_at, validation_metrics
 from trinity_sync.samples.record import Sample
 
 

@@ -21,7 +21,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.shard_file import open_shard_file
 
@@ -137,7 +137,7 @@ def test_an_explorer_of_another_node_gets_copies_that_the_agent_hands_out(two_no
 def test_a_slot_is_written_as_files_that_are_the_segments(trainer: PretendTrainer, folder: Path) -> None:
     sealed = trainer.seal(random_weights(6))
     agent = trainer.agents[node_id()]
-    written = agent.write(sealed.version, sealed.slot, str(folder), {"step": "6"}, fsync=False).result(LIMIT)
+    written = agent.write(sealed.slot, str(folder), {"step": "6"}, fsync=False).result(LIMIT)
     assert [path for path, _, _ in written] == [f"actor/weights_{part}.safetensors" for part in trainer.layouts]
     for path, nbytes, _ in written:
         layout, data = open_shard_file(folder / path)

@@ -23,11 +23,10 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import Bucket, FindDestination, TrainerSide
+from trinity_sync.sync.base import Bucket, FindDestination, LayoutCache, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
-from trinity_sync.sync.in_place import InPlace, LoadResult, WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
+from trinity_sync.sync.weight_loader import InPlace, LoadResult, WeightLoader
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFileError
 from trinity_sync.weights.slots import map_segment

@@ -11,8 +11,8 @@ import torch
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.base import LayoutCache
 from trinity_sync.sync.checkpoint import FileMaps
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file

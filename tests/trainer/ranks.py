@@ -18,8 +18,7 @@ class Asked(RankClient):
         super().__init__(None, 0)
 
     def _call(self, what: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        assert not kwargs
-        return method, args
+        return method, (*args, *kwargs.values())
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
 from trinity_sync.tracking.events import Event, event_name, event_step
 from trinity_sync.trainer.free_loop import FreeLoop
-from trinity_sync.trainer.steps import LoopSettings
+from trinity_sync.trainer.steps import LoopSettings, Steps
 
 LIMIT = 30.0
 
@@ -172,18 +172,9 @@ class World:
     def loop(self, **changes: Any) -> FreeLoop:
         stop = changes.pop("stop", None)
         me: Any = self
-        return FreeLoop(
-            settings(**changes),
-            trainer=me,
-            source=me,
-            mode=me,
-            synchronizer=Meeting(self),
-            parts=["rank-00000"],
-            saves=me,
-            log=me,
-            stop=stop,
-            validations=self.validations,
-        )
+        parts = ["rank-00000"]
+        steps = Steps(settings(**changes), trainer=me, synchronizer=Meeting(self), parts=parts, log=me)
+        return FreeLoop(steps, source=me, mode=me, saves=me, stop=stop, validator=self.validations)
 
     def times(self, what: str) -> list[int]:
         return [entry[1] for entry in self.happened if isinstance(entry, tuple) and entry[0] == what]
@@ -347,15 +338,15 @@ class Validating:
 
     def open(self, step: int) -> bool:
         told = {line["step"] for line in self.world.lines if "val/failed" in line}
-        finished = told | {one.answers.step for one in self.done}
+        finished = told | {one.step for one in self.done}
         due = {one for one in self.world.published_steps if self.due(one) and one <= step}
         return not self.given_up and bool(due - finished)
 
     def finish(self, *steps: int, failed: int = 0) -> None:
         for step in steps:
             metrics = {"val/reward/mean": step / 10, "val/failed": float(failed)}
-            answers = SimpleNamespace(step=step, metrics=metrics, failure="f failed", excerpt=lambda groups: [groups])
-            self.done.append(SimpleNamespace(answers=answers, total_s=2.0))
+            found = {"step": step, "metrics": metrics, "failure": "f failed", "total_s": 2.0}
+            self.done.append(SimpleNamespace(**found, excerpt=lambda groups: [groups]))
 
     def taken(self) -> list[Any]:
         done, self.done = self.done, []

@@ -40,11 +40,10 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Drawing, Purpose
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import ExplorerSide, LeaseFolder, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, LeaseFolder, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.in_place import WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 NORM = "model.norm.weight"
@@ -270,7 +269,7 @@ def test_files_of_a_checkpoint_are_read_by_the_workers(
     verify: str,
 ) -> None:
     sealed = trainer.seal(weights[0])
-    agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
+    agent.write(sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
     trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
     kept = Kept(engine)
     report = make_loader(CheckpointMode(durable=False), verify, lease_folder=kept.lease, durable=False).load(None)
@@ -295,7 +294,7 @@ def test_a_damaged_file_of_a_checkpoint_never_reaches_the_engine(
         sealed = trainer.seal(of)
         folder = tmp_path / str(sealed.version)
         folder.mkdir()
-        agent.write(sealed.version, sealed.slot, str(folder), {}, fsync=False).result(LIMIT)
+        agent.write(sealed.slot, str(folder), {}, fsync=False).result(LIMIT)
         if of is weights[1]:
             trainer.synchronizer.commit(sealed.version, str(folder)).result(LIMIT)
             before = loader.load(None).version

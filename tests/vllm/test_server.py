@@ -31,11 +31,10 @@ from trinity_sync.integrations.vllm.server import HttpControl, Server
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.in_place import WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 WAYS = ("workers", "file")
@@ -131,7 +130,7 @@ def test_files_of_a_checkpoint_are_taken(
 ) -> None:
     engine = engine_of(server, models[0])
     sealed = trainer.seal(weights[2])
-    agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
+    agent.write(sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
     trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
     report = loader_of(engine, trainer, way, CheckpointMode(durable=False), verify).load(None)
     assert report.digest == (reference_digest(weights[2], "BF16") if verify == "full" else None)

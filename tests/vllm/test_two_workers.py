@@ -17,7 +17,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.in_place import WeightLoader
+from trinity_sync.sync.weight_loader import WeightLoader
 
 __all__ = ["make_loader"]
 
@@ -56,7 +56,7 @@ def test_a_version_is_taken_from_slots_and_from_files(
     assert report.digest == (reference_digest(weights[1], "BF16") if verify == "full" else None)
     assert_generates_as(engine, models[1])
     sealed = trainer.seal(weights[2])
-    agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
+    agent.write(sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
     trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
     report = make_loader(CheckpointMode(durable=False), verify, durable=False).load(None)
     assert report.digest == (reference_digest(weights[2], "BF16") if verify == "full" else None)

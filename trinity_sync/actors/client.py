@@ -1,8 +1,12 @@
-"""What all clients have in common."""
+"""The base of all clients, and their methods. A client's method is made from the method of the actor's class, so its
+signature is written once and mypy checks each call.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from trinity_sync.actors.pending import CallTransport, Pending
 
@@ -11,15 +15,64 @@ if TYPE_CHECKING:
 
     from trinity_sync.actors.calls import Call
 
-T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class MethodNames:
+    """Stands for an actor's class at run time, where mypy sees the class itself: the class's module needs libraries
+    that callers do not load, and belongs to a higher layer. Each attribute is its own name.
+    """
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class RemoteMethod(Generic[P, R]):
+    """A client's method that begins a call of the actor's method.
+
+    Args:
+        method: the actor's method, of a `MethodNames` at run time.
+        what: the actor's task, for errors: a format string of the call's arguments.
+    """
+
+    @overload
+    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], what: str = ...) -> None: ...
+
+    @overload
+    def __init__(self, method: Callable[Concatenate[Any, P], R], what: str = ...) -> None: ...
+
+    def __init__(self, method: Any, what: str | None = None) -> None:
+        self.name: str = method
+        self.what = what or f"answer {method}"
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, client: RayClient, owner: type) -> Callable[P, Call[R]]: ...
+
+    @overload
+    def __get__(self, client: Client, owner: type) -> Callable[P, Pending[R]]: ...
+
+    def __get__(self, client: Client | None, owner: type) -> Any:
+        return self if client is None else partial(self, client)
+
+    def __call__(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        try:
+            what = self.what.format(*args, **kwargs)
+        except LookupError:  # an argument that `what` names is left out
+            what = self.name.replace("_", " ")
+        call: Call[R] = client._call(what, self.name, *args, **kwargs)  # type: ignore[assignment]
+        return call
 
 
 class Client:
     """A client of an actor.
 
     Args:
-        handle: Ray's handle of the actor, or what else carries calls to it.
-        who: what errors call it, such as ``"the checkpoint monitor"``.
+        handle: Ray's handle of the actor, or another transport of calls.
+        who: the actor's name in errors, such as ``"the checkpoint monitor"``.
     """
 
     def __init__(self, handle: ActorHandle | CallTransport, who: str) -> None:
@@ -27,44 +80,22 @@ class Client:
         self._transport = handle if isinstance(handle, CallTransport) else _ray(handle)
 
     def caller(self) -> tuple[str, str]:
-        """Name the calling process, unlike all others that call the actor: (its node, itself)."""
+        """Return (node, process): names of the calling process, unique among the actor's callers."""
         return self._transport.caller()
 
     def _call(self, what: str, method: str, *args: object, **kwargs: object) -> Pending[Any]:
-        """Begin a call. What it answers with is for the caller to say, by the type of its own result.
-
-        Args:
-            what: what the actor is to do, for errors.
-            method: name of the actor's method.
-            args, kwargs: its arguments.
-        """
         return self._transport.call(self.who, what, method, args, kwargs)
 
 
 class RayClient(Client):
-    """A client of an actor that is always one of Ray's, so that its calls may be waited for together
-    (`calls.results`), and their references be passed on.
-
-    Args:
-        handle: Ray's handle of the actor.
-        who: what errors call it.
+    """A client of an actor that is always one of Ray's, so `calls.results` can wait for several calls, and their
+    references can be passed on.
     """
 
     handle: ActorHandle
 
-    def __init__(self, handle: ActorHandle, who: str) -> None:
-        super().__init__(handle, who)
-
-    def _call(self, what: str, method: str, *args: object, **kwargs: object) -> Call[T]:
-        call: Call[T] = self._transport.call(self.who, what, method, args, kwargs)  # type: ignore[assignment]
-        return call
-
-    def _tell(self, method: str, *args: object, **kwargs: object) -> None:
-        """Call, and wait for no answer."""
-        getattr(self.handle, method).remote(*args, **kwargs)
-
 
 def _ray(handle: ActorHandle) -> CallTransport:
-    from trinity_sync.actors.calls import RayTransport  # Ray takes a while to import, and a local actor needs none
+    from trinity_sync.actors.calls import RayTransport  # Ray is slow to import, and a local actor needs none
 
     return RayTransport(handle)

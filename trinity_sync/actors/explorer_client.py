@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call
-from trinity_sync.actors.client import RayClient
-from trinity_sync.actors.rank_client import Broadcast, receivers
+from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
+from trinity_sync.actors.rank_client import receivers
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.record import FOR_TRAINING, Drawing
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+    from trinity_sync.explorer.actor import Explorer
     from trinity_sync.samples.batch import SampleBatch
-    from trinity_sync.samples.record import Prompt
+else:
+    Explorer = MethodNames()
 
 
 Beside = tuple[tuple[float, "LoadReport"], ...]
@@ -131,11 +130,11 @@ class ExplorerProcess(TypedDict):
 
 
 class ExplorerClient(RayClient):
-    """See `trinity_sync.explorer.actor.Explorer`, of which each method here has one.
+    """Client of an explorer.
 
     Args:
         handle: Ray's handle of the explorer.
-        name: what the explorer is called, such as ``"explorer-0"``.
+        name: the explorer's name, such as ``"explorer-0"``.
         processes: how many of its processes receive weights.
 
     Attributes:
@@ -146,41 +145,11 @@ class ExplorerClient(RayClient):
         super().__init__(handle, name)
         self.receivers = receivers(name, processes)
 
-    def warm_up(self) -> None:
-        """Have it import what `start` needs."""
-        self._tell("warm_up")
-
-    def start(self) -> Call[None]:
-        """Have it build engine and task."""
-        return self._call("start", "start")
-
-    def attach(self, agents: Mapping[str, AgentClient]) -> Call[ExplorerProcess]:
-        """Have it connect to the node agents (by Ray node id); the answer is where it runs."""
-        return self._call("attach to the node agents", "attach", dict(agents))
-
-    def load(self, version: Version, broadcast: Broadcast | None = None) -> Call[LoadReport]:
-        """Have it take a committed version.
-
-        Args:
-            version: the version to take.
-            broadcast: the broadcast in which the version comes, in nccl mode.
-        """
-        return self._call(f"load version {version}", "load", version, broadcast)
-
-    def generate(
-        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing = FOR_TRAINING
-    ) -> Call[SampleBatch]:
-        """Have it make samples for the prompts of a step, scored, labelled with the version that produced them."""
-        return self._call(f"generate for step {step}", "generate", step, prompts, samples_per_prompt, drawing)
-
-    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Call[Produced]:
-        """Have it take the newest version, then make samples for (step, prompts of that step)."""
-        return self._call("generate", "produce", work, samples_per_prompt)
-
-    def memory(self) -> Call[dict[str, int]]:
-        """Ask for the peak resident bytes of its process."""
-        return self._call("tell its memory", "memory")
-
-    def close(self) -> Call[None]:
-        """Have it end what its engine has outside of its process."""
-        return self._call("end its engine", "close")
+    warm_up = RemoteMethod(Explorer.warm_up, "import its engine")
+    start = RemoteMethod(Explorer.start, "start")
+    attach = RemoteMethod(Explorer.attach, "attach to the node agents")
+    load = RemoteMethod(Explorer.load, "load version {0}")
+    generate = RemoteMethod(Explorer.generate, "generate for step {0}")
+    produce = RemoteMethod(Explorer.produce, "generate")
+    memory = RemoteMethod(Explorer.memory, "tell its memory")
+    close = RemoteMethod(Explorer.close, "end its engine")

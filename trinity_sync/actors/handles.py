@@ -60,7 +60,7 @@ def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> 
     @functools.wraps(method)
     def begin(handle: Any, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         named = {name: plain(value) for name, value in kwargs.items()}
-        call: Call[R] = handle.client._ask(method.__name__, *map(plain, args), **named)
+        call: Call[R] = handle.client._call(f"answer {method.__name__}", method.__name__, *map(plain, args), **named)
         return call
 
     return asked(begin)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from trinity_sync.actors.client import Client
-from trinity_sync.actors.pending import CallTransport, Pending
-from trinity_sync.protocol.parts import FileEntry, Kind
+from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
+from trinity_sync.actors.pending import CallTransport
+from trinity_sync.protocol.parts import Kind
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from trinity_sync.checkpoint.monitor import CheckpointMonitor
+else:
+    CheckpointMonitor = MethodNames()
 
 MONITOR = "checkpoint_monitor"
 """Name of the actor in a run's Ray namespace."""
@@ -70,191 +73,38 @@ class StepReport(TypedDict):
 
 
 class MonitorClient(Client):
-    """See `trinity_sync.checkpoint.CheckpointMonitor`, of which each method here has one; `attempt` is the run's, None
-    stands for the monitor's.
+    """Client of the checkpoint monitor.
 
     Args:
-        handle: of the monitor: Ray's, or that of one in a local process.
+        handle: of the monitor: Ray's, or that of a monitor in a local process.
     """
 
     def __init__(self, handle: ActorHandle | CallTransport) -> None:
         super().__init__(handle, "the checkpoint monitor")
 
-    # -- a checkpoint
+    begin = RemoteMethod(CheckpointMonitor.begin, "begin step {0}")
+    monitor_step = RemoteMethod(CheckpointMonitor.monitor_step, "take step {0} as one to commit")
+    register_thread_count = RemoteMethod(CheckpointMonitor.register_thread_count, "register the parts of step {0}")
+    announce = RemoteMethod(CheckpointMonitor.announce, "wait for parts of step {0}")
+    wait_committed = RemoteMethod(CheckpointMonitor.wait_committed, "commit step {0}")
+    finish_saves = RemoteMethod(CheckpointMonitor.finish_saves, "commit what is being saved")
+    fail_step = RemoteMethod(CheckpointMonitor.fail_step, "give step {0} up")
+    status = RemoteMethod(CheckpointMonitor.status, "say how step {0} went")
+    has_part = RemoteMethod(CheckpointMonitor.has_part, "say whether {1} of step {0} is saved")
+    prune = RemoteMethod(CheckpointMonitor.prune, "delete what is not kept")
 
-    def begin(
-        self,
-        step: int,
-        attempt: int | None,
-        kind: Kind,
-        parts: Sequence[str],
-        meta: Mapping[str, object] | None = None,
-        *,
-        weights_parts: Collection[str] = (),
-        durable: bool | None = None,
-    ) -> Pending[str]:
-        """Announce a checkpoint; the answer is its staging folder, which exists."""
-        return self._call(
-            f"begin step {step}",
-            "begin",
-            step,
-            attempt,
-            kind,
-            list(parts),
-            meta,
-            weights_parts=tuple(weights_parts),
-            durable=durable,
-        )
+    notify_started = RemoteMethod(CheckpointMonitor.notify_started, "give a save of step {step} its turn")
+    notify_finished = RemoteMethod(CheckpointMonitor.notify_finished, "take part {part!r} of step {0}")
+    notify_failed = RemoteMethod(CheckpointMonitor.notify_failed, "take note of a failed part of step {0}")
+    notify_beside = RemoteMethod(
+        CheckpointMonitor.notify_beside, "take what lies beside the engines' files of step {0}"
+    )
+    notify_handed_over = RemoteMethod(CheckpointMonitor.notify_handed_over, "let a part of step {1} go")
 
-    def monitor_step(self, step: int, *, weights: bool, attempt: int | None) -> Pending[None]:
-        """Have the step committed, as weights only or in full, as soon as its parts are in."""
-        return self._call(f"take step {step} as one to commit", "monitor_step", step, weights, attempt=attempt)
+    lifeline = RemoteMethod(CheckpointMonitor.lifeline, "let the writer {1} be watched")
+    watch = RemoteMethod(CheckpointMonitor.watch, "watch the writer {1}")
 
-    def register_thread_count(
-        self, step: int, *, state_dict_thread_count: int, checkpoint_thread_count: int, attempt: int | None
-    ) -> Pending[None]:
-        """Add to the numbers of parts that the step waits for."""
-        counts = {
-            "state_dict_thread_count": state_dict_thread_count,
-            "checkpoint_thread_count": checkpoint_thread_count,
-        }
-        return self._call(
-            f"register the parts of step {step}", "register_thread_count", step, attempt=attempt, **counts
-        )
-
-    def announce(self, step: int, parts: Sequence[str], *, weights: bool, attempt: int | None) -> Pending[None]:
-        """Name parts that are going to be saved; the step is not committed without them."""
-        what = f"wait for {len(parts)} parts of step {step}"
-        return self._call(what, "announce", step, list(parts), weights=weights, attempt=attempt)
-
-    def wait_committed(
-        self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind | None
-    ) -> Pending[Committed]:
-        """Wait until the step is committed, its trackers have moved and retention has run."""
-        return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
-
-    def finish_saves(self, timeout_s: float) -> Pending[None]:
-        """Wait until what is being saved now is committed; for a program that a signal ends."""
-        return self._call("commit what is being saved", "finish_saves", timeout_s)
-
-    def fail_step(self, step: int, error: str, *, attempt: int | None) -> Pending[None]:
-        """Give a step up, whatever its parts say."""
-        return self._call(f"give step {step} up", "fail_step", step, error, attempt)
-
-    def status(self, step: int) -> Pending[StepReport]:
-        """Ask where a step stands."""
-        return self._call(f"say how step {step} went", "status", step)
-
-    def has_part(self, step: int, part: str, *, attempt: int | None) -> Pending[bool]:
-        """Ask whether the part is in."""
-        what = f"say whether {part} of step {step} is saved"
-        return self._call(what, "has_part", step, part, attempt=attempt)
-
-    def prune(self, keep_last: int | None = None) -> Pending[list[PrunedStep]]:
-        """Run retention now; the answer is what was deleted."""
-        return self._call("delete what is not kept", "prune", keep_last)
-
-    # -- a part
-
-    def notify_started(
-        self,
-        node_id: str,
-        job_id: str,
-        *,
-        step: int,
-        part: str | None,
-        weights: bool,
-        attempt: int | None,
-        ticket: str,
-        life: str,
-        collective: bool,
-        timeout_s: float,
-    ) -> Pending[None]:
-        """Say that a save is about to write, and wait until the save strategy lets it."""
-        return self._call(
-            f"give a save of step {step} its turn",
-            "notify_started",
-            node_id,
-            job_id,
-            step=step,
-            part=part,
-            weights=weights,
-            attempt=attempt,
-            ticket=ticket,
-            life=life,
-            collective=collective,
-            timeout_s=timeout_s,
-        )
-
-    def notify_finished(
-        self,
-        step: int,
-        *,
-        weights: bool = False,
-        part: str | None,
-        attempt: int | None,
-        files: Sequence[FileEntry] | None,
-        digest: str | None = None,
-        ticket: str | None = None,
-    ) -> Pending[None]:
-        """Say that a part is written.
-
-        Args:
-            files: the files that make the part; None: not said, the monitor takes what it finds.
-            digest: the digest of the version, with the part that brings it.
-        """
-        return self._call(
-            f"take {'a part' if part is None else f'part {part!r}'} of step {step}",
-            "notify_finished",
-            step,
-            weights,
-            part=part,
-            attempt=attempt,
-            files=files,
-            digest=digest,
-            ticket=ticket,
-        )
-
-    def notify_failed(
-        self, step: int, part: str | None, error: str, *, attempt: int | None, ticket: str
-    ) -> Pending[None]:
-        """Say that a part could not be written: nothing of the step is committed any more."""
-        what = f"take note of a failed part of step {step}"
-        return self._call(what, "notify_failed", step, part, error, attempt=attempt, ticket=ticket)
-
-    def notify_beside(self, step: int, *, attempt: int | None) -> Pending[None]:
-        """Say that what verl's trainer writes itself, beside the files of its engines, is there."""
-        what = f"take what lies beside the engines' files of step {step}"
-        return self._call(what, "notify_beside", step, attempt=attempt)
-
-    def notify_handed_over(self, ticket: str, step: int) -> Pending[None]:
-        """Say that another writer answers for the part from now on."""
-        return self._call(f"let a part of step {step} go", "notify_handed_over", ticket, step)
-
-    # -- a writer
-
-    def lifeline(self, node_id: str, job_id: str, life: str) -> Pending[None]:
-        """Make a call that is not answered while the writer lives; see `watch`."""
-        return self._call(f"let the writer {job_id} be watched", "lifeline", node_id, job_id, life)
-
-    def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[object]) -> Pending[None]:
-        """Have the writer's death noticed; `owned`: of its call of `lifeline`."""
-        return self._call(f"watch the writer {job_id}", "watch", node_id, job_id, life, list(owned))
-
-    # -- the run
-
-    def drain_events(self) -> Pending[list[EventLine]]:
-        """Fetch what happened since the last call, but for commits: those are the answers of `wait_committed`."""
-        return self._call("tell its events", "drain_events")
-
-    def wait_mirrored(self, timeout_s: float) -> Pending[dict[int, str]]:
-        """Wait until nothing is on its way to the mirror, or the time is over; answers what is not there, and why."""
-        return self._call("copy what is on its way to the mirror", "wait_mirrored", timeout_s)
-
-    def describe(self) -> Pending[Facts]:
-        """Ask what it was made with."""
-        return self._call("say where checkpoints go", "describe")
-
-    def memory(self) -> Pending[dict[str, int]]:
-        """Ask for the peak resident bytes of its process."""
-        return self._call("tell its memory", "memory")
+    drain_events = RemoteMethod(CheckpointMonitor.drain_events, "tell its events")
+    wait_mirrored = RemoteMethod(CheckpointMonitor.wait_mirrored, "copy what is on its way to the mirror")
+    describe = RemoteMethod(CheckpointMonitor.describe, "say where checkpoints go")
+    memory = RemoteMethod(CheckpointMonitor.memory, "tell its memory")

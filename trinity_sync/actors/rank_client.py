@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call
-from trinity_sync.actors.client import RayClient
-from trinity_sync.actors.synchronizer_client import SynchronizerClient
+from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
     import numpy as np
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from trinity_sync.samples.batch import PairBatch, SampleBatch
+    from trinity_sync.trainer.group import TrainerRank
+    from trinity_sync.trainer.worker import TrinityWorker
     from trinity_sync.weights.layout import Cut, PartLayout
+else:
+    TrainerRank = MethodNames()
+    TrinityWorker = MethodNames()
 
 
 class Digested(NamedTuple):
@@ -111,8 +111,7 @@ class Divergences(NamedTuple):
 
 
 class RankClient(RayClient):
-    """See `trinity_sync.trainer.worker.TrinityWorker`, of which each method here has one. Those that are collective are
-    called on all ranks.
+    """Client of a trainer rank. Collective calls go to all ranks.
 
     Args:
         handle: Ray's handle of the rank.
@@ -123,99 +122,28 @@ class RankClient(RayClient):
         super().__init__(handle, f"trainer rank {rank}")
         self.rank = rank
 
-    def import_engine(self) -> Call[None]:
-        """Have it import what the engine needs."""
-        return self._call("import its engine", "import_engine")
+    import_engine = RemoteMethod(TrainerRank.import_engine, "import its engine")
+    make_model = RemoteMethod(TrainerRank.make_model, "make the model {2}")
+    initialise = RemoteMethod(TrainerRank.initialise, "build its engine")
+    attach = RemoteMethod(TrinityWorker.attach, "attach to its node agent")
 
-    def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> Call[None]:
-        """Have it write a model of random weights, and its tokenizer."""
-        return self._call(f"make the model {folder}", "make_model", architecture, seed, folder)
+    train_step = RemoteMethod(TrinityWorker.train_step, "train step {0}")
+    divergences = RemoteMethod(TrinityWorker.divergences, "compare step {0} with the reference")
+    adapted = RemoteMethod(TrinityWorker.adapted, "adapt the coefficient")
+    measure_loss = RemoteMethod(TrinityWorker.measure_loss, "measure the loss of the validation")
+    recompute = RemoteMethod(TrinityWorker.recompute, "compute log-probs of the first samples")
+    begin_at = RemoteMethod(TrinityWorker.begin_at, "set the schedule")
 
-    def initialise(self) -> Call[RankInfo]:
-        """Have it build model, optimizer and scheduler. Collective."""
-        return self._call("build its engine", "initialise")
+    stage = RemoteMethod(TrinityWorker.stage, "stage version {0}")
+    send = RemoteMethod(TrinityWorker.send, "send version {0.version}")
 
-    def attach(
-        self,
-        agent: AgentClient,
-        paths: Mapping[int, str],
-        synchronizer: SynchronizerClient,
-        make_coordinator: Callable[..., object],
-        timeout_s: float,
-    ) -> Call[None]:
-        """Have it connect to its node's agent, its slots (slot -> file), the synchronizer and, through the
-        coordinator that is made of `node_id` and `job_id`, the monitor.
-        """
-        arguments = (agent, dict(paths), synchronizer, make_coordinator, timeout_s)
-        return self._call("attach to its node agent", "attach", *arguments)
+    save = RemoteMethod(TrinityWorker.save, "copy the state of step {0}")
+    save_blocked = RemoteMethod(TrinityWorker.save_blocked, "say how long they waited")
+    finish_saves = RemoteMethod(TrinityWorker.finish_saves, "finish their background saves")
+    load = RemoteMethod(TrinityWorker.load, "load {0}")
+    writer_of = RemoteMethod(TrinityWorker.writer_of, "read {0}")
 
-    def train_step(
-        self, step: int, batch: ObjectRef[SampleBatch | PairBatch], advantages: np.ndarray | None
-    ) -> Call[dict[str, float]]:
-        """Have it train on its share of the batch; the answer is its metrics. Collective."""
-        return self._call(f"train step {step}", "train_step", step, batch, advantages)
-
-    def divergences(self, step: int, batch: ObjectRef[SampleBatch]) -> Call[Divergences | None]:
-        """Have it measure how far its share of the batch is from the reference, before it trains on it; None: it is
-        not the one that can. Collective.
-        """
-        return self._call(f"compare step {step} with the reference", "divergences", step, batch)
-
-    def adapted(self, coefficient: float, divergence: float, samples: int) -> Call[float]:
-        """Have it compute the next coefficient of the divergence; see `trainer.divergence.adapted`."""
-        return self._call("adapt the coefficient", "adapted", coefficient, divergence, samples)
-
-    def measure_loss(self, batch: ObjectRef[PairBatch]) -> Call[LossSum | None]:
-        """Have it measure the loss of its share of a batch, without learning; None: another stage of the pipeline has
-        it. Collective.
-        """
-        return self._call("measure the loss of the validation", "measure_loss", batch)
-
-    def recompute(self, batch: ObjectRef[SampleBatch]) -> Call[Recomputed | None]:
-        """Have it compute the log-probs of its share of samples as training does, without learning; None: another stage
-        of the pipeline has them. Collective.
-        """
-        return self._call("compute log-probs of the first samples", "recompute", batch)
-
-    def stage(self, version: Version, slot: int, *, lazily: bool = False) -> Call[float]:
-        """Have it copy its shards into a slot and tell the agent; the answer is how many seconds it stood still so far.
-        Collective where the engine offloads.
-        """
-        return self._call(f"stage version {version}", "stage", version, slot, lazily)
-
-    def send(self, broadcast: Broadcast) -> Call[int]:
-        """Have it send its staged part to explorers; the answer is the bytes that were sent."""
-        return self._call(f"send version {broadcast.version}", "send", broadcast)
-
-    def save(self, step: int, folder: str) -> Call[float]:
-        """Have it begin to save the training state into a staging folder; the answer: seconds in which it stood still.
-        Collective.
-        """
-        return self._call(f"copy the state of step {step}", "save", step, folder)
-
-    def save_blocked(self, step: int) -> Call[float]:
-        """Ask how many seconds it stood still for the save of a step."""
-        return self._call("say how long they waited", "save_blocked", step)
-
-    def finish_saves(self) -> Call[None]:
-        """Have it wait until its saves are in other hands, and have these hurry: training is over."""
-        return self._call("finish their background saves", "finish_saves")
-
-    def load(self, folder: str) -> Call[None]:
-        """Have it restore the training state from a full checkpoint's folder. Collective."""
-        return self._call(f"load {folder}", "load", folder)
-
-    def begin_at(self, step: int) -> Call[None]:
-        """Have it go to the place in the learning-rate schedule after a step. Collective."""
-        return self._call("set the schedule", "begin_at", step)
-
-    def writer_of(self, folder: str) -> Call[str | None]:
-        """Ask who writes in a checkpoint folder, as it sees it."""
-        return self._call(f"read {folder}", "writer_of", folder)
-
-    def memory(self) -> Call[dict[str, int]]:
-        """Ask for the peak resident bytes of its process."""
-        return self._call("tell its memory", "memory")
+    memory = RemoteMethod(TrinityWorker.memory, "tell its memory")
 
 
 # What all who take part in the broadcast of a version know of it.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
-from trinity_sync.actors.calls import Call, T
-from trinity_sync.actors.client import RayClient
+from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 from trinity_sync.protocol.parts import PartInfo
-from trinity_sync.protocol.rounds import RoundMember
-from trinity_sync.protocol.versions import Lease, Version, VersionPlace
+from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
     import numpy as np
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+    from trinity_sync.sync.synchronizer import SynchronizerActor
+else:
+    SynchronizerActor = MethodNames()
 
 
 SYNCHRONIZER = "synchronizer"
@@ -77,8 +78,7 @@ class SynchronizerMemory(TypedDict):
 
 
 class SynchronizerClient(RayClient):
-    """See `trinity_sync.sync.synchronizer.SynchronizerActor`, of which each method here has one. Programs use
-    `trinity_sync.sync.Synchronizer`, which has the calls that are theirs alone.
+    """Client of the synchronizer. Programs use `trinity_sync.sync.Synchronizer`.
 
     Args:
         handle: Ray's handle of the synchronizer.
@@ -89,105 +89,36 @@ class SynchronizerClient(RayClient):
         super().__init__(handle, "the synchronizer")
         self.timeout_s = timeout_s
 
-    # -- trainer's side
+    begin = RemoteMethod(SynchronizerActor.begin)
+    begin_if_free = RemoteMethod(SynchronizerActor.begin_if_free)
+    staged = RemoteMethod(SynchronizerActor.staged)
+    digested = RemoteMethod(SynchronizerActor.digested)
+    failed = RemoteMethod(SynchronizerActor.failed)
+    wait_sealed = RemoteMethod(SynchronizerActor.wait_sealed)
+    commit = RemoteMethod(SynchronizerActor.commit)
+    discard = RemoteMethod(SynchronizerActor.discard)
 
-    def begin(self, version: Version, parts: Sequence[str], timeout_s: float) -> Call[int]:
-        """Ask for a slot for the version; answered when one is free."""
-        return self._ask("begin", version, list(parts), timeout_s)
+    lifeline = RemoteMethod(SynchronizerActor.lifeline)
+    watch = RemoteMethod(SynchronizerActor.watch)
+    attach = RemoteMethod(SynchronizerActor.attach)
 
-    def begin_if_free(self, version: Version, parts: Sequence[str]) -> Call[int | None]:
-        """Ask for a slot for the version; the answer is None where none is free now."""
-        return self._ask("begin_if_free", version, list(parts))
+    lease = RemoteMethod(SynchronizerActor.lease)
+    holds = RemoteMethod(SynchronizerActor.holds)
+    release = RemoteMethod(SynchronizerActor.release)
+    drop_reader = RemoteMethod(SynchronizerActor.drop_reader)
+    wait_newer = RemoteMethod(SynchronizerActor.wait_newer)
+    newest = RemoteMethod(SynchronizerActor.newest)
 
-    def staged(self, version: Version, parts: Mapping[str, PartInfo]) -> Call[None]:
-        """Say that parts of a node are in its slot."""
-        return self._ask("staged", version, dict(parts))
+    set_trainer_status = RemoteMethod(SynchronizerActor.set_trainer_status)
+    memory = RemoteMethod(SynchronizerActor.memory)
 
-    def digested(self, version: Version, digest: str | None) -> Call[None]:
-        """Say that the digest of the whole version is known (None: not asked for)."""
-        return self._ask("digested", version, digest)
-
-    def failed(self, version: Version, error: str) -> Call[None]:
-        """Say that a part of the version cannot be had; whoever waits for it is told."""
-        return self._ask("failed", version, error)
-
-    def wait_sealed(self, version: Version, timeout_s: float) -> Call[Sealed]:
-        """Wait until all ranks have staged the version."""
-        return self._ask("wait_sealed", version, timeout_s)
-
-    def commit(self, version: Version, location: str | None = None) -> Call[None]:
-        """Say that the version is available, in a folder where the sync mode writes one."""
-        return self._ask("commit", version, location)
-
-    def discard(self, version: Version) -> Call[None]:
-        """Give back the slot of a version that was staged for a checkpoint only."""
-        return self._ask("discard", version)
-
-    # -- watching agents and ranks
-
-    def lifeline(self) -> Call[None]:
-        """Make a call that is never answered; see `watch`."""
-        return self._ask("lifeline")
-
-    def watch(self, member: RoundMember, owned: Sequence[ObjectRef[None]]) -> None:
-        """Have the death of a node agent or a rank noticed: `owned` holds the reference to its call of `hold`."""
-        self._tell("watch", member, list(owned))
-
-    # -- explorers' side
-
-    def lease(self, reader: Hashable, version: Version | None = None) -> Call[Lease]:
-        """Hold a committed version, the newest unless named."""
-        return self._ask("lease", reader, version)
-
-    def holds(self, lease_id: int) -> Call[bool]:
-        """Ask whether a lease lasts still."""
-        return self._ask("holds", lease_id)
-
-    def release(self, lease_id: int) -> Call[bool]:
-        """Say that the reader is done; the answer is whether it still held its lease."""
-        return self._ask("release", lease_id)
-
-    def drop_reader(self, reader: Hashable) -> Call[None]:
-        """Say that the reader is gone; its leases end."""
-        return self._ask("drop_reader", reader)
-
-    def wait_newer(self, version: Version | None, timeout_s: float) -> Call[Version | None]:
-        """Wait for a version newer than this one; the answer is the newest, or None where none will come."""
-        return self._ask("wait_newer", version, timeout_s)
-
-    def newest(self) -> Call[Version | None]:
-        """Ask for the newest committed version."""
-        return self._ask("newest")
-
-    # -- status
-
-    def set_trainer_status(self, status: str) -> Call[None]:
-        """Say what the trainer is doing, one of `sync.synchronizer.STATUSES`."""
-        return self._ask("set_trainer_status", status)
-
-    def memory(self) -> Call[SynchronizerMemory]:
-        """Ask for the peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
-        return self._ask("memory")
-
-    # -- whole state dicts
-
-    def follow(self, version: Version, location: str) -> Call[None]:
-        """Tell of a commit of the checkpoint monitor."""
-        return self._ask("follow", version, location)
-
-    def find(self) -> Call[VersionPlace | None]:
-        """Ask for the newest version and where it is, with the `StoredState` of a state dict; None before the first."""
-        return self._ask("find")
-
-    def state_lost(self, version: Version) -> Call[VersionPlace | None]:
-        """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
-        return self._ask("state_lost", version)
-
-    # -- whom it serves
-
-    def attach(self, member: RoundMember, owned: Sequence[ObjectRef[None]]) -> Call[None]:
-        """Have the end of a process noticed, as `watch`; when the last one that attached is gone, so is the actor."""
-        return self._ask("attach", member, list(owned))
-
-    def _ask(self, method: str, *args: object, **kwargs: object) -> Call[T]:
-        return self._call(f"answer {method}", method, *args, **kwargs)
+    follow = RemoteMethod(SynchronizerActor.follow)
+    find = RemoteMethod(SynchronizerActor.find)
+    state_lost = RemoteMethod(SynchronizerActor.state_lost)
+    set_model_state_dict = RemoteMethod(SynchronizerActor.set_model_state_dict)
+    open_group = RemoteMethod(SynchronizerActor.open_group)
+    join_group = RemoteMethod(SynchronizerActor.join_group)
+    ready = RemoteMethod(SynchronizerActor.ready)
+    sent = RemoteMethod(SynchronizerActor.sent)
+    wait_new_model_state_dict = RemoteMethod(SynchronizerActor.wait_new_model_state_dict)
+    set_explorer_status = RemoteMethod(SynchronizerActor.set_explorer_status)

@@ -233,9 +233,7 @@ class CheckpointCoordinator:
                 attempt=self._attempt,
             )
             await registered.answer(self._timeout_s)
-        await self._monitor.monitor_step(global_step, weights=is_state_dict, attempt=self._attempt).answer(
-            self._timeout_s
-        )
+        await self._monitor.monitor_step(global_step, is_state_dict, attempt=self._attempt).answer(self._timeout_s)
 
     def wait_committed(
         self, global_step: int, is_state_dict: bool = False, *, timeout_s: float | None = None
@@ -327,7 +325,7 @@ class CheckpointCoordinator:
             else:
                 ended = self._monitor.notify_finished(
                     part.step,
-                    weights=part.is_state_dict,
+                    part.is_state_dict,
                     part=part.name,
                     attempt=self._attempt,
                     files=self._entries(part.step, written),

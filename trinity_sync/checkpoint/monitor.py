@@ -30,9 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_sync.actors.calls import failures_logged
 from trinity_sync.actors.monitor_client import MONITOR, Committed, EventLine, Facts, PrunedStep, StepReport
-from trinity_sync.actors.pending import ANSWER_S, Changes, Host
+from trinity_sync.actors.pending import ANSWER_S, Changes, Host, failures_logged
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.execution import EventLog, Execution
 from trinity_sync.checkpoint.folder.catalog import has_written

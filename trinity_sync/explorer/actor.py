@@ -1,8 +1,7 @@
-"""An explorer: one rollout replica as a Ray actor. It loads versions, and generates samples with the version that it
-holds.
+"""An explorer: one rollout replica as a Ray actor. It loads versions and generates samples with them.
 
-An explorer that holds no version (before its first load, during a load, after a failed one) refuses to generate. Where
-the engine takes versions beside what it generates, a load does not end that; the engine then labels each token.
+An explorer that holds no version (before its first load, during a load, after a failed one) refuses to generate. An
+engine with `RolloutEngine.takes_beside` may load and generate at the same time; it labels each token with its version.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
-from trinity_sync.sync.base import ExplorerSide, SyncMode
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.tasks.base import Judge
 from trinity_sync.tracking import units
 
 if TYPE_CHECKING:
-    from trinity_sync.sync.in_place import WeightLoader
+    from trinity_sync.sync.weight_loader import WeightLoader
 
 
 class Explorer:
@@ -60,16 +58,14 @@ class Explorer:
         self._loader: WeightLoader | None = None
 
     def warm_up(self) -> None:
-        """Import what `start` needs. Called at once, while the model that `start` reads may still be in the making."""
+        """Import what `start` needs. Called at once, before the folder of the model exists."""
         with without_collections():
-            import trinity_sync.sync.in_place  # noqa: F401
+            import trinity_sync.sync.weight_loader  # noqa: F401
 
             load(f"explorer.{TARGET}", self._spec.engine[TARGET])
 
     def start(self) -> None:
-        """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
-        death.
-        """
+        """Build engine and task. Not in `__init__`, whose errors Ray reports as the actor's death."""
         self._task = build_task(self._spec.task, self._spec.seed)
         judge: Judge | None = getattr(self._task, "reward_judge", None)
         if judge is not None:  # its processes begin while the model loads
@@ -82,9 +78,9 @@ class Explorer:
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
 
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
-        """Connect to the node agents (by Ray node id), once they have their slots; return where this explorer runs."""
+        """Connect to the node agents (by Ray node id), whose slots exist by then; return where this explorer runs."""
         spec = self._spec
-        from trinity_sync.sync.in_place import WeightLoader
+        from trinity_sync.sync.weight_loader import WeightLoader
 
         layouts = LayoutCache(agents, spec.timeout_s)
         mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
@@ -106,11 +102,10 @@ class Explorer:
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
-        """Take a committed version, the newest for None.
+        """Load a committed version, the newest for None.
 
         Args:
-            version: the version to take.
-            broadcast: the broadcast in which it comes, in nccl mode.
+            broadcast: the one that brings the version, in nccl mode.
         """
         assert self._loader is not None, "attach() comes first"
         with _engine_alive():
@@ -129,7 +124,7 @@ class Explorer:
     def generate(
         self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing = FOR_TRAINING
     ) -> SampleBatch:
-        """Make samples for the prompts, scored, labelled with the version that produced them.
+        """Generate samples for the prompts, scored and labelled with their version.
 
         Raises:
             RunError: this explorer holds no version.
@@ -161,16 +156,16 @@ class Explorer:
         return replace(batch, explorers=np.full(len(batch), self._spec.name))
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
-        """Take the newest version where it is not the one that is held, then make samples for prompts of several steps.
-        An engine that can takes further versions meanwhile.
+        """Load the newest version, unless it is loaded, then generate for prompts of several steps. An engine with
+        `takes_beside` loads further versions at the same time.
 
         Args:
             work: (step, prompts of that step).
             samples_per_prompt: samples of each prompt.
 
         Raises:
-            LoadFailed: a version could not be loaded, and what was held before is lost; asking again repeats the load.
-            RunError: the samples cannot be made or judged.
+            LoadFailed: a load failed and the version before is lost; the next call repeats the load.
+            RunError: the samples cannot be generated or judged.
         """
         report = self._take_newest()
         if not self._engine.takes_beside:
@@ -181,7 +176,7 @@ class Explorer:
             with follower:
                 batches = []
                 for step, prompts in work:
-                    with follower.still():
+                    with follower.paused():
                         held = self._held_for(step)
                     batches.append(self._generate(step, prompts, samples_per_prompt, held))
         except LoadFailed as error:
@@ -204,12 +199,12 @@ class Explorer:
     def _loaded(self, version: Version | None) -> LoadReport:
         try:
             return self.load(version)
-        except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
+        except Exception as error:  # a newer version may have replaced it, and its files or the lease are gone
             why = error if isinstance(error, TrinityError) else told(error)
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
 
     def close(self) -> None:
-        """End what the engine has outside of this process."""
+        """Release the engine's resources outside of this process."""
         self._engine.close()
 
     def memory(self) -> dict[str, int]:
@@ -219,7 +214,7 @@ class Explorer:
 
 @contextmanager
 def _engine_alive() -> Iterator[None]:
-    """End this process where its engine turns out to be gone."""
+    """End this process if its engine is dead."""
     try:
         yield
     except EngineDied as error:
@@ -231,52 +226,48 @@ def _engine_alive() -> Iterator[None]:
 def _lease_folder(
     spec: ExplorerSpec, folder: Path, version: Version, clock: Callable[[], float] = time.time
 ) -> Iterator[Callable[[], None]]:
-    """Keep a version's folder while it is read; without this a newer version's commit may delete it. The hold ends
-    `sync.timeout_s` after the last bytes that were read.
+    """Lease a version's folder while it is read, so that the commit of a newer version does not delete it. The lease
+    expires `sync.timeout_s` after the last read.
     """
     from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 
     seconds, renewed = spec.timeout_s, clock()
 
-    def go_on() -> None:
+    def renew() -> None:
         nonlocal renewed
         if clock() - renewed < seconds / 4:
             return
         renewed = clock()
-        with suppress(OSError):  # a full disk is no reason to stop reading: what is gone is found out by who reads it
+        with suppress(OSError):  # on a full disk, reading goes on: the reader notices a deleted folder itself
             lease.renew(seconds)
 
     with lease_checkpoint(folder.parent, version.step, reader=spec.name, seconds=seconds, clock=clock) as lease:
-        yield go_on
+        yield renew
 
 
-# Versions that are taken while an explorer generates, for engines that can (`RolloutEngine.takes_beside`).
+# Loads while an engine generates (`RolloutEngine.takes_beside`).
 
 
-_LOOK_S = 0.5
-"""How long a wait for a newer version lasts, and so how long its thread outlives what it was for."""
-
-
-Load = tuple[float, LoadReport]
-"""Seconds after the beginning, and what is told of it."""
+_POLL_S = 0.5
+"""Limit of one wait for a newer version, and so of the thread's life after the generation."""
 
 
 class Follower:
-    """Takes each version that is published while its body runs.
+    """Loads each version that is published while its block runs.
 
-    The first version that cannot be taken is the last that is tried. Where it has cost the weights, the generation that
-    is under way ends, and what the body raises is `LoadFailed`.
+    After the first failed load it tries no more. If that load has destroyed the weights, it stops the generation, and
+    the block raises `LoadFailed`.
 
     Args:
-        newer: waits so many seconds for a newer version than the one that is held, and returns it; None: none will
-            come any more. Raises `WaitTimeout` where none came.
-        load: takes the newest version.
-        holds: whether a version is held, whole.
-        give_up: has the generation that is under way raise, and what is begun after it.
+        newer: waits so many seconds for a newer version than the loaded one and returns it; None: the run is over.
+            Raises `WaitTimeout` if there is none yet.
+        load: loads the newest version.
+        holds: whether a whole version is loaded.
+        give_up: has the current generation raise, and each new one.
 
     Attributes:
-        loads: what was taken.
-        failed: why a version could not be taken, where the one before is held still.
+        loads: the loads, each with the seconds since the block's begin.
+        failed: why a load failed, where the version before is intact.
     """
 
     def __init__(
@@ -290,7 +281,7 @@ class Follower:
         self._loading = threading.Lock()
         self._over = False
         self._error: LoadFailed | None = None
-        self.loads: list[Load] = []
+        self.loads: list[tuple[float, LoadReport]] = []
         self.failed: str | None = None
 
     def __enter__(self) -> Self:
@@ -301,17 +292,17 @@ class Follower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._loading:  # a load that is under way is finished
+        with self._loading:  # waits for a running load
             self._over = True
         if self._error is not None:
             raise self._error
 
     @contextmanager
-    def still(self) -> Iterator[None]:
-        """Let no load begin meanwhile, and wait for the one that is under way.
+    def paused(self) -> Iterator[None]:
+        """Wait for a running load and prevent the next in the block.
 
         Raises:
-            LoadFailed: one has cost the weights.
+            LoadFailed: a load has destroyed the weights.
         """
         with self._loading:
             if self._error is not None:
@@ -321,7 +312,7 @@ class Follower:
     def _follow(self) -> None:
         while not self._over:
             try:
-                newest = self._newer(_LOOK_S)
+                newest = self._newer(_POLL_S)
             except WaitTimeout:
                 continue
             except Exception as error:
@@ -344,7 +335,7 @@ class Follower:
         return True
 
     def _failed(self, error: Exception) -> None:
-        """Note a failure, before anybody else can look."""
+        """Note a failure. Called with the lock."""
         if self._over or self._holds():
             self.failed = str(error)
             return

@@ -1,8 +1,8 @@
-"""An explorer's engine that holds weights and generates nothing: `explorer=bytes`."""
+"""The engine of `explorer=bytes`: holds weights and generates nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,19 +12,16 @@ from trinity_sync.errors import RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
-from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import hold_fp32, kept_by_class, to_torch, version_tensors
 from trinity_sync.weights.wire import kept_names
 
 
 class BytesEngine(RolloutEngine):
-    """A model's weights, laid out as transformers holds them, or an adapter's; on the GPU where there is one.
+    """The weights of a model, laid out as transformers holds them, or of an adapter; on the GPU if there is one.
 
     Args:
         model_path: folder of the model, as `BytesOption.make_model` writes it.
-        dtype: of the weights: ``bf16``, ``fp32`` or ``fp16``.
-        keep_fp32: which are held in fp32 nevertheless, as for `HFEngine`.
+        dtype, keep_fp32: as for `TextEngine`.
         settings: of engines that generate; not used.
     """
 
@@ -46,20 +43,11 @@ class BytesEngine(RolloutEngine):
             hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
             self._destinations = version_tensors(model)
 
-    def destinations(self) -> Mapping[str, torch.Tensor]:
+    def destinations(self) -> dict[str, torch.Tensor]:
         return self._destinations
 
     def after_load(self) -> None:
-        """Nothing is computed with the weights."""
+        """Do nothing: nothing is computed with the weights."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        task: Task,
-        *,
-        step: int,
-        samples_per_prompt: int,
-        version: tuple[int, int],
-        drawing: Drawing = FOR_TRAINING,
-    ) -> SampleBatch:
+    def generate(self, *args: object, **kwargs: object) -> SampleBatch:
         raise RunError("explorer=bytes holds weights only and generates nothing; choose another explorer")

@@ -1,4 +1,4 @@
-"""What an explorer is built from: plain values, so the driver needs no torch to make one."""
+"""The plain values that an explorer is built from. The driver makes them, without torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
 from trinity_sync.protocol.rounds import RoundMember
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
-"""Keys of `explorer` that are no engine's."""
+"""Keys of `explorer` that engines do not get."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerSpec:
-    """What an explorer is built from.
+    """The values that an explorer is built from.
 
     Attributes:
-        member: who it is: such as ``"explorer-0"``, and which of those that bore the name.
+        member: its name, such as ``"explorer-0"``, and a number that each restart changes.
         engine: class of the `RolloutEngine`, and its keyword arguments.
-        task: the `task` node of the config, to be instantiated here for its rewards.
-        seed: of the run.
+        task: the `task` node of the config, to be instantiated in the explorer for its rewards.
         deterministic: as of `WorkerSpec`.
-        sync: the `sync` node of the config, to be instantiated here for the explorer's half of the mode.
-        verify: `sync.verify`.
-        timeout_s: `sync.timeout_s`.
-        log_dir: where this process logs.
-        processes: how many of its processes hold its weights; one GPU each where there are GPUs.
+        sync: the `sync` node of the config, to be instantiated for the explorer's half of the mode.
+        log_dir: folder of this process's log.
+        processes: processes that hold its weights; one GPU each where there are GPUs.
     """
 
     member: RoundMember
@@ -43,17 +40,16 @@ class ExplorerSpec:
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.member.name
 
 
 def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
-    """The spec of all explorers from a checked config, but for who they are.
+    """Make the spec that all explorers share, without a `member`.
 
     Args:
-        cfg: the whole config.
-        model_path: folder or hub id that gives config and tokenizer.
-        log_dir: where the explorers log.
+        cfg: the whole config, checked.
+        model_path: folder or hub id of config and tokenizer.
+        log_dir: folder of the explorers' logs.
     """
     engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
         "model_path": model_path,
@@ -63,7 +59,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         "attn_implementation": cfg.model.attn_implementation,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
-    # engines of users need not know what is not asked for
+    # only where they are set, so that users' engines need not know them
     if cfg.task.get("too_long") == "truncate":
         engine["truncate_prompts"] = True
     if cfg.task.get("chat_template"):
@@ -74,7 +70,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         engine |= {"timeout_s": cfg.explorer.timeout_s, "start_timeout_s": cfg.cluster.start_timeout_s}
     if travels(cfg) == "adapter":
         adapter = adapter_of(cfg.model.lora)
-        assert adapter is not None, "an adapter travels where one is trained"
+        assert adapter is not None, "an adapter travels only if one is trained"
         engine["adapter"] = adapter
     return ExplorerSpec(
         member=RoundMember.new(""),
@@ -92,5 +88,5 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
 
 def _processes(cfg: Config) -> int:
     if isinstance(cfg.explorer, VllmServerConfig):
-        return 0  # they are its server's
+        return 0  # its server has them
     return cfg.explorer.tp if isinstance(cfg.explorer, VllmConfig) else 1

@@ -1,9 +1,9 @@
-"""Explorers that never wait for each other: each generates, takes the newest version, and generates again, while the
-trainer takes what is ready. The data of a run with `trainer.schedule=free`.
+"""The samples of a run with `trainer.schedule=free`. Explorers do not wait for each other: each generates, loads the
+newest version, and generates again, while the trainer takes the samples that are ready.
 
-One thread per explorer asks the queue for groups to make, hands them to its explorer and brings back what was made; a
-dead, hanging or restarting explorer so keeps nobody but its own thread. What may be made, and what the trainer gets,
-the queue decides (`samples.queue`).
+One thread per explorer asks the queue for groups, has its explorer generate them and delivers the samples; so a dead,
+hung or restarting explorer blocks its own thread only. The queue decides which groups are generated next and which the
+trainer gets (`samples.queue`).
 """
 
 from __future__ import annotations
@@ -13,61 +13,36 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, ExplorerClient, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.excerpt import Line, excerpt
+from trinity_sync.samples.metrics import Line, excerpt
 from trinity_sync.samples.position import GroupId
 from trinity_sync.samples.queue import GroupQueue, QueueRules, ReadyGroup, UpdateGroups
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import prompts_of
 
 if TYPE_CHECKING:
+    from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.validation import VersionValidations
     from trinity_sync.tasks.base import Task
 
 GRACE_S = 5.0
-"""How long an explorer may go on with what it is in the middle of when the run ends."""
-
+"""Limit of an explorer's current call when the run ends."""
 
 _KILLED_S = 5.0
 
 
-class Members(Protocol):
-    """What is asked of the explorers; `ExplorerPool` is that."""
-
-    @property
-    def clients(self) -> Mapping[str, ExplorerClient]:
-        """Explorers by name."""
-        ...
-
-    def join(self, name: str) -> None:
-        """Connect an explorer; waits until it is up."""
-        ...
-
-    def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
-        """Have it make samples."""
-        ...
-
-    def replace(self, name: str, why: Exception) -> bool:
-        """Start it again; False: it is gone for good."""
-        ...
-
-    def end(self, name: str) -> None:
-        """Kill it; from now on none is started again."""
-        ...
-
-
 class _Piece(NamedTuple):
-    """A group's samples: rows of what an explorer made at a time."""
+    """A group's samples: rows of one call's batch."""
 
     batch: SampleBatch
     rows: NDArray[np.int64]
@@ -78,23 +53,23 @@ class FreeRollout:
 
     Args:
         task: gives the prompts.
-        members: the explorers.
+        pool: the explorers.
         rules: the rules of the queue.
         samples_per_prompt: size of a group.
-        judge: makes the advantages of a batch.
+        judge: computes the advantages of a batch.
         first: the first step.
-        position: where an earlier attempt was in the task's prompts (`position`), None to begin with those of `first`.
-        timeout_s: limit of the trainer's wait while nobody brings anything, seconds.
-        on_load: told of each load, on an explorer's thread.
-        on_fault: told of each explorer that is gone for good, and of loads that failed: (where, error).
-        group_filter: says which groups are flat, where `rules` count them; None: none is.
-        validations: what explorers do first where there is something to do; None: nothing is validated.
+        position: `position` of an earlier attempt; None: begin with the prompts of `first`.
+        timeout_s: limit of the trainer's wait without any delivery, seconds.
+        on_load: called with each load, on an explorer's thread.
+        on_fault: called with each lost explorer and each failed load: (where, error).
+        group_filter: tells which groups are flat, where `rules` count them; None: none is.
+        validations: come before all other work; None: no validation.
     """
 
     def __init__(
         self,
         task: Task,
-        members: Members,
+        pool: ExplorerPool,
         rules: QueueRules,
         *,
         samples_per_prompt: int,
@@ -111,7 +86,7 @@ class FreeRollout:
         self._drawn: Drawn | None = None
         self._validations = validations
         self._task = task
-        self._members = members
+        self._pool = pool
         self._rules = rules
         self._samples_per_prompt = samples_per_prompt
         self._judge = judge
@@ -120,29 +95,29 @@ class FreeRollout:
         self._on_fault = on_fault
         self._queue: GroupQueue[_Piece] = GroupQueue(rules, first, time.monotonic, position)
         self._changed = threading.Condition()
-        self._alive = set(members.clients)
+        self._alive = set(pool.clients)
         self._busy: set[str] = set()
         self._error: BaseException | None = None
         self._closed = False
         self._progress = time.monotonic()
         self._waited_s = 0.0
         self._mixed = 0
-        self._told = (0, 0.0, 0)
+        self._reported = (0, 0.0, 0)
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._threads = [
-            threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in members.clients
+            threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in pool.clients
         ]
 
-    # -- the trainer's side
+    # -- called by the training loop
 
     def start(self) -> None:
-        """Let all explorers begin, as soon as each is up and a version is there."""
+        """Start the explorers' threads; each begins once its explorer is up and a version is published."""
         self._progress = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def published(self, step: int) -> None:
-        """Take note that the version of this step can be loaded. Any thread."""
+        """Announce that the version of this step can be loaded. Any thread."""
         if self._validations is not None:
             self._validations.published(step)
         with self._changed:
@@ -153,18 +128,18 @@ class FreeRollout:
         """Return the samples for an update, sorted. Waits while too few are ready.
 
         Raises:
-            RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called; or too
-                few groups differ, and others are not to be taken.
-            WaitTimeout: nobody brought anything for too long.
+            RunError: no explorer is left, an error that no restart repairs, `fail` was called, or too few groups differ
+                (`GroupFilter.check_filled`).
+            WaitTimeout: no samples were delivered for too long.
         """
-        began = time.monotonic()  # before that nobody may have had anything to do
+        began = time.monotonic()  # the explorers may have been idle before
         with self._changed:
             while True:
                 if self._error is not None:
                     raise self._error
                 assert step == self._queue.step, "updates are taken in order"
                 taken = self._queue.take()
-                # Places have become free in either case, or the wait for what is overdue begins.
+                # In either case explorers may go on: places are free, or overdue groups are handed out again.
                 self._changed.notify_all()
                 if taken is not None:
                     break
@@ -179,17 +154,17 @@ class FreeRollout:
         return _assemble([*taken.groups, *taken.filled])
 
     def drawn(self) -> Drawn | None:
-        """Return all groups that were done with for the batch that was taken last; None: these are the batch."""
+        """Return all groups used up for the last batch; None: they are the batch."""
         return self._drawn
 
     def metrics(self) -> dict[str, float]:
-        """Count, since the last call, dropped samples, those that more than one version made, and the seconds that
-        explorers waited; as of now, ready samples and living explorers.
+        """Return dropped samples, samples of mixed versions and seconds of idle explorers since the last call, and the
+        present numbers of ready samples and of explorers.
         """
         with self._changed:
             now = (self._queue.dropped, self._waited_s, self._mixed)
-            dropped, waited, mixed = (new - old for new, old in zip(now, self._told, strict=True))
-            self._told = now
+            dropped, waited, mixed = (new - old for new, old in zip(now, self._reported, strict=True))
+            self._reported = now
             return {
                 "samples/dropped": float(dropped * self._samples_per_prompt),
                 "samples/waited_s": waited,
@@ -199,20 +174,18 @@ class FreeRollout:
             }
 
     def position(self) -> Mapping[str, object]:
-        """Return where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
+        """Return the position in the task's prompts, for a checkpoint of the last step."""
         with self._changed:
             return self._queue.position()
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
-        """Compute one advantage per sample, within each prompt's group."""
         return np.asarray(self._judge(batch))
 
     def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
-        """Write out a batch's samples for so many prompts."""
         return excerpt(batch, advantages, groups, lambda step, number: self._prompts_of(step)[number])
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever waits for samples this instead. Any thread; the first error counts."""
+        """Have `take` raise an error. Any thread; the first error counts."""
         if self._validations is not None:
             self._validations.fail(error)
         with self._changed:
@@ -221,7 +194,7 @@ class FreeRollout:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let all explorers end. One that is in the middle of something is killed."""
+        """End the explorers' threads; kill explorers that are busy after `GRACE_S`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -229,8 +202,8 @@ class FreeRollout:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        for name in sorted(self._busy):  # a thread must not be inside Ray when Ray goes
-            self._members.end(name)
+        for name in sorted(self._busy):  # a thread must not be in a call when Ray shuts down
+            self._pool.end(name)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(_KILLED_S)
@@ -241,7 +214,7 @@ class FreeRollout:
         try:
             with self._inside(name):
                 lost = self._join(name)
-            while lost is None or self._made_good(name, lost):
+            while lost is None or self._replaced(name, lost):
                 lost = self._work(name)
                 if lost is None:
                     return
@@ -250,26 +223,26 @@ class FreeRollout:
 
     def _join(self, name: str) -> Exception | None:
         try:
-            self._members.join(name)
+            self._pool.join(name)
         except (MemberDied, WaitTimeout) as error:
             return error
         return None
 
     def _work(self, name: str) -> Exception | None:
-        """Have an explorer make samples until the run ends (None), or the explorer is lost: return why."""
+        """Have an explorer generate until the run ends (None), or until the explorer is lost: return the error."""
         failures = 0
-        while (asked := self._wait_for_work(name)) is not None:
-            if isinstance(asked, int):
-                if (lost := self._validate(name, asked)) is not None:
+        while (work := self._wait_for_work(name)) is not None:
+            if isinstance(work, int):
+                if (lost := self._validate(name, work)) is not None:
                     return lost
                 continue
-            work = self._work_of(asked)
+            prompts = self._prompts_by_step(work)
             try:
                 with self._inside(name):
-                    produced = self._members.produce(name, work, self._samples_per_prompt)
+                    produced = self._pool.produce(name, prompts, self._samples_per_prompt)
             except LoadFailed as error:
                 failures += 1
-                self._tell_loads(error.load, error.beside)
+                self._report_loads(error.load, error.beside)
                 self._give_back(name)
                 if failures == LOAD_TRIES:
                     return error
@@ -279,15 +252,15 @@ class FreeRollout:
                 return error
             else:
                 failures = 0
-                self._tell_loads(produced.load, produced.beside)
+                self._report_loads(produced.load, produced.beside)
                 if produced.failed is not None:
                     self._report(name, produced.failed)
-                self._bring(produced)
+                self._deliver(produced)
         return None
 
     def _validate(self, name: str, step: int) -> Exception | None:
-        """Have an explorer validate the version of a step; where it is lost, return why."""
-        assert self._validations is not None, "who else asked for it?"
+        """Have an explorer validate the version of a step; if it is lost, return the error."""
+        assert self._validations is not None, "it handed out the step"
         try:
             with self._inside(name):
                 self._validations.run(name, step, self._note_progress)
@@ -303,7 +276,7 @@ class FreeRollout:
             self._changed.notify_all()
 
     def _wait_for_work(self, name: str) -> list[GroupId] | int | None:
-        """Return what to make next: groups, or the step of a version to validate; None: the run is over."""
+        """Return the next groups to generate, or the step of a version to validate; None: the run is over."""
         began = time.monotonic()
         with self._changed:
             most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
@@ -318,19 +291,19 @@ class FreeRollout:
                 self._changed.wait(self._queue.overdue_in())
             return None
 
-    def _work_of(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
+    def _prompts_by_step(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
         by_step = groupby(sorted(groups), key=lambda group: group.step)
         return [(step, [self._prompts_of(step)[group.prompt] for group in members]) for step, members in by_step]
 
     def _prompts_of(self, step: int) -> Sequence[Prompt]:
         with self._changed:
             if step not in self._prompts:
-                while len(self._prompts) > 16:  # of a late group they are made again
+                while len(self._prompts) > 16:  # prompts of a late group are built again
                     del self._prompts[next(iter(self._prompts))]
                 self._prompts[step] = prompts_of(self._task, self._queue.numbering, step)
             return self._prompts[step]
 
-    def _bring(self, produced: Produced) -> None:
+    def _deliver(self, produced: Produced) -> None:
         batch = produced.batch
         pieces = {
             GroupId(int(step), int(prompt)): np.flatnonzero((batch.steps == step) & (batch.prompts == prompt))
@@ -349,7 +322,7 @@ class FreeRollout:
     def _is_flat(self, piece: _Piece) -> bool:
         return self._filter is not None and not self._filter.differing(piece.batch.take(piece.rows)).all()
 
-    def _tell_loads(self, first: LoadReport | None, beside: Beside) -> None:
+    def _report_loads(self, first: LoadReport | None, beside: Beside) -> None:
         for load in (first, *(load for _, load in beside)):
             if load is not None and not self._closed:
                 self._on_load(load)
@@ -359,32 +332,27 @@ class FreeRollout:
             self._queue.give_back(name)
             self._changed.notify_all()
 
-    def _made_good(self, name: str, why: Exception) -> bool:
-        """Start a lost explorer again, if that is allowed; the others go on meanwhile, and without it."""
+    def _replaced(self, name: str, why: Exception) -> bool:
+        """Restart a lost explorer if restarts are left; the others go on. False: it is gone for good."""
         if self._closed:
             return False
         with self._changed:
             self._alive.discard(name)
         with self._inside(name):
-            back = self._members.replace(name, why)
+            restarted = self._pool.replace(name, why)
         with self._changed:
-            if back:
+            if restarted:
                 self._alive.add(name)
                 self._progress = time.monotonic()
-            left = sorted(self._alive)
-        if back:
+            left, restarting = sorted(self._alive), bool(self._busy)  # the busy ones: no other explorer is alive
+        if restarted:
             return True
         hint = f"See logs/{name}.log. Set explorer.max_restarts above 0 to have explorers restarted"
         if left:
             self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
-        elif not self._starting_again():
+        elif not restarting:
             self.fail(RunError(f"{why}, and no other explorer is left. {hint}"))
         return False
-
-    def _starting_again(self) -> bool:
-        """Tell whether another explorer is being started in place of a lost one."""
-        with self._changed:
-            return bool(self._busy)
 
     def _report(self, name: str, error: str) -> None:
         if not self._closed:
@@ -392,7 +360,7 @@ class FreeRollout:
 
     @contextmanager
     def _inside(self, name: str) -> Iterator[None]:
-        """Note that an explorer's thread waits for its explorer."""
+        """Mark an explorer as busy with a call."""
         with self._changed:
             self._busy.add(name)
         try:
@@ -409,7 +377,7 @@ def _drawn(taken: UpdateGroups[_Piece]) -> Drawn:
 
 
 def _assemble(groups: Sequence[ReadyGroup[_Piece]]) -> SampleBatch:
-    """Join the samples of all groups, sorted. Pieces of one batch are cut out of it together."""
+    """Join the samples of all groups, sorted. Takes all rows of one batch at once."""
     pieces = [group.samples for group in groups]
     rows: dict[int, list[NDArray[np.int64]]] = {}
     batches = {id(piece.batch): piece.batch for piece in pieces}

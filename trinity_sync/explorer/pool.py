@@ -1,7 +1,8 @@
-"""All explorers of a run: started together, given their prompts by a fixed rule, restarted where the config allows it.
+"""All explorers of a run: started together, given prompts by a fixed rule, restarted as often as the config allows.
+Runs in the driver.
 
-What an explorer generates depends on the seed, the step, the prompt and the version only, so a restarted one that
-loads the same version and generates again gives the same samples.
+Samples depend on the seed, the step, the prompt and the version only, so a restarted explorer that loads the same
+version gives the same samples.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from functools import partial
 import ray
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied, ended, failures_logged, results
+from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
@@ -38,15 +40,15 @@ class ExplorerPool:
     """The run's explorers by name.
 
     Args:
-        spec: what each explorer is built from, but for who it is.
+        spec: of each explorer, without its `member`.
         replicas: number of explorers.
         synchronizer: the run's synchronizer.
         num_gpus: GPUs reserved for each process of an explorer that holds weights.
-        max_restarts: deaths that the pool makes good, over the whole run.
-        start_timeout_s: limit until one is up, seconds.
+        max_restarts: restarts of dead explorers, over the whole run.
+        start_timeout_s: limit of an explorer's start, seconds.
         timeout_s: limit of a generation, seconds.
-        on_fault: told of each death that was made good: (where, error).
-        on_generated: told of each time that an explorer made samples. Any thread.
+        on_fault: called with each death that a restart repairs: (where, error).
+        on_generated: called with each generation. Any thread.
     """
 
     def __init__(
@@ -91,26 +93,25 @@ class ExplorerPool:
         return client
 
     def start(self) -> None:
-        """Have all build their engines, once the model's folder is there. Does not wait; `attach` does."""
+        """Begin to build all engines. The model's folder exists by then. Does not wait; `attach` does."""
         self._starting = {name: client.start() for name, client in self.clients.items()}
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
-        """Say which node agents there are; `join` connects explorers to them one by one.
+        """Set the node agents to which `join` connects explorers one by one.
 
         Args:
             agents: by Ray node id.
-            base: digest of the base of the trainer's adapter, which each explorer has to have; None: versions are
-                whole.
+            base: digest of the base of the trainer's adapter, which each explorer must have; None: versions are whole.
         """
         self._agents = agents
         self._base = base
 
     def join(self, name: str) -> None:
-        """Connect one explorer to the node agents; waits until it is up. Any thread."""
+        """Wait until one explorer is up and connect it to the node agents. Any thread."""
         self._connect({name: self._starting.pop(name)})
 
     def attach(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
-        """Connect all to the node agents; waits until every explorer is up. Arguments as of `introduce`.
+        """Wait until all explorers are up and connect them to the node agents. Arguments as of `introduce`.
 
         Raises:
             ConfigError: an explorer has another base.
@@ -168,7 +169,7 @@ class ExplorerPool:
         deliver: Deliver,
         drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
-        """Have samples made for all prompts of a step; return them sorted by prompt and sample.
+        """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample.
 
         Raises:
             RunError: an explorer died and no restart is left, or did not finish in time.
@@ -182,25 +183,25 @@ class ExplorerPool:
                 if len(shares[name])
             ]
             try:
-                batches = results(calls, self._timeout_s, on_answer=partial(self._told, step, began))
+                batches = results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began))
             except MemberDied as death:
                 if death.who not in self.clients:
                     raise
                 self._replace(death)
                 assert self._held is not None, "explorers load before they generate"
-                # The others hold it, and may be generating for longer than a load may take.
+                # Only the restarted one: the others hold the version, and may still be generating.
                 self._load({death.who: self.clients[death.who]}, self._held, deliver)
                 continue
             return SampleBatch.concatenate(batches).sorted()
 
     def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
-        """Have one explorer take the newest version and make samples; see `Explorer.produce`. Any thread.
+        """Have one explorer load the newest version and generate; see `Explorer.produce`. Any thread.
 
         Raises:
-            LoadFailed: it could not take the newest version.
-            MemberDied: it is gone.
+            LoadFailed: it could not load the newest version.
+            MemberDied: it is dead.
             WaitTimeout: it did not answer in time.
-            RunError: the samples cannot be made.
+            RunError: it could not generate or judge.
         """
         began = time.time()
         try:
@@ -213,40 +214,38 @@ class ExplorerPool:
         return replace(produced, load=load, beside=beside)
 
     def take(self, name: str, version: Version) -> LoadReport:
-        """Have one explorer load a version, and hold it until it is asked to `produce`. Any thread; raises as that."""
+        """Have one explorer load a version and hold it until its next `produce`. Any thread; raises as `produce`."""
         began = time.time()
         return replace(self.clients[name].load(version).result(self._timeout_s), began=began)
 
     def answer(
         self, name: str, version: Version, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing
     ) -> SampleBatch:
-        """Have one explorer make samples with the version that it was given by `take`. Any thread; raises as
-        `produce`.
-        """
+        """Have one explorer generate with the version of `take`. Any thread; raises as `produce`."""
         began = time.time()
         batch = self.clients[name].generate(version.step, prompts, samples_per_prompt, drawing).result(self._timeout_s)
         self._on_generated(_generated(name, version.step, version.step, began, time.time()))
         return batch
 
-    def _told(self, step: int, began: float, call: Call[SampleBatch]) -> None:
+    def _on_answer(self, step: int, began: float, call: Call[SampleBatch]) -> None:
         assert self._held is not None, "explorers load before they generate"
         self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
 
     def replace(self, name: str, why: Exception) -> bool:
-        """Start an explorer again that is gone, hangs or loads nothing. Any thread; the others go on meanwhile.
+        """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on.
 
         Returns:
             False: no restart is left; the explorer is gone for good.
 
         Raises:
-            RunError: what it is started from is not what it was, such as the base of an adapter.
+            RunError: the model's folder has changed, such as the base of an adapter.
         """
         while self._may_restart():
             self._on_fault(name, str(why))
             story.warning("starting %s again (%d restarts left)", name, self._restarts_left)
             self._forget(name)
             try:
-                self._start_anew(name)
+                self._restart(name)
                 return True
             except (MemberDied, WaitTimeout) as error:
                 why = error
@@ -254,18 +253,18 @@ class ExplorerPool:
         return False
 
     def end(self, name: str) -> None:
-        """Kill an explorer, whatever it does; from now on none is started again."""
+        """Kill an explorer, and allow no more restarts."""
         with self._lock:
             self._restarts_left = 0
         ray.kill(self.clients[name].handle)
 
     def close(self) -> None:
-        """Have engines end what they have outside of explorers. One that does not in time is left to Ray's end."""
+        """Have engines release their outside resources. Ray's shutdown ends those that do not answer in time."""
         if self._closes:
             ended([client.close() for client in self.clients.values()], left(_CLOSE_S, REST_S))
 
     def _forget(self, name: str) -> None:
-        """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""
+        """Remove an explorer's process, which may hang, and its leases."""
         ray.kill(self.clients[name].handle)
         self._end_leases(name)
 
@@ -277,11 +276,11 @@ class ExplorerPool:
             self._restarts_left -= 1
             return self._restarts_left >= 0
 
-    def _start_anew(self, name: str) -> None:
+    def _restart(self, name: str) -> None:
         self.clients[name] = self._create(name)
         try:
             self._connect({name: self.clients[name].start()})
-        except ConfigError as error:  # in the middle of a run that began with the same settings
+        except ConfigError as error:  # the settings were good when the run began
             raise RunError(f"{name} cannot be started again: {error}") from error
 
     def _replace(self, death: Exception) -> None:
@@ -293,7 +292,7 @@ class ExplorerPool:
         self._on_fault(death.who, str(death))
         story.warning("starting %s again (%d restarts left)", death.who, self._restarts_left)
         self._end_leases(death.who)
-        self._start_anew(death.who)
+        self._restart(death.who)
 
 
 def _generated(explorer: str, step: int, version: int, began: float, ended: float) -> Generated:
@@ -302,7 +301,7 @@ def _generated(explorer: str, step: int, version: int, began: float, ended: floa
 
 
 def _timed(load: LoadReport | None, beside: Beside, began: float) -> tuple[LoadReport | None, Beside, float]:
-    """Loads with the moment when each began, and when the first was done; `began` is when the explorer was asked."""
+    """Add to each load when it began, in Unix seconds; also return when the first was done. `began`: of the call."""
     loaded = began + (load.total_s if load is not None else 0.0)
     timed = tuple((after, replace(one, began=loaded + after)) for after, one in beside)
     return None if load is None else replace(load, began=began), timed, loaded

@@ -1,4 +1,4 @@
-"""The data of a GRPO run: prompts of the task, samples of the explorers, advantages within each prompt's group."""
+"""The samples of a GRPO run with `trainer.schedule=lockstep`, and the empty data of `workload=bytes`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.samples.excerpt import Line, excerpt
+from trinity_sync.samples.metrics import Line, excerpt
 from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class RolloutData:
-    """A step's batch is what the explorers generate for the task's prompts of that step.
+    """The `Data` of a run whose explorers generate each step's batch from the task's prompts.
 
     Args:
         task: gives the prompts.
         pool: the explorers.
         mode: the sync mode, by which they load.
-        numbering: which prompts a step has.
+        numbering: the prompts of each step.
         samples_per_prompt: size of a group.
-        judge: makes the advantages of a batch.
-        group_filter: leaves groups out, for which further prompts are answered; None: none is.
+        judge: computes the advantages of a batch.
+        group_filter: leaves out groups, in place of which further prompts are answered; None: keeps all.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class RolloutData:
         return chosen.batch
 
     def _draw(self, step: int) -> SampleBatch:
-        """Have as many more prompts answered as a step has."""
-        before = self._prompts[1]
-        prompts = prompts_of(self._task, self._numbering, step, len(before))
-        self._prompts = step, [*before, *prompts]
+        """Have one more step's number of prompts answered."""
+        earlier = self._prompts[1]
+        prompts = prompts_of(self._task, self._numbering, step, len(earlier))
+        self._prompts = step, [*earlier, *prompts]
         return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver)
 
     def drawn(self) -> Drawn | None:
@@ -92,16 +92,13 @@ class RolloutData:
         return excerpt(batch, advantages, groups, self._prompt)
 
     def _prompt(self, step: int, number: int) -> Prompt:
-        asked_for, prompts = self._prompts
-        assert step == asked_for, "samples are written out of the batch that was made last"
+        prompts_step, prompts = self._prompts
+        assert step == prompts_step, "an excerpt is of the last batch"
         return prompts[number]
 
 
-# The data of a run that only moves bytes: no samples, and explorers that load each version.
-
-
 class NoData:
-    """A step's batch is empty.
+    """The `Data` of `workload=bytes`: empty batches, and explorers that load each version.
 
     Args:
         pool: the explorers.
@@ -119,14 +116,13 @@ class NoData:
         return None
 
     def drawn(self) -> None:
-        """Return nothing: the batch is all that there is."""
+        return None
 
     def position(self, step: int) -> None:
-        """Return nothing: there are no data."""
+        return None
 
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)
 
     def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
-        """Write out nothing: nobody generates."""
         return []

@@ -1,103 +1,73 @@
-"""Between texts and tokens: prompts encoded and checked, responses decoded, samples scored. For every engine."""
+"""The base of engines that generate texts: prompts become tokens, responses become scored samples. A subclass makes the
+tokens in between.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from numpy.typing import ArrayLike, NDArray
 
+from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError
+from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.tokens import read_tokens
 from trinity_sync.samples.batch import SampleBatch, TokenRows, VersionSpans
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt, Purpose, path
 from trinity_sync.tasks.base import Response, Task
 from trinity_sync.tasks.encoding import PromptEncoder, positions_of
 from trinity_sync.tasks.rewards import judge
 
 
-class Texts:
-    """What a model's folder says of its texts.
+class TextSettings(TypedDict):
+    """The keyword arguments of `TextEngine`."""
 
-    Args:
-        model_path: folder in Hugging Face format, or hub id.
-        response_length: longest response in tokens.
-        prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
-        trust_remote_code: whether code that comes with the model may run.
-        truncate_prompts: cut longer ones on their left, rather than refuse them.
-        chat_template: arguments of the tokenizer's chat template.
+    dtype: str
+    temperature: float
+    top_k: NotRequired[int]
+    top_p: NotRequired[float]
+    batch_size: int
+    response_length: int
+    prompt_length: NotRequired[int | None]
+    truncate_prompts: NotRequired[bool]
+    chat_template: NotRequired[Mapping[str, object] | None]
+    seed: int
+    trust_remote_code: NotRequired[bool]
+    keep_fp32: NotRequired[Sequence[str] | None]
+
+
+class SampleRequest(NamedTuple):
+    """The tokens and random numbers of the samples that an engine generates in one call.
 
     Attributes:
-        config: of the model.
-        ends: tokens that end a response.
-        pad: token that fills up.
-        positions: of the model, in tokens; None where its config does not say.
-
-    Raises:
-        ConfigError: transformers cannot read the config or the tokenizer; there is no end-of-sequence token; or as
-            `PromptEncoder`.
+        step: the trainer step that the samples are for.
+        version: (attempt, step) of the loaded weights.
+        prompt_ids: tokens of each prompt.
+        prompt_of: int64 of shape (samples,), each sample's row in `prompt_ids`; samples of a prompt are neighbours.
+        keys: int64 of shape (samples,), see `sequence_keys`.
+        temperature: logits are divided by it; 0 takes the most likely token.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        response_length: int,
-        prompt_length: int | None,
-        trust_remote_code: bool,
-        truncate_prompts: bool = False,
-        chat_template: Mapping[str, object] | None = None,
-    ) -> None:
-        try:
-            tokens = read_tokens(model_path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
-        self._tokenizer, self.config = tokens.tokenizer, tokens.config
-        self.positions = positions_of(self.config)
-        self._encoder = PromptEncoder(
-            self._tokenizer,
-            response_length=response_length,
-            prompt_length=prompt_length,
-            positions=self.positions,
-            truncate=truncate_prompts,
-            chat_template=chat_template,
-            embedded=tokens.embedded,
-        )
-        self.ends = tokens.needed_ends(model_path)
-        pad = self._tokenizer.pad_token_id
-        self.pad: int = self.ends[0] if pad is None else pad
-
-    def encode(self, prompt: Prompt, step: int) -> list[int]:
-        """The tokens of a prompt, cut on their left where that is asked for.
-
-        Args:
-            prompt: a text, or a chat.
-            step: for errors.
-
-        Raises:
-            RunError: as `PromptEncoder.encode`.
-        """
-        return self._encoder.encode(prompt, f"prompt {prompt.index} of step {step}")
-
-    def decode(self, responses: TokenRows, finished: NDArray[np.bool_]) -> list[str]:
-        """Texts without the final end-of-sequence token. Other special tokens stay: rewards see all that was said."""
-        ids = responses.ids.tolist()
-        bounds = zip(responses.offsets[:-1].tolist(), (responses.offsets[1:] - finished).tolist(), strict=True)
-        rows = [ids[start:stop] for start, stop in bounds]
-        texts: list[str] = self._tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-        return texts
+    step: int
+    version: tuple[int, int]
+    prompt_ids: list[list[int]]
+    prompt_of: NDArray[np.int64]
+    keys: torch.Tensor
+    temperature: float
 
 
 class Responses(NamedTuple):
-    """What an engine made for prompts, in any order of samples.
+    """The responses to a request, sample by sample.
 
     Attributes:
-        rows: the tokens of each response, its end included.
+        rows: the tokens of each response, its end token included.
         log_probs: float32, natural; one for each token of `rows`, in the same order.
-        finished: whether each came to an end.
-        spans: which version made which tokens; None: all were made by one.
+        finished: whether each response ended by itself.
+        spans: the versions that made the tokens; None: `SampleRequest.version` made all.
     """
 
     rows: TokenRows
@@ -106,49 +76,151 @@ class Responses(NamedTuple):
     spans: VersionSpans | None = None
 
 
-def scored(
-    texts: Texts,
-    task: Task,
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[Sequence[int]],
-    responses: Responses,
-    *,
-    step: int,
-    version: tuple[int, int],
-) -> SampleBatch:
-    """The samples, with the task's judgement of each.
+def sequence_keys(
+    seed: int, step: int, prompts: ArrayLike, samples: ArrayLike, purpose: Purpose = Purpose.SAMPLING
+) -> torch.Tensor:
+    """Compute the keys from which the random numbers of sequences derive, int64 of shape (sequences,) on the CPU.
 
     Args:
-        texts: decode the responses.
-        task: judges them.
-        prompts, prompt_ids: the prompts and their tokens.
-        responses: as many of each prompt, prompt by prompt.
-        step: the trainer step that they are for.
-        version: (attempt, step) of the weights that made them, where `responses` does not say.
+        seed: the run's seed.
+        step: trainer step that the samples are for.
+        prompts: integers of shape (sequences,), `Prompt.index` of each.
+        samples: integers of shape (sequences,), number of each within its prompt's group.
+        purpose: keeps training and validation apart.
+    """
+    keys = path(seed, purpose, step, prompts, samples)
+    return torch.from_numpy(keys.view(np.int64))
+
+
+class TextEngine(RolloutEngine):
+    """A causal language model that samples and scores. A subclass implements `respond`.
+
+    Args:
+        model_path: folder in Hugging Face format, or hub id, of config and tokenizer.
+        dtype: dtype of the weights: ``bf16``, ``fp32`` or ``fp16``.
+        temperature: logits are divided by it; 0 always takes the most likely token.
+        top_k: sample from so many most likely tokens; 0: from all.
+        top_p: then from the most likely tokens that have this probability together; 1: from all.
+        batch_size: sequences that are generated at a time, at most.
+        response_length: longest response in tokens.
+        prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
+        truncate_prompts: cut the left end of longer prompts instead of refusing them.
+        chat_template: arguments of the tokenizer's chat template.
+        seed: the run's seed.
+        trust_remote_code: whether code that comes with the model may run.
+        keep_fp32: parts of the names of tensors that stay in fp32; None: those that the model's class names.
 
     Raises:
-        RunError: the task fails to judge a response, and that is to end the run.
+        ConfigError: transformers cannot read the config or the tokenizer; there is no end-of-sequence token; no prompt
+            would fit; or the tokenizer's chat template does not read an argument.
     """
-    count = len(responses.rows) // len(prompts)
-    prompt_of = np.repeat(np.arange(len(prompts)), count)
-    spoken = texts.decode(responses.rows, responses.finished)
-    asked = zip(prompt_of.tolist(), spoken, responses.finished.tolist(), strict=True)
-    verdicts = judge(task, [Response(prompts[row], text, done) for row, text, done in asked], step=step)
-    total = len(prompt_of)
-    return SampleBatch(
-        steps=np.full(total, step, np.int64),
-        prompts=np.array([prompt.index for prompt in prompts], np.int64)[prompt_of],
-        samples=np.tile(np.arange(count), len(prompts)),
-        version_attempts=np.full(total, version[0], np.int64),
-        explorers=np.full(total, ""),
-        rewards=np.array([verdict.reward for verdict in verdicts], np.float64),
-        exact=np.array([np.nan if verdict.exact is None else verdict.exact for verdict in verdicts], np.float64),
-        errors=tuple(verdict.error for verdict in verdicts),
-        finished=responses.finished,
-        texts=tuple(spoken),
-        prompt_of=prompt_of,
-        prompt_rows=TokenRows.of(prompt_ids),
-        responses=responses.rows,
-        spans=VersionSpans.whole(responses.rows.lengths, version[1]) if responses.spans is None else responses.spans,
-        log_probs=responses.log_probs,
-    )
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        batch_size: int,
+        response_length: int,
+        prompt_length: int | None = None,
+        truncate_prompts: bool = False,
+        chat_template: Mapping[str, object] | None = None,
+        seed: int,
+        trust_remote_code: bool = False,
+        keep_fp32: Sequence[str] | None = None,
+    ) -> None:
+        self._model_path = model_path
+        self._dtype = dtype_name(dtype)
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
+        self._batch_size = batch_size
+        self._response_length, self._prompt_length = response_length, prompt_length
+        self._seed = seed
+        self._trust_remote_code = trust_remote_code
+        self._keep_fp32 = keep_fp32
+        try:
+            tokens = read_tokens(model_path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise unusable_model(model_path, error) from error
+        self._tokenizer, self._config = tokens.tokenizer, tokens.config
+        self._positions = positions_of(self._config)
+        self._encoder = PromptEncoder(
+            self._tokenizer,
+            response_length=response_length,
+            prompt_length=prompt_length,
+            positions=self._positions,
+            truncate=truncate_prompts,
+            chat_template=chat_template,
+            embedded=tokens.embedded,
+        )
+        self._ends = tokens.needed_ends(model_path)
+        pad = self._tokenizer.pad_token_id
+        self._pad: int = self._ends[0] if pad is None else pad
+
+    def after_load(self) -> None:
+        """Do nothing: no keys and values outlive a call of `generate`, or loading has dropped them."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        *,
+        step: int,
+        samples_per_prompt: int,
+        version: tuple[int, int],
+        drawing: Drawing = FOR_TRAINING,
+    ) -> SampleBatch:
+        """Make scored samples for the prompts; see `RolloutEngine.generate`. The random numbers of a sample depend on
+        (seed, purpose, step, prompt, sample) only.
+
+        Raises:
+            RunError: a prompt has characters without a token, no token, too many, or needs a chat template that the
+                tokenizer lacks; or the task fails to judge a response.
+        """
+        prompt_ids = [self._encoder.encode(prompt, f"prompt {prompt.index} of step {step}") for prompt in prompts]
+        prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
+        numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
+        sample_of = np.tile(np.arange(samples_per_prompt), len(prompts))
+        keys = sequence_keys(self._seed, step, numbers, sample_of, drawing.purpose)
+        temperature = self._temperature if drawing.temperature is None else drawing.temperature
+        responses = self.respond(SampleRequest(step, version, prompt_ids, prompt_of, keys, temperature))
+        texts = self._decode(responses)
+        of_prompts = zip(prompt_of.tolist(), texts, responses.finished.tolist(), strict=True)
+        verdicts = judge(task, [Response(prompts[row], text, done) for row, text, done in of_prompts], step=step)
+        spans = responses.spans
+        return SampleBatch(
+            steps=np.full(len(texts), step, np.int64),
+            prompts=numbers,
+            samples=sample_of,
+            version_attempts=np.full(len(texts), version[0], np.int64),
+            explorers=np.full(len(texts), ""),
+            rewards=np.array([verdict.reward for verdict in verdicts], np.float64),
+            exact=np.array([np.nan if verdict.exact is None else verdict.exact for verdict in verdicts], np.float64),
+            errors=tuple(verdict.error for verdict in verdicts),
+            finished=responses.finished,
+            texts=tuple(texts),
+            prompt_of=prompt_of,
+            prompt_rows=TokenRows.of(prompt_ids),
+            responses=responses.rows,
+            spans=VersionSpans.whole(responses.rows.lengths, version[1]) if spans is None else spans,
+            log_probs=responses.log_probs,
+        )
+
+    @abstractmethod
+    def respond(self, request: SampleRequest) -> Responses:
+        """Generate the responses to a request, in the order of its samples."""
+
+    def _decode(self, responses: Responses) -> list[str]:
+        """Return texts without the final end-of-sequence token. Other special tokens stay, for the rewards to see."""
+        ids, offsets = responses.rows.ids.tolist(), responses.rows.offsets
+        bounds = zip(offsets[:-1].tolist(), (offsets[1:] - responses.finished).tolist(), strict=True)
+        rows = [ids[start:stop] for start, stop in bounds]
+        texts: list[str] = self._tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+        return texts
+
+
+def unusable_model(model_path: str, error: Exception) -> ConfigError:
+    """Make the error for a model that cannot be read or built."""
+    return ConfigError(f"model.path={model_path} cannot be used to generate: {' '.join(str(error).split())}")

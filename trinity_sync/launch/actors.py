@@ -523,7 +523,8 @@ def start_agents(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from trinity_sync.actors.agent_client import AgentClient
-    from trinity_sync.actors.calls import failures_logged, results
+    from trinity_sync.actors.calls import results
+    from trinity_sync.actors.pending import failures_logged
     from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 
     layouts: dict[str, dict[str, PartLayout]] = {}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from trinity_sync.config import build
 from trinity_sync.host import interrupts
@@ -20,10 +19,8 @@ from trinity_sync.launch.sample_source import (
     validation_times,
     version_validations_of,
 )
-from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
-    from trinity_sync.actors.synchronizer_client import SynchronizerClient
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.validation import Validation, VersionValidations
     from trinity_sync.protocol.versions import Version
@@ -31,26 +28,11 @@ if TYPE_CHECKING:
     from trinity_sync.trainer.agreement_check import AgreementCheck
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.full_saves import FullSaves, PublishedState, SaveSettings
-    from trinity_sync.trainer.group import TrainerGroup
     from trinity_sync.trainer.loop import TrainingLoop
     from trinity_sync.trainer.steps import LossValidation, RewardPenalty
 
 _SETTLE_S = 20.0
 """Timeout of saves under way when a run ends early."""
-
-
-class _LoopParts(TypedDict):
-    """The arguments that both training loops take."""
-
-    trainer: TrainerGroup
-    mode: Publisher
-    synchronizer: SynchronizerClient
-    parts: list[str]
-    saves: FullSaves
-    log: Recorder
-    stop: threading.Event
-    penalty: RewardPenalty | None
-    agreement: AgreementCheck | None
 
 
 class Job:
@@ -152,7 +134,7 @@ class Job:
     def _make_loop(self, saves: FullSaves, mode: Publisher, published: PublishedState) -> FreeLoop | TrainingLoop:
         from trinity_sync.trainer.free_loop import FreeLoop
         from trinity_sync.trainer.loop import TrainingLoop
-        from trinity_sync.trainer.steps import LoopSettings
+        from trinity_sync.trainer.steps import LoopSettings, Steps
 
         cfg, actors, start, task = self._cfg, self.actors, self._start, self._setup.scanned.task
         settings = LoopSettings(
@@ -169,24 +151,30 @@ class Job:
             record_interval=cfg.samples.record_interval,
             record_groups=cfg.samples.record_groups,
         )
-        common: _LoopParts = {
-            "trainer": actors.trainer,
-            "mode": mode,
-            "synchronizer": actors.synchronizer,
-            "parts": [info.part for info in actors.infos if info.layout is not None],
-            "saves": saves,
-            "log": self._recorder,
-            "stop": self._setup.stop,
-            "penalty": self._penalty(settings.step_timeout_s),
-            "agreement": self._agreement(settings.step_timeout_s),
-        }
+        parts = [info.part for info in actors.infos if info.layout is not None]
+        steps = Steps(
+            settings,
+            trainer=actors.trainer,
+            synchronizer=actors.synchronizer,
+            parts=parts,
+            log=self._recorder,
+            penalty=self._penalty(settings.step_timeout_s),
+            agreement=self._agreement(settings.step_timeout_s),
+        )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
             source = free_data(cfg, task, start, actors.pool, self._recorder, validations)
-            return FreeLoop(settings, source=source, validations=validations, **common)
+            return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._setup.stop, validator=validations)
         data = lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
-        validation = self._validation(mode, settings.step_timeout_s)
-        return TrainingLoop(settings, data=data, restored=self._restored(published), validation=validation, **common)
+        return TrainingLoop(
+            steps,
+            data=data,
+            mode=mode,
+            saves=saves,
+            restored=self._restored(published),
+            stop=self._setup.stop,
+            validator=self._validation(mode, settings.step_timeout_s),
+        )
 
     def _penalty(self, timeout_s: float) -> RewardPenalty | None:
         """Make the penalty on divergence from a reference, if rewards have one."""

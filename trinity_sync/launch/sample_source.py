@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from trinity_sync.launch.row_scan import Scanned
     from trinity_sync.samples.advantages import GroupFilter, Judge
     from trinity_sync.samples.batch import PairBatch
-    from trinity_sync.samples.position import Numbering, ValidationTimes
+    from trinity_sync.samples.metrics import ValidationTimes
+    from trinity_sync.samples.position import Numbering
     from trinity_sync.samples.record import Prompt
     from trinity_sync.sync.base import Publisher
     from trinity_sync.tasks.encoding import PairEncoder
@@ -175,7 +176,7 @@ def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -
     metrics file has no result of it.
     """
     from trinity_sync.config.model_checks import validates
-    from trinity_sync.samples.position import ValidationTimes
+    from trinity_sync.samples.metrics import ValidationTimes
     from trinity_sync.tracking.summary import was_validated
 
     if not validates(cfg.task):

@@ -84,10 +84,11 @@ class CheckpointPublisher:
         try:
             metadata = {"attempt": str(version.attempt), "step": str(version.step)}
             calls = [
-                self._side.agents[node].write(version, sealed.slot, str(folder), metadata, fsync=self._durable)
-                for node in nodes
+                self._side.agents[node].write(sealed.slot, str(folder), metadata, fsync=self._durable) for node in nodes
             ]
-            for node, files in zip(nodes, results(calls, self._side.timeout_s), strict=True):
+            for node, files in zip(
+                nodes, results(calls, self._side.timeout_s, f"write version {version}"), strict=True
+            ):
                 self._store.part_written(version, node, files)
             location = self._store.commit(version, sealed.digest)
         except Exception as error:

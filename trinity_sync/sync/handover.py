@@ -437,7 +437,7 @@ class HandoverClient:
 
             state = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
         publisher = this_process(TRAINER)
-        return self.client._ask("set_model_state_dict", int(trainer_step), attempt, state, location, publisher)
+        return self.client.set_model_state_dict(int(trainer_step), attempt, state, location, publisher)
 
     def _fetch(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
         """Return the newest version: its tensors, every byte checked, and its step; both of one version.
@@ -519,10 +519,10 @@ class HandoverClient:
             explorers: number of explorers in the group. The group before it is over.
         """
         trainer = self._attach(TRAINER)
-        meta = (
-            None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
-        )
-        return self.client._ask("open_group", trainer, master_address, int(master_port), meta, explorers)
+        meta: list[Described] | None = None
+        if state_dict_meta is not None:
+            meta = [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
+        return self.client.open_group(trainer, master_address, int(master_port), meta, explorers)
 
     @asked
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
@@ -537,7 +537,7 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        return self.client._ask("join_group", member, after, self.client.timeout_s)
+        return self.client.join_group(member, after, self.client.timeout_s)
 
     @asked
     def ready_to_nccl_sync(
@@ -561,12 +561,12 @@ class HandoverClient:
         """
         member = self._attach(module)
         limit = self.client.timeout_s if timeout_s is None else timeout_s
-        return self.client._ask("ready", member, trainer_step, limit)
+        return self.client.ready(member, trainer_step, limit)
 
     @asked
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
         """As the trainer, say that the version was sent to all explorers of the group."""
-        return self.client._ask("sent", this_process(TRAINER), Version(attempt, trainer_step))
+        return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
 
     coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
     """`(timeout=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group

@@ -25,12 +25,12 @@ from trinity_sync.sync.base import (
     Delivery,
     ExplorerSide,
     FindDestination,
+    LayoutCache,
     MappedPart,
     SyncMode,
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.slots import MappedSegments
 
 if TYPE_CHECKING:

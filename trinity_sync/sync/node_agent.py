@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,7 +119,7 @@ class NodeAgent:
         self._lifeline: Call[None] | None = None
 
     async def register(
-        self, layouts: dict[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
+        self, layouts: Mapping[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
     ) -> Slots:
         """Make the slots for this node's parts.
 
@@ -268,7 +268,7 @@ class NodeAgent:
     def _put(self, slot: int, part: str) -> ray.ObjectRef:
         return ray.put(np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes])
 
-    async def write(self, slot: int, folder: str, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
+    async def write(self, slot: int, folder: str, metadata: Mapping[str, str], *, fsync: bool) -> list[FileTuple]:
         """Write this node's parts of a slot as shard files below `folder`.
 
         Returns:
@@ -283,8 +283,8 @@ class NodeAgent:
         return [one for one in done if not isinstance(one, BaseException)]
 
     def _write_part(
-        self, slot: int, part: str, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
-    ) -> tuple[str, int, str]:
+        self, slot: int, part: str, folder: Path, metadata: Mapping[str, str], fsync: bool, name: str | None = None
+    ) -> FileTuple:
         relative = shard_file(part) if name is None else name.format(part)
         (folder / relative).parent.mkdir(parents=True, exist_ok=True)
         segment = self._maps[slot, part]
@@ -297,7 +297,7 @@ class NodeAgent:
         assert self._coordinator is not None, "register() brought a coordinator"
         loop = asyncio.get_running_loop()
 
-        def write() -> list[tuple[str, int, str]]:
+        def write() -> list[FileTuple]:
             files = [
                 self._write_part(lease.slot, part, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
                 for part in self._layouts

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import Call, MemberDied, failures_logged
+from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.handles import asked, forwarded
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_memory
@@ -396,7 +397,7 @@ class Synchronizer(HandoverClient):
             RunError: the newest version is an earlier one.
             WaitTimeout: nothing came within the configured timeout.
         """
-        return self.client._ask("wait_new_model_state_dict", self._attach(_process_name()), current_version)
+        return self.client.wait_new_model_state_dict(self._attach(_process_name()), current_version)
 
     @asked
     def set_explorer_status(self, status: object, old_status: object = None) -> Call[None]:
@@ -404,7 +405,7 @@ class Synchronizer(HandoverClient):
         the process lives. Statuses as for `set_trainer_status`.
         """
         process = self._attach(_process_name())
-        return self.client._ask("set_explorer_status", process, plain(status), plain(old_status))
+        return self.client.set_explorer_status(process, plain(status), plain(old_status))
 
 
 class _Actor(SynchronizerActor):

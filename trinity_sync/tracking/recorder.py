@@ -233,7 +233,7 @@ class Recorder:
 
         Args:
             step: that trained on them.
-            lines: of `samples.excerpt`.
+            lines: of `samples.metrics.excerpt`.
         """
         rows = [{"attempt": self.attempt, "step": int(step), **line} for line in lines]
         if not rows:

@@ -28,7 +28,7 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.checkpoint.folder.contents import TRAINER_STATE, file_entry
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
-from trinity_sync.protocol.parts import FileEntry, Kind
+from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
 from trinity_sync.protocol.versions import Version
 from trinity_sync.tracking.events import CommitEvent, Event, PruneEvent
 from trinity_sync.trainer.group import TrainerGroup
@@ -79,7 +79,7 @@ class SaveSettings:
 
     attempt: int
     seed: int
-    meta: Mapping[str, object]
+    meta: CommitMeta
     ranks: list[str]
     timeout_s: float
     of_versions: bool = True
@@ -381,7 +381,7 @@ class WeightSaves:
 
     def _notify(self, version: Version, part: str, files: list[FileEntry], digest: str | None) -> None:
         told = self._monitor.notify_finished(
-            version.step, weights=True, part=part, attempt=version.attempt, files=files, digest=digest
+            version.step, True, part=part, attempt=version.attempt, files=files, digest=digest
         )
         told.result(self._settings.timeout_s)
 
@@ -423,7 +423,7 @@ def _begin(
     metrics: dict[str, float],
     durable: bool | None = None,
 ) -> Path:
-    meta = {**settings.meta, "metrics": metrics}
+    meta: CommitMeta = {**settings.meta, "metrics": metrics}
     call = monitor.begin(version.step, version.attempt, kind, parts, meta, durable=durable)
     return Path(call.result(settings.timeout_s))
 

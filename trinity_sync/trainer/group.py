@@ -15,7 +15,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trinity_sync.actors.calls import Call, failures_logged, results
+from trinity_sync.actors.calls import Call, results
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.rank_client import RankClient, RankInfo
 from trinity_sync.config import load
 from trinity_sync.errors import WaitTimeout
@@ -125,56 +126,52 @@ OWN = ("import_engine", "make_model", "initialise")
 """What a rank's actor answers itself."""
 
 
-def rank_actor(worker: type | None) -> type:
-    """Make the class of the ranks' actors. It passes every call that it does not answer itself to a `worker`.
+class TrainerRank:
+    """Body of a rank's actor.
 
     Args:
-        worker: what a rank is, once its engine is imported; made from a `WorkerSpec`. None stands for `TrinityWorker`.
-
-    Returns:
-        A class for `ray.remote`, with the methods of `RankClient` and those that the worker's own class adds.
+        spec: what the worker is built from.
+        environment: variables that verl reads in the environment of a rank.
+        log_dir: folder of its log; None for Ray's own.
     """
 
-    class TrainerRank:
-        """One rank; made where it runs.
+    worker_class: type | None = None
 
-        Args:
-            spec: what the worker is built from.
-            environment: what verl looks for in the environment of a rank.
-            log_dir: folder of its log; None for Ray's own.
-        """
+    def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], log_dir: str | None) -> None:
+        own_log(log_dir, f"trainer-rank-{environment['RANK']}")
+        os.environ.update(environment)
+        self._spec = spec
+        self._worker: Any = None
 
-        def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], log_dir: str | None) -> None:
-            own_log(log_dir, f"trainer-rank-{environment['RANK']}")
-            os.environ.update(environment)
-            self._spec = spec
-            self._worker: Any = None
+    def import_engine(self) -> None:
+        """Import what the engine needs. Called at once, while the model may still be in the making."""
+        self._worker_class()
 
-        def import_engine(self) -> None:
-            """Import what the engine needs. Called at once, while the model may still be in the making."""
-            _worker_class(worker, self._spec)
+    def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
+        """Write the initial model of the run; see `make_model` of the factory."""
+        self._spec.backend.make_model(self._spec.engine, architecture, seed, Path(folder))
 
-        def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
-            """Write the initial model of the run; see `make_model` of the factory."""
-            self._spec.backend.make_model(self._spec.engine, architecture, seed, Path(folder))
+    def initialise(self) -> RankInfo:
+        """Make the worker and its engine. Collective."""
+        self._worker = self._worker_class()(self._spec)
+        info: RankInfo = self._worker.initialise()
+        return info
 
-        def initialise(self) -> RankInfo:
-            """Make the worker and its engine. Collective."""
-            self._worker = _worker_class(worker, self._spec)(self._spec)
-            info: RankInfo = self._worker.initialise()
-            return info
-
-    for name in [*vars(RankClient), *(vars(worker) if worker is not None else ())]:
-        if not name.startswith("_") and name not in OWN:
-            setattr(TrainerRank, name, _passed_on(name))
-    return TrainerRank
+    def _worker_class(self) -> type:
+        found: type = self.worker_class or load("the ranks' class", self._spec.backend.worker)
+        return found
 
 
-def _worker_class(worker: type | None, spec: WorkerSpec) -> type:
-    if worker is not None:
-        return worker
-    found: type = load("the ranks' class", spec.backend.worker)
-    return found
+def rank_actor(worker: type | None) -> type:
+    """Return a class for `ray.remote`: a `TrainerRank` that passes all other methods of `RankClient`, and those that
+    the worker's own class adds, on to its worker.
+
+    Args:
+        worker: class of the worker, made from a `WorkerSpec` once its engine is imported; None: the backend's.
+    """
+    names = [*vars(RankClient), *(vars(worker) if worker is not None else ())]
+    passed = {name: _passed_on(name) for name in names if name[0] != "_" and name not in OWN}
+    return type("TrainerRank", (TrainerRank,), {**passed, "worker_class": worker})
 
 
 def _passed_on(name: str) -> Callable[..., object]:

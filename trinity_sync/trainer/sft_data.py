@@ -8,7 +8,7 @@ from typing import Protocol
 from trinity_sync.actors.explorer_client import LoadReport
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch
-from trinity_sync.samples.excerpt import Line
+from trinity_sync.samples.metrics import Line
 from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.tasks.conversations import Conversation
 from trinity_sync.tasks.encoding import PairEncoder

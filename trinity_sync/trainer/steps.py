@@ -1,4 +1,4 @@
-"""What a step is made of, whatever the schedule: train, stage a version, and what is written down of it. Runs in the
+"""The parts of a training step that both loops share: train, stage a version, record metrics and events. Runs in the
 driver.
 """
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import ray
@@ -20,10 +20,9 @@ from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import Drawn, batch_metrics, drawn_metrics
+from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
-from trinity_sync.samples.excerpt import Line
-from trinity_sync.samples.position import ValidationTimes
+from trinity_sync.samples.metrics import Line, ValidationTimes, batch_metrics, drawn_metrics
 from trinity_sync.tracking.events import (
     AllRejectedEvent,
     Event,
@@ -44,41 +43,40 @@ if TYPE_CHECKING:
 
 
 _ROUNDING = 1e-6
-"""Of shares that were added up."""
+"""Rounding error of a sum of shares."""
 
 
 class Log(Protocol):
-    """Where the loops report; `tracking.Recorder` is one."""
+    """The methods of `tracking.Recorder` that loops and saves use."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record one trainer step's numbers."""
+        """Record the metrics of a step."""
         ...
 
     def event(self, event: Event) -> None:
         """Record one event."""
         ...
 
-    def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
-        """Record samples of one trainer step."""
+    def samples(self, step: int, lines: Sequence[Line]) -> None:
+        """Record samples of a step."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """What a loop goes by.
+    """The settings of a loop.
 
     Attributes:
         steps: the last step.
         first: the first step to do (1, or one past the step that was resumed).
-        attempt: the run's attempt.
-        mode: what the sync mode is called in events, the label of its option.
+        mode: name of the sync mode in events.
         sync_interval: steps between versions.
-        max_staleness: largest staleness that a sample may have.
+        max_staleness: largest allowed staleness of a sample, in steps.
         save_interval: steps between full checkpoints, 0 for the last only.
         sync_timeout_s, step_timeout_s: limits in seconds.
-        base: digest of the base of the adapters that are published; None: versions are whole.
-        record_interval, record_groups: steps between those of which samples are recorded, 0 for none; and of how many
-            prompts.
+        base: digest of the base of the published adapters; None: versions are whole.
+        record_interval: steps between recorded samples; 0: none are recorded.
+        record_groups: prompts whose samples are recorded.
     """
 
     steps: int
@@ -95,21 +93,18 @@ class LoopSettings:
     record_groups: int = 0
 
     def publishes(self, step: int) -> bool:
-        """Tell whether a step's weights are to become a version."""
         return step == self.steps or step % self.sync_interval == 0
 
     def records(self, step: int) -> bool:
-        """Tell whether samples of a step are to be recorded."""
         return bool(self.record_interval and step % self.record_interval == 0)
 
     def saves(self, step: int) -> bool:
-        """Tell whether a step is to be checkpointed."""
         return step == self.steps or bool(self.save_interval and step % self.save_interval == 0)
 
 
 @dataclass
 class Timing:
-    """Seconds of the parts of one step, as metrics."""
+    """Seconds of the parts of one step, by the metric's name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -121,21 +116,34 @@ class Timing:
         self.seconds[f"timing/{name}"] = time.perf_counter() - started
 
     def step(self, seconds: float, tokens: int) -> None:
-        """Note the whole step, and how fast it learnt from so many tokens of responses."""
+        """Note the seconds of the whole step, and its response tokens per second."""
         self.seconds["timing/step"] = seconds
         self.seconds["perf/tokens_per_s"] = tokens / seconds
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A version whose bytes are in a slot: how long the trainer stood still for it, when that began, and how long after
-    it was sealed.
+    """A version in a slot.
+
+    Attributes:
+        blocked_s: seconds in which the trainer was blocked for it.
+        started: begin of the staging, by `time.perf_counter`.
+        sealed_s: seconds from then until it was sealed.
     """
 
     sealed: Sealed
     blocked_s: float
     started: float
     sealed_s: float
+
+
+class Answers(Protocol):
+    """The samples of a validation, or a validator with those of its last one."""
+
+    @property
+    def failure(self) -> str: ...
+
+    def excerpt(self, groups: int) -> list[Line]: ...
 
 
 class Steps:
@@ -145,10 +153,10 @@ class Steps:
         settings: see `LoopSettings`.
         trainer: the group of ranks, initialised and attached.
         synchronizer: the run's synchronizer.
-        parts: names of the parts that make a version.
-        log: takes what is reported.
-        penalty: takes the divergence from the rewards; None: nothing is taken.
-        agreement: looks whether trainer and explorers compute the same; None: nobody does.
+        parts: names of the parts of a version.
+        log: takes metrics and events.
+        penalty: subtracts the divergence from the rewards; None: nothing is subtracted.
+        agreement: compares trainer and explorers; None: no check.
     """
 
     def __init__(
@@ -162,44 +170,44 @@ class Steps:
         penalty: RewardPenalty | None = None,
         agreement: AgreementCheck | None = None,
     ) -> None:
+        self.settings = settings
+        self.log = log
         self._penalty = penalty
         self._agreement = agreement
-        self._settings = settings
         self._trainer = trainer
         self._synchronizer = synchronizer
         self._parts = parts
-        self._log = log
 
     def measure(self, step: int, batch: SampleBatch | PairBatch, drawn: Drawn | None) -> dict[str, float]:
-        """Return the metrics of what a step trains on. Responses that could not be judged are an event, and so is a
-        batch that lacks groups with a difference.
+        """Return the metrics of a step's batch. Records events: responses that could not be judged, and a batch filled
+        with groups of equal rewards.
 
         Args:
             step: the step.
-            batch: what is trained on.
-            drawn: all that was drawn for it; None: the batch is all.
+            batch: the sequences to train on.
+            drawn: everything drawn for it; None: the batch is everything.
         """
         found = batch_metrics(batch)
         if drawn is not None:
             found |= drawn_metrics(drawn)
             if drawn.filled:
-                self._log.event(FilledBatchEvent(step=step, count=drawn.filled, drawn=drawn.groups))
-        made = batch if drawn is None else drawn.samples
-        if isinstance(made, SampleBatch) and (errors := [error for error in made.errors if error]):
-            self._log.event(FailedRewardsEvent(step=step, count=len(errors), error=errors[0]))
+                self.log.event(FilledBatchEvent(step=step, count=drawn.filled, drawn=drawn.groups))
+        samples = batch if drawn is None else drawn.samples
+        if isinstance(samples, SampleBatch) and (errors := [error for error in samples.errors if error]):
+            self.log.event(FailedRewardsEvent(step=step, count=len(errors), error=errors[0]))
         return found
 
     def train(
         self, step: int, batch: SampleBatch | PairBatch, judge: Callable[[Any], np.ndarray | None]
     ) -> tuple[np.ndarray | None, dict[str, float]]:
-        """Have all ranks train on a batch; return its advantages and the metrics, with a `loss` where the batch has
-        something to learn. Updates that were skipped, since their gradient was not finite, are an event, and so is a
-        step of whose tokens each was left out.
+        """Have all ranks train on a batch; return its advantages and the metrics, with a `loss` if the batch is not
+        empty. Records events: updates skipped because their gradient was not finite, and a step all of whose tokens
+        were rejected.
 
         Args:
             step: the step.
-            batch: what is trained on.
-            judge: makes the advantages, of samples with the rewards that count.
+            batch: the sequences to train on.
+            judge: computes the advantages from the rewards, less the penalty.
 
         Raises:
             RunError: the loss is not finite, or missing.
@@ -208,53 +216,52 @@ class Steps:
         if self._agreement is not None and isinstance(batch, SampleBatch):
             self._agreement.check(step, batch)
         shared = ray.put(batch)
-        judged, penalised = batch, dict[str, float]()
+        judged, penalties = batch, dict[str, float]()
         if self._penalty is not None and isinstance(batch, SampleBatch):
-            judged, penalised = self._penalty.apply(step, batch, shared)
+            judged, penalties = self._penalty.apply(step, batch, shared)
         advantages = judge(judged)
         results = self._trainer.all(
-            lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s
+            lambda rank: rank.train_step(step, shared, advantages), self.settings.step_timeout_s
         )
-        metrics = next(filter(None, results), {})  # with pipeline stages only ranks of the last one have some
+        metrics = next(filter(None, results), {})  # only ranks of the last pipeline stage have some
         loss = metrics.get("loss")
         if len(batch) and (loss is None or not np.isfinite(loss)):
             found = "missing from the ranks' metrics" if loss is None else loss
             raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
         if skipped := int(metrics.get(SKIPPED, 0)):
-            self._log.event(SkippedUpdateEvent(step=step, count=skipped))
+            self.log.event(SkippedUpdateEvent(step=step, count=skipped))
         if metrics.get(REJECTED, 0.0) > 1 - _ROUNDING:
-            self._log.event(AllRejectedEvent(step=step))
-        return advantages, {**metrics, **penalised}
+            self.log.event(AllRejectedEvent(step=step))
+        return advantages, {**metrics, **penalties}
 
     def state(self) -> dict[str, object]:
-        """Return what of the algorithm changes from step to step, for a checkpoint, as JSON values."""
+        """Return the algorithm's state for a checkpoint, as JSON values."""
         return {} if self._penalty is None else self._penalty.state()
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
-        """Measure the staleness of a batch's samples, as metrics.
+        """Return the staleness of a batch's samples as metrics.
 
         Raises:
-            RunError: a sample is staler than is allowed.
+            RunError: a sample is staler than `LoopSettings.max_staleness`.
         """
         if not isinstance(batch, SampleBatch):
             return {}
-        lags = [staleness(int(version_step), step) for version_step in np.unique(batch.version_steps)]
-        counts = np.unique(batch.version_steps, return_counts=True)[1]
-        if max(lags) > self._settings.max_staleness:
+        versions, counts = np.unique(batch.version_steps, return_counts=True)
+        lags = [staleness(int(version_step), step) for version_step in versions]
+        if max(lags) > self.settings.max_staleness:
             raise RunError(
-                f"samples for step {step} are {max(lags)} steps stale; "
-                f"sync.max_staleness={self._settings.max_staleness}"
+                f"samples for step {step} are {max(lags)} steps stale; sync.max_staleness={self.settings.max_staleness}"
             )
         return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
 
     def begin(self, version: Version) -> int:
-        """Return a slot for a version; wait for one."""
-        limit = self._settings.sync_timeout_s
+        """Wait for a slot for a version, and return it."""
+        limit = self.settings.sync_timeout_s
         return self._synchronizer.begin(version, self._parts, limit).result(limit + ANSWER_S)
 
     def begin_if_free(self, version: Version) -> int | None:
-        """Return a slot for a version, None where none is free now."""
-        limit = self._settings.sync_timeout_s
+        """Return a slot for a version, None if none is free now."""
+        limit = self.settings.sync_timeout_s
         return self._synchronizer.begin_if_free(version, self._parts).result(limit)
 
     def copy(self, version: Version, slot: int, *, lazily: bool = False) -> float:
@@ -263,17 +270,17 @@ class Steps:
         Args:
             version: the version that the weights are.
             slot: number of the slot.
-            lazily: the ranks may go on copying while they train, until their weights change.
+            lazily: the ranks may copy while they train, until their weights change.
 
         Returns:
-            Seconds in which the trainer stood still; copying lazily, `Sealed.blocked_s` will say.
+            Seconds in which the trainer was blocked so far; of a lazy copy `Sealed.blocked_s` has all.
         """
-        limit = self._settings.sync_timeout_s
+        limit = self.settings.sync_timeout_s
         return max(self._trainer.all(lambda rank: rank.stage(version, slot, lazily=lazily), limit))
 
     def wait_sealed(self, version: Version) -> Sealed:
-        """Wait until all of a version is in its slot and digested. Any thread."""
-        limit = self._settings.sync_timeout_s
+        """Wait until all parts of a version are in its slot and digested. Any thread."""
+        limit = self.settings.sync_timeout_s
         return self._synchronizer.wait_sealed(version, limit).result(limit + ANSWER_S)
 
     def stage(self, version: Version) -> Staged:
@@ -284,21 +291,21 @@ class Steps:
         return Staged(sealed, blocked, started, time.perf_counter() - started)
 
     def give_up(self, version: Version, error: str) -> None:
-        """Say that the version will not be complete: whoever waits for it is told. Any thread."""
+        """Fail a version that will not be complete, and with it all waits for it. Any thread."""
         self._synchronizer.failed(version, error).result(self._synchronizer.timeout_s)
 
     def discard(self, version: Version) -> None:
-        """Give back the slot of a version that is not to be published."""
+        """Free the slot of a version that is not published."""
         self._synchronizer.discard(version).result(self._synchronizer.timeout_s)
 
     def record_publish(self, staged: Staged) -> None:
-        """Write down that a version is available. Any thread."""
+        """Record that a version is available. Any thread."""
         sealed = staged.sealed
         nbytes = sum(info.nbytes for info in sealed.parts.values())
-        self._log.event(
+        self.log.event(
             PublishEvent(
                 version=sealed.version.step,
-                mode=self._settings.mode,
+                mode=self.settings.mode,
                 encoding="full",
                 digest=sealed.digest,
                 bytes_full=nbytes,
@@ -307,13 +314,20 @@ class Steps:
                 digest_s=sealed.digest_s,
                 sealed_s=staged.sealed_s,
                 total_s=time.perf_counter() - staged.started,
-                base=self._settings.base,
+                base=self.settings.base,
             )
         )
 
+    def record_validation(self, step: int, metrics: Mapping[str, float], found: Answers) -> None:
+        """Record the failed rewards and the samples of a validation; the caller records the metrics."""
+        if failed := int(metrics.get("val/failed", 0)):
+            self.log.event(FailedRewardsEvent(step=step, count=failed, error=found.failure, validation=True))
+        if self.settings.record_interval:
+            self.log.samples(step, found.excerpt(self.settings.record_groups))
+
 
 def record_load(log: Log, report: LoadReport) -> None:
-    """Write down that an explorer holds a version. Any thread."""
+    """Record that an explorer holds a version. Any thread."""
     log.event(
         LoadEvent(
             version=report.version.step,
@@ -329,25 +343,21 @@ def record_load(log: Log, report: LoadReport) -> None:
 
 
 def record_generated(log: Log, generated: Generated) -> None:
-    """Write down that an explorer made samples. Any thread."""
+    """Record that an explorer made samples. Any thread."""
     log.event(GenerateEvent(**asdict(generated)))
 
 
-# Validation of a supervised run: the loss of rows that are not learnt, measured by the trainer. In the driver.
+# Validation of a supervised run: the loss of rows that are not trained on.
 
 
 class LossValidation:
-    """Has the ranks measure the loss of a file.
+    """Has the ranks measure the loss of a file. A `Validator` without rewards and samples.
 
     Args:
-        batches: makes them: all that is measured, in pieces, each at least one pair.
+        batches: makes the batches to measure, each at least one pair.
         trainer: the group of ranks.
         times: when it takes place.
-        timeout_s: limit of a piece, seconds.
-
-    Attributes:
-        at_start: whether what the run begins with is validated.
-        failure: empty: nothing is judged.
+        timeout_s: limit of a batch, seconds.
     """
 
     failure = ""
@@ -367,15 +377,14 @@ class LossValidation:
         self.at_start = times.at_start
 
     def due(self, step: int) -> bool:
-        """Tell whether the weights after a step are validated."""
         return self._times.due(step)
 
     def run(self, step: int) -> dict[str, float]:
-        """Measure the loss of the weights that the ranks have: ``val/loss``, the mean over all tokens that would be
-        learnt, in nats; ``val/tokens`` and ``val/rows``, how many these are and of how many rows.
+        """Measure the loss of the ranks' weights: ``val/loss``, the mean over all tokens that count, in nats;
+        ``val/tokens`` and ``val/rows``, the numbers of tokens and rows.
 
         Raises:
-            RunError: a row cannot be learnt, or a rank has measured something else than it was asked for.
+            RunError: a row cannot be encoded, or the ranks measured another number of tokens.
         """
         if self._batches is None:
             self._batches = self._make_batches()
@@ -385,7 +394,6 @@ class LossValidation:
         return {"val/loss": sum(measured) / tokens, "val/tokens": float(tokens), "val/rows": float(rows)}
 
     def excerpt(self, groups: int) -> list[Line]:
-        """Write out nothing: nothing is sampled."""
         return []
 
     def _measured(self, step: int, batch: PairBatch) -> float:
@@ -398,53 +406,54 @@ class LossValidation:
         return sum(shares[number].loss for number in sorted(shares))
 
 
-# The divergence from a reference that is taken from rewards (`algorithm.kl.in_reward`). Runs in the driver: the ranks
-# measure it, and compute the coefficient of the next step by verl's controller, as the driver imports no engine.
+# The divergence from a reference that is subtracted from rewards (`algorithm.kl.in_reward`). The ranks measure it, and
+# compute the next step's coefficient by verl's controller, as the driver does not import verl.
 
 
 _COEFFICIENT = "reward_kl_coeff"
 
 
 class RewardPenalty:
-    """Takes the divergence of each response from its reward.
+    """Subtracts the divergence of each response from its reward.
 
     Args:
         trainer: the group of ranks, initialised.
-        config: how much of it, and how that changes.
+        config: the coefficient, and how it changes.
         timeout_s: limit of a measurement, seconds.
-        saved: what `state` gave when the checkpoint was saved with which the run begins; None: nothing.
+        saved: `state` of the checkpoint that the run begins with; None: none.
 
     Attributes:
         coefficient: of the next step.
     """
 
     def __init__(
-        self, trainer: TrainerGroup, config: InRewardConfig, timeout_s: float, saved: Mapping[str, Any] | None = None
+        self, trainer: TrainerGroup, config: InRewardConfig, timeout_s: float, saved: Mapping[str, object] | None = None
     ) -> None:
         self._trainer = trainer
         self._timeout_s = timeout_s
         self._adapts = config.type == "adaptive"
-        self.coefficient = (saved or {}).get(_COEFFICIENT, config.coeff) if self._adapts else config.coeff
+        begin = (saved or {}).get(_COEFFICIENT, config.coeff) if self._adapts else config.coeff
+        self.coefficient = cast("float", begin)
 
     def apply(
         self, step: int, batch: SampleBatch, shared: ObjectRef[SampleBatch]
     ) -> tuple[SampleBatch, dict[str, float]]:
-        """Return the samples of a step with the rewards that advantages are made of, and metrics by verl's names:
-        ``actor/reward_kl_penalty`` (the divergence per token, nats; the mean over responses) and
-        ``actor/reward_kl_penalty_coeff`` (what it was multiplied by). One that adapts changes for the next step.
+        """Return the samples of a step with their rewards less the penalty, and metrics by verl's names:
+        ``actor/reward_kl_penalty`` (the divergence per token in nats, the mean over responses) and
+        ``actor/reward_kl_penalty_coeff`` (its coefficient). Then adapts the coefficient.
 
         Args:
             step: the trainer's global step.
             batch: its samples.
-            shared: the same, as the ranks are given it.
+            shared: the same in Ray's object store, for the ranks.
         """
         sums, means = np.full(len(batch), np.nan), np.full(len(batch), np.nan, np.float32)
         for found in self._trainer.all(lambda rank: rank.divergences(step, shared), self._timeout_s):
-            if found is not None:  # with pipeline stages only ranks of the last one have some
+            if found is not None:  # only ranks of the last pipeline stage have some
                 sums[found.rows], means[found.rows] = found.sums, found.means
         if not (np.isfinite(sums).all() and np.isfinite(means).all()):
             raise RunError(
-                f"the divergence of step {step} from the reference is not finite; checkpoints of before are unharmed"
+                f"the divergence of step {step} from the reference is not finite; the newest checkpoint is unharmed"
             )
         used, mean = self.coefficient, float(means.mean())
         if self._adapts:
@@ -454,5 +463,5 @@ class RewardPenalty:
         return judged, {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": used}
 
     def state(self) -> dict[str, object]:
-        """Return what a run that goes on needs to know, as JSON values."""
+        """Return the coefficient, for a checkpoint, as JSON values."""
         return {_COEFFICIENT: self.coefficient} if self._adapts else {}

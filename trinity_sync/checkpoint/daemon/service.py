@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.actors.calls import failures_logged
 from trinity_sync.actors.local.handle import SECRET_BYTES, ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
+from trinity_sync.actors.pending import failures_logged
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.folder import recovery
 from trinity_sync.checkpoint.folder.lock import FolderLock, InUseError, locked, word_of, writer_of

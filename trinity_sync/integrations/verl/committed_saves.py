@@ -216,7 +216,7 @@ class CommittedSaves(Saves):
             if kind == FULL and self._roles:
                 together(f"begin to save step {step}", lambda: self._announce_parts(local_path, step, kind, {}))
             elif self.rank == 0:
-                commit = self._monitor.monitor_step(step, weights=kind == STATE_DICT, attempt=self._attempt)
+                commit = self._monitor.monitor_step(step, kind == STATE_DICT, attempt=self._attempt)
                 commit.result(self._timeout_s)
         self._saved[place] = saved | set(todo)
         self._kinds.add(kind)

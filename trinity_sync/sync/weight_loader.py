@@ -22,8 +22,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.hardware import peak_rss
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Transport
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache, Transport
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed

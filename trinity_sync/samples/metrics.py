@@ -1,0 +1,250 @@
+"""What is reported of samples: metrics of training batches and of validations, and some samples in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_sync.errors import RunError
+from trinity_sync.samples.advantages import Drawn, relative_rewards
+from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.record import Prompt
+
+
+def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
+    """Measure a batch.
+
+    Returns:
+        ``batch/samples``, ``batch/tokens`` (of responses) and, of samples: ``reward/mean``, ``std``, ``min``, ``max``
+        over those that have a reward, where any has, ``reward/exact`` where the task says it of each that it could
+        judge, ``reward/failed`` (how many it could not), ``reward/flat_groups`` (share of prompts all of whose samples
+        have one reward, of which a group's advantages learn nothing), ``response_length/mean``, ``max`` and
+        ``truncated`` (share that did not end by itself), ``prompt_length/mean`` and ``max`` (over prompts); lengths in
+        tokens.
+    """
+    counts = {"batch/samples": float(len(batch)), "batch/tokens": float(batch.token_count)}
+    if not isinstance(batch, SampleBatch) or not len(batch):
+        return counts
+    lengths, prompts = batch.response_lengths, batch.prompt_rows.lengths
+    metrics = {
+        **counts,
+        **_of_rewards(batch.rewards[~np.isnan(batch.rewards)]),
+        "reward/failed": float(sum(map(bool, batch.errors))),
+        "reward/flat_groups": _flat_groups(batch),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/truncated": float(1.0 - batch.finished.mean()),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+    }
+    exact = batch.exact[[not error for error in batch.errors]]
+    if len(exact) and np.isfinite(exact).all():
+        metrics["reward/exact"] = float(exact.mean())
+    return metrics
+
+
+def drawn_metrics(drawn: Drawn) -> dict[str, float]:
+    """Measure all that was drawn for a step, where only some of it is trained on.
+
+    Returns:
+        What `batch_metrics` says of these samples but their number, to stand in place of what it says of the batch:
+        the rewards of groups that were chosen for a difference are no measure of the policy. And how many groups were
+        drawn (``filter_groups/drawn``), are without a difference (``flat``), in the batch all the same (``filled``),
+        and are left out with one (``surplus``).
+    """
+    of_all = batch_metrics(drawn.samples)
+    return {
+        **{name: value for name, value in of_all.items() if not name.startswith("batch/")},
+        "filter_groups/drawn": float(drawn.groups),
+        "filter_groups/flat": float(drawn.flat),
+        "filter_groups/filled": float(drawn.filled),
+        "filter_groups/surplus": float(drawn.surplus),
+    }
+
+
+def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
+    """Measure rewards, all of which are numbers; nothing where there is none."""
+    if not len(rewards):
+        return {}
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }
+
+
+def _flat_groups(batch: SampleBatch) -> float:
+    """The share of prompts all of whose samples have the same reward."""
+    relative, _, group = relative_rewards(batch)
+    return float((np.bincount(group, relative != 0) == 0).mean())
+
+
+# Samples in full: lines of samples.jsonl, rows of a tracker's table.
+
+Line = dict[str, object]
+
+
+def excerpt(
+    batch: SampleBatch,
+    advantages: np.ndarray | None,
+    groups: int,
+    prompt: Callable[[int, int], Prompt],
+    *,
+    validation: bool = False,
+) -> list[Line]:
+    """Write out all samples of a batch's first groups.
+
+    Args:
+        batch: the samples.
+        advantages: one per sample, where there are any.
+        groups: how many groups, at most.
+        prompt: gives the prompt of a step and a number within it.
+        validation: the samples are of a validation.
+
+    Returns:
+        For each sample, in the order of the batch: ``validation``; ``for_step`` (for which its prompt was given out),
+        ``prompt`` and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``,
+        ``reward`` (None: it is left out of training), ``exact``, ``advantage``, ``finished``, ``tokens`` (of the
+        response), ``version`` (of several, the oldest) and ``spans`` (``[start, end, version]`` of its tokens).
+    """
+    firsts, group = batch.groups()
+    texts = cache(lambda step, number: prompt(step, number).text)
+    chosen = np.isin(group, np.argsort(firsts, kind="stable")[:groups])
+    lines: list[Line] = []
+    for row in np.flatnonzero(chosen).tolist():
+        sample = batch[row]
+        lines.append(
+            {
+                "validation": validation,
+                "for_step": sample.step,
+                "prompt": sample.prompt,
+                "sample": sample.sample,
+                "text": texts(sample.step, sample.prompt),
+                "response": sample.text,
+                "reward": sample.reward,
+                "exact": sample.exact,
+                "advantage": None if advantages is None else float(advantages[row]),
+                "finished": sample.finished,
+                "tokens": len(sample.response_ids),
+                "version": sample.version[1],
+                "spans": [list(span) for span in sample.spans],
+            }
+        )
+    return lines
+
+
+# Validations.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationTimes:
+    """When a validation takes place.
+
+    Attributes:
+        interval: steps between validations, 0 for the last step only.
+        last: the run's last step, which is always validated.
+        at_start: whether what a run begins with is validated.
+    """
+
+    interval: int
+    last: int
+    at_start: bool
+
+    def due(self, step: int) -> bool:
+        """Tell whether the version of a step is validated."""
+        return step == self.last or bool(self.interval and step % self.interval == 0)
+
+
+class ValidationAnswers:
+    """The scored samples of one validation.
+
+    Args:
+        step: of the version that was to make them.
+        batches: all samples.
+        prompts: the prompts that they answer.
+        total_s: seconds that the validation took.
+
+    Attributes:
+        metrics: see `validation_metrics`.
+        failure: the first error of the reward function; empty: all responses were judged.
+
+    Raises:
+        RunError: another version made some of them.
+    """
+
+    def __init__(
+        self, step: int, batches: Sequence[SampleBatch], prompts: Sequence[Prompt], total_s: float = 0.0
+    ) -> None:
+        self.step = step
+        self.total_s = total_s
+        self._prompts = prompts
+        self._batch = SampleBatch.concatenate(batches)
+        if odd := sorted({*np.unique(self._batch.version_steps).tolist()} - {step}):
+            raise RunError(f"version {odd[0]} made samples for the validation of version {step}")
+        self.failure = next(filter(None, self._batch.errors), "")
+        self.metrics = validation_metrics(self._batch)
+
+    def excerpt(self, groups: int) -> list[Line]:
+        """Return the samples of the first prompts; see `excerpt`."""
+        return excerpt(self._batch, None, groups, lambda step, number: self._prompts[number], validation=True)
+
+
+def validation_metrics(batch: SampleBatch) -> dict[str, float]:
+    """Measure the samples of a validation.
+
+    Args:
+        batch: as many samples of each prompt, at least one.
+
+    Returns:
+        ``val/prompts``, ``val/samples`` (how many), ``val/failed`` (how many samples could not be judged);
+        ``val/reward/mean``, ``std``, ``min``, ``max`` of those that have a reward, if there is one;
+        ``val/response_length/mean`` and ``max`` (in tokens) and ``val/truncated`` (share that did not end by itself).
+        Where the task says which samples are right: ``val/exact``, their share of those that were judged, and
+        ``val/pass@k`` for k of 2, 4, 8 and so on below the samples of a prompt, and for these; of prompts all of whose
+        samples were judged, if there is one.
+    """
+    lengths = batch.response_lengths
+    _, group = batch.groups()
+    counts = np.bincount(group)
+    failed = np.array([bool(error) for error in batch.errors])
+    metrics = {
+        "val/prompts": float(len(counts)),
+        "val/samples": float(len(batch)),
+        "val/failed": float(failed.sum()),
+        **{f"val/{name}": value for name, value in _of_rewards(batch.rewards[~np.isnan(batch.rewards)]).items()},
+        "val/response_length/mean": float(lengths.mean()),
+        "val/response_length/max": float(lengths.max()),
+        "val/truncated": float(1.0 - batch.finished.mean()),
+    }
+    exact = batch.exact[~failed]
+    if len(exact) and np.isfinite(exact).all():
+        metrics["val/exact"] = float(exact.mean())
+        right = np.bincount(group, batch.exact == 1.0).astype(np.int64)
+        judged = np.bincount(group, failed) == 0
+        made = int(counts.min())
+        metrics |= {f"val/pass@{k}": pass_at(k, right[judged], made) for k in _sizes(made) if judged.any()}
+    return metrics
+
+
+def pass_at(k: int, right: NDArray[np.int64], made: int) -> float:
+    """Estimate without bias how often one of k samples of a prompt is right: 1 - C(made - right, k) / C(made, k), the
+    mean over prompts (Chen et al.: "Evaluating Large Language Models Trained on Code", 2021).
+
+    Args:
+        k: at most `made`.
+        right: of each prompt, how many of its samples are right.
+        made: samples of each prompt.
+    """
+    return float(np.mean([1.0 - comb(made - count, k) / comb(made, k) for count in right.tolist()]))
+
+
+def _sizes(made: int) -> list[int]:
+    """The k of ``pass@k``; that of one sample is ``val/exact``."""
+    powers = [1 << exponent for exponent in range(1, made.bit_length()) if 1 << exponent < made]
+    return [*powers, made] if made > 1 else []
