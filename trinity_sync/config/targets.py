@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +19,9 @@ from trinity_sync.config.retention_policies import retention_policies
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import ended, origin
-from trinity_sync.tasks.rewards import Judging
+
+if TYPE_CHECKING:
+    from trinity_sync.tasks.rewards import Judging
 
 # Named as text, since the packages of these classes lie above this one.
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
@@ -96,6 +98,8 @@ def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, J
     reward = values.get("reward")
     if not isinstance(reward, dict) or "judging" not in parameters:
         return {}
+    from trinity_sync.tasks.rewards import Judging  # imports numpy
+
     judging, values["reward"] = Judging.taken_from(reward)
     return {"judging": judging}
 
