@@ -42,8 +42,7 @@ from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import ExplorerSide, LayoutCache
 from trinity_sync.tasks.copy_digits import CopyDigits
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice

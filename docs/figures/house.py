@@ -18,9 +18,8 @@ PURPOSES = {
     "explorer": "rollout replicas: engine, actor, pool",
     "integrations": "parts for verl programs of your own",
     "backends": "engines: FSDP, Megatron; their shards",
-    "sync": "synchronizer; one file per sync mode",
+    "sync": "synchronizer, node agent; one file per sync mode",
     "checkpoint": "coordinator, monitor, folder, mirror/",
-    "node": "the agent: slots, digests, writing",
     "actors": "calls between processes: a typed client of each actor",
     "config": "schema, composition, checks between fields",
     "protocol": "pure state machines: commit, versions, rounds, leases, retention",
@@ -48,7 +47,7 @@ def layers() -> list[list[str]]:
 
 def imports() -> dict[str, set[str]]:
     """Package -> other packages of which its modules import something."""
-    graph = grimp.build_graph("trinity_sync", cache_dir=None)
+    graph = grimp.build_graph("trinity_sync", cache_dir=None, exclude_type_checking_imports=True)
     packages = sorted(graph.find_children("trinity_sync"))
     for package in packages:
         if graph.find_children(package):

@@ -21,9 +21,9 @@ from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from tests.checkpoint.mirror_places import OTHER, OWNER, marked
 from trinity_sync.checkpoint.folder import catalog, commits, resume_point
 from trinity_sync.checkpoint.folder.contents import Base, Manifest, write_tracker
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.folder.owner import MARK, write_mark
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher

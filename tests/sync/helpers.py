@@ -18,11 +18,10 @@ from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.in_place import InPlace, WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache, TrainerSide
 from trinity_sync.sync.memory import MemoryTransport
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
+from trinity_sync.sync.weight_loader import InPlace, WeightLoader
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import stage

@@ -16,10 +16,9 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl
-from trinity_sync.sync.base import Bucket
-from trinity_sync.sync.in_place import InPlace, WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import Bucket, LayoutCache
 from trinity_sync.sync.nccl import NcclTransport
+from trinity_sync.sync.weight_loader import InPlace, WeightLoader
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment

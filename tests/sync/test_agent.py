@@ -21,7 +21,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.shard_file import open_shard_file
 

@@ -23,11 +23,10 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import Bucket, FindDestination, TrainerSide
+from trinity_sync.sync.base import Bucket, FindDestination, LayoutCache, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
-from trinity_sync.sync.in_place import InPlace, LoadResult, WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
+from trinity_sync.sync.weight_loader import InPlace, LoadResult, WeightLoader
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFileError
 from trinity_sync.weights.slots import map_segment
@@ -366,7 +365,7 @@ def test_a_file_of_another_layout_is_refused(
 ) -> None:
     path = published_file(mode, trainer, store, 46)
     path.write_bytes((path.parent / "weights_rank-00000.safetensors").read_bytes())
-    with pytest.raises(RunError, match=rf"{path.name} is laid out as .*, the version was staged as"):
+    with pytest.raises(RunError, match=rf"{path.name} has layout .*, the version was staged with"):
         reader.load(None)
 
 
@@ -473,7 +472,7 @@ def test_a_version_whose_folder_was_deleted_is_not_loaded(
 
 def test_all_explorers_load_side_by_side_and_are_reported_in_order(trainer: PretendTrainer) -> None:
     def explorer(name: str) -> ExplorerClient:
-        load = SimpleNamespace(remote=lambda version, broadcast: ray.put((name, version)))
+        load = SimpleNamespace(remote=lambda version, broadcast=None: ray.put((name, version)))
         return ExplorerClient(SimpleNamespace(load=load), name)
 
     explorers = {name: explorer(name) for name in ("explorer-1", "explorer-0")}

@@ -11,8 +11,8 @@ import torch
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.base import LayoutCache
 from trinity_sync.sync.checkpoint import FileMaps
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
@@ -88,7 +88,7 @@ def test_shard_files_are_mapped_and_others_refused(tmp_path: Path) -> None:
     assert [bytes(part.data) for part in mapped] == [segment(part) for part in NAMES]
     assert [part.layout for part in mapped] == list(LAYOUTS.values())
     other = {part: replace(info, layout="0" * 32) for part, info in lease.parts.items()}
-    with pytest.raises(RunError, match=r"is laid out as \w+, the version was staged as 0000"):
+    with pytest.raises(RunError, match=r"has layout \w+, the version was staged with 0000"):
         FileMaps().map(replace(lease, parts=other))
     with pytest.raises(RunError, match="version 3 has no folder"):
         FileMaps().map(replace(lease, location=None))

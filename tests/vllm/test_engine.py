@@ -40,11 +40,10 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Drawing, Purpose
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import ExplorerSide, LeaseFolder, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, LeaseFolder, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.in_place import WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 NORM = "model.norm.weight"

@@ -14,7 +14,7 @@ from tests.vllm.helpers import Weights, log_probs_of_transformers
 from tests.vllm.test_engine import engine, generated, make_loader
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.models.architecture import make_model
-from trinity_sync.sync.in_place import WeightLoader
+from trinity_sync.sync.weight_loader import WeightLoader
 
 __all__ = ["engine", "make_loader"]
 

@@ -17,8 +17,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Mapped, Share, share_of
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import MappedPart
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache, MappedPart
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.digests import bucket_digests, version_digest

@@ -31,11 +31,10 @@ from trinity_sync.integrations.vllm.server import HttpControl, Server
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.in_place import WeightLoader
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 WAYS = ("workers", "file")

@@ -17,7 +17,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.models.architecture import make_model
-from trinity_sync.sync.in_place import WeightLoader
+from trinity_sync.sync.weight_loader import WeightLoader
 
 __all__ = ["engine", "make_loader"]
 

@@ -17,7 +17,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.in_place import WeightLoader
+from trinity_sync.sync.weight_loader import WeightLoader
 
 __all__ = ["make_loader"]
 

@@ -35,13 +35,12 @@ from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
-from trinity_sync.sync.base import ExplorerSide, SyncMode
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.tasks.base import Judge
 from trinity_sync.tracking import units
 
 if TYPE_CHECKING:
-    from trinity_sync.sync.in_place import WeightLoader
+    from trinity_sync.sync.weight_loader import WeightLoader
 
 
 class Explorer:
@@ -61,7 +60,7 @@ class Explorer:
     def warm_up(self) -> None:
         """Import what `start` needs. Called at once, before the folder of the model exists."""
         with without_collections():
-            import trinity_sync.sync.in_place  # noqa: F401
+            import trinity_sync.sync.weight_loader  # noqa: F401
 
             load(f"explorer.{TARGET}", self._spec.engine[TARGET])
 
@@ -81,7 +80,7 @@ class Explorer:
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         """Connect to the node agents (by Ray node id), whose slots exist by then; return where this explorer runs."""
         spec = self._spec
-        from trinity_sync.sync.in_place import WeightLoader
+        from trinity_sync.sync.weight_loader import WeightLoader
 
         layouts = LayoutCache(agents, spec.timeout_s)
         mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.in_place import WeightTarget
+    from trinity_sync.sync.weight_loader import WeightTarget
 
 
 class RolloutEngine(ABC):
@@ -38,7 +38,7 @@ class RolloutEngine(ABC):
             side: what the mode may use of the explorer.
             verify: `sync.verify`.
         """
-        from trinity_sync.sync.in_place import InPlace
+        from trinity_sync.sync.weight_loader import InPlace
 
         return InPlace(self.destinations(), mode.transport(side), side.layouts, verify)
 

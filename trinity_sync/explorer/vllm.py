@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.in_place import WeightTarget
+    from trinity_sync.sync.weight_loader import WeightTarget
 
 _START_S = 86_400.0
 """Limit of vLLM's start; the caller's own, `cluster.start_timeout_s`, is shorter."""

@@ -26,7 +26,7 @@ from trinity_sync.weights.tensors import rounds
 
 if TYPE_CHECKING:
     from trinity_sync.sync.base import ExplorerSide, SyncMode
-    from trinity_sync.sync.in_place import WeightTarget
+    from trinity_sync.sync.weight_loader import WeightTarget
 
 _SHARE = 0.9
 """The server's share of a caller's timeout: this explorer's own error, with the cause, then comes first."""

@@ -1,16 +1,16 @@
-"""The seam between the sync modes and the rest: what a mode does in the driver, in a rank and in an explorer.
+"""The interface of a sync mode: its parts in the driver, in a trainer rank and in an explorer.
 
 A mode is a `SyncMode`, the class that its option file under `conf/sync` names. A version arrives *sealed* (all ranks
 staged, digests known). Then
 
 1. driver: `Publisher.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
 2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
-3. rank, of a mode in which `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends what the rank has staged;
-4. explorer: `Transport.buckets(lease, broadcast, find_destination)` yields the buckets of the parts, or other pieces,
-   one after another; `sync.loading` checks and applies them. Or, where an explorer's processes read by themselves,
-   `PartMaps.map(lease)` maps the parts where they lie.
+3. rank, in a mode whose `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends the part that the rank staged;
+4. explorer: `Transport.buckets(lease, broadcast, find_destination)` yields the pieces of the parts one after another,
+   which `sync.weight_loader` checks and applies. Where an explorer's processes read by themselves,
+   `PartMaps.map(lease)` maps the parts.
 
-Whatever fails raises; the version before stays in force.
+Errors are raised; the version before stays in force.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast, RankClient
 from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class StateDictStore(Protocol):
     """The checkpoint package's side of a weights-only save, passed in."""
 
     def begin(self, version: Version, nodes: list[str]) -> Path:
-        """A staging folder for the version; one part per node is expected."""
+        """Return the staging folder of a version, in which one part per node is expected."""
         ...
 
     def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
-        """A node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
+        """Take a node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
         ...
 
     def commit(self, version: Version, digest: str | None) -> Path:
@@ -54,66 +54,84 @@ class StateDictStore(Protocol):
         ...
 
     def fail(self, version: Version, error: str) -> None:
-        """The version will not be completed; its staging folder goes."""
+        """Delete the staging folder of a version that will not be completed."""
         ...
 
 
 LeaseFolder = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
-"""Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone. Ends
-by itself some time after the last call of what the context gives, so that who hangs holds nothing up for ever.
+"""Keeps a version's folder from deletion while the context is open; RunError: the folder is gone. Expires unless the
+function that the context yields is called, so a hung reader cannot block deletion.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSide:
-    """What the modes may ask of the trainer's side, passed in so that packages stay apart.
-
-    Attributes:
-        synchronizer: the run's synchronizer.
-        agents: Ray node id -> agent.
-        ranks: of the trainer, in order.
-        timeout_s: limit of each wait (`sync.timeout_s`).
-        use_gpu: the run trains and explores on GPUs.
-        store: where weights-only checkpoints go; None: nowhere.
-    """
+    """The trainer's side, as a publisher sees it."""
 
     synchronizer: SynchronizerClient
-    agents: Mapping[str, AgentClient]
+    agents: Mapping[str, AgentClient]  # by Ray node id
     ranks: Sequence[RankClient]
-    timeout_s: float
+    timeout_s: float  # of each wait (`sync.timeout_s`)
     use_gpu: bool = False
-    store: StateDictStore | None = None
+    store: StateDictStore | None = None  # of weights-only checkpoints
+
+
+class LayoutCache:
+    """Layouts by digest, each fetched once from the agent that has the part.
+
+    Args:
+        agents: by Ray node id.
+        timeout_s: timeout of a fetch, seconds.
+    """
+
+    def __init__(self, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
+        self._agents = agents
+        self._timeout_s = timeout_s
+        self._known: dict[str, PartLayout] = {}
+
+    def get(self, info: PartInfo) -> PartLayout:
+        """Return the layout of a part; RunError: the agent has another one than the version was staged in."""
+        if info.layout not in self._known:
+            agent = self._agents[info.node]
+            layout = agent.layout(info.part).result(self._timeout_s)
+            if layout.digest != info.layout:
+                raise RunError(
+                    f"{agent.who} describes {info.part} by layout {layout.digest}, the version was staged in "
+                    f"{info.layout}"
+                )
+            self._known[info.layout] = layout
+        return self._known[info.layout]
+
+    def learn(self, layout: PartLayout) -> None:
+        """Add a layout that another process has fetched."""
+        self._known[layout.digest] = layout
+
+    def tensor_digests(self, version: Version) -> dict[str, bytes]:
+        """Return the 16-byte digests of a version's tensors as they were staged; empty where no agent has them."""
+        found: dict[str, bytes] = {}
+        for agent in self._agents.values():
+            found |= agent.tensor_digests(version).result(self._timeout_s)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerSide:
-    """What the modes may ask of an explorer's side.
+    """An explorer's side, as a transport sees it."""
 
-    Attributes:
-        name: of the receiver: the explorer, or the process of it that receives.
-        node: Ray id of the node that it is on.
-        agents: Ray node id -> agent.
-        layouts: layouts that were seen before.
-        timeout_s: limit of each wait (`sync.timeout_s`).
-        settings: the keys of `sync`, from which processes of the explorer build the mode for themselves.
-        lease_folder: keeps a version's folder while it is read; None: nobody deletes folders.
-        still_leased: tells whether a lease lasts still, by its id.
-    """
-
-    name: str
-    node: str
-    agents: Mapping[str, AgentClient]
+    name: str  # of the explorer, or of its process that receives
+    node: str  # Ray's id
+    agents: Mapping[str, AgentClient]  # by Ray node id
     layouts: LayoutCache
-    timeout_s: float
-    settings: Mapping[str, object] = field(default_factory=dict)
-    lease_folder: LeaseFolder | None = None
+    timeout_s: float  # of each wait (`sync.timeout_s`)
+    settings: Mapping[str, object] = field(default_factory=dict)  # of `sync`, for processes that build the mode
+    lease_folder: LeaseFolder | None = None  # None: no program deletes folders
     still_leased: Callable[[int], bool] = lambda lease_id: True
 
 
 @dataclass
 class Delivery:
-    """The outcome of having explorers load a version: reports of those that did, and the error of each that is gone,
-    whose leases the caller ends.
+    """The outcome of a delivery: the reports of the explorers that loaded the version, and the error of each explorer
+    that died, whose leases the caller ends.
     """
 
     reports: list[LoadReport] = field(default_factory=list)
@@ -121,14 +139,14 @@ class Delivery:
 
 
 class Bucket(NamedTuple):
-    """What a transport hands out.
+    """One piece of a part.
 
     Attributes:
         layout: `PartLayout` of the part.
         number: of the piece.
-        data: its bytes, valid until the next one is asked for; None where they are in their place already.
-        digest: what they digest to, None where only the whole version is checked, or nothing.
-        cut: what pieces the part is in, see `PartLayout.pieces`.
+        data: its bytes, valid until the next piece is asked for; None where they are in their destination already.
+        digest: of the bytes; None where only the whole version is checked, or nothing.
+        cut: the kind of pieces, see `PartLayout.pieces`.
     """
 
     layout: PartLayout
@@ -139,18 +157,18 @@ class Bucket(NamedTuple):
 
 
 FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
-"""`Receiver.destination`: where a piece (layout, number, cut) may be received without a copy afterwards, or None."""
+"""`Receiver.destination`: the tensor into which a piece (layout, number, cut) can arrive without a copy, or None."""
 
 
 class SyncMode(ABC):
-    """A sync mode, as driver, ranks and explorers build it, each for itself.
+    """A sync mode. The driver, each rank and each explorer build one of their own.
 
     Args:
-        settings: the keys of `sync` by name. A subclass names those that it needs, and its own, and leaves the rest to
-            ``**settings``.
+        settings: the keys of `sync` by name. A subclass names the keys that it needs, and its own, and leaves the rest
+            to ``**settings``.
 
     Attributes:
-        ranks_take_part: the trainer's ranks take part in a load, so explorers cannot load whenever they like.
+        ranks_take_part: a load needs the trainer's ranks, so explorers cannot load at any time.
     """
 
     ranks_take_part: ClassVar[bool] = False
@@ -167,18 +185,18 @@ class SyncMode(ABC):
         """The explorer's half."""
 
     def maps(self, side: ExplorerSide) -> PartMaps | None:
-        """How processes of an explorer map the parts of a version where they lie; None: its bytes have to be received
-        by the `transport`. A mode that derives from one that maps, and changes its transport, says here what holds.
+        """Return how processes of an explorer map the parts of a version; None: the `transport` has to receive them. A
+        subclass of a mode that maps overrides this together with `transport`.
         """
         return None
 
     def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
-        """Do a trainer rank's share of a broadcast; of modes whose `ranks_take_part`.
+        """Do a trainer rank's share of a broadcast, in modes whose `ranks_take_part`.
 
         Args:
-            broadcast: what the publisher has all take part in.
+            broadcast: from the publisher.
             part: name of the part that the rank staged.
-            layout: how that is laid out.
+            layout: of the part.
             segment: the slot's bytes, mapped.
 
         Returns:
@@ -191,7 +209,7 @@ class Publisher(Protocol):
     """The driver's half of a sync mode."""
 
     def publish(self, sealed: Sealed) -> None:
-        """Make the version available to explorers and commit it. Blocks until it is."""
+        """Make the version available to explorers and commit it."""
         ...
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
@@ -200,22 +218,22 @@ class Publisher(Protocol):
 
 
 class Transport(Protocol):
-    """The explorer's half of a sync mode: where the bytes of a leased version come from."""
+    """The explorer's half of a sync mode: the source of a leased version's bytes."""
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
-        """Every piece of every part once. Once the generator is closed nothing is written any more."""
+        """Yield every piece of every part once. After the generator is closed, no destination is written to."""
         ...
 
 
 class MappedPart(NamedTuple):
-    """A part of a version where it lies.
+    """A mapped part of a version.
 
     Attributes:
-        layout: what lies where in it.
-        data: its bytes, ``layout.nbytes`` of them or more, read-only; mapped for as long as anything refers to them.
-        buckets: 16 bytes per bucket that they digest to; None where only the whole version is checked, or nothing.
+        layout: of the part.
+        data: its bytes, ``layout.nbytes`` or more, read-only; mapped as long as anything refers to them.
+        buckets: a digest of 16 bytes per bucket; None where only the whole version is checked, or nothing.
     """
 
     layout: PartLayout
@@ -224,33 +242,31 @@ class MappedPart(NamedTuple):
 
 
 class PartMaps(Protocol):
-    """Where the parts of leased versions can be mapped, by any process of a node."""
+    """Maps the parts of leased versions, in any process of a node."""
 
     def map(self, lease: Lease) -> list[MappedPart]:
-        """All parts, in the order of their names. Their bytes are the version's for as long as the lease lasts, and in
-        a folder for as long as that is kept (`LeaseFolder`).
+        """Return all parts, in the order of their names. Their bytes are the version's as long as the lease lasts, and
+        in a folder as long as that is leased (`LeaseFolder`).
 
         Raises:
-            RunError: a part is not there, or is another one than was staged.
+            RunError: a part is missing, or has another layout than was staged.
         """
         ...
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
-    """Have all explorers load side by side, each at its own pace: for modes in which loads do not depend on each
-    other.
-    """
+    """Have all explorers load concurrently, for modes in which a load depends on no other load."""
     calls = [explorer.load(version) for explorer in explorers.values()]
     try:
         return Delivery(reports=results(calls, side.timeout_s + ANSWER_S))
     except WaitTimeout as late:
-        if calls and late.what == calls[0].what:  # an explorer's own word says more
+        if calls and late.what == calls[0].what:  # an explorer's own error says more
             _check_synchronizer(side.synchronizer, late)
         raise
 
 
 def _check_synchronizer(synchronizer: SynchronizerClient, late: WaitTimeout) -> None:
-    """Say so where it is the synchronizer for whom somebody who is late waits."""
+    """Raise an error about the synchronizer where it does not answer, so that late explorers wait for it."""
     try:
         synchronizer.newest().result(ANSWER_S)
     except WaitTimeout:

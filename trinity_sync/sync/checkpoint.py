@@ -64,13 +64,7 @@ class CheckpointMode(SyncMode):
 
 
 class CheckpointPublisher:
-    """The driver's half: has the agents write a version, and commits it.
-
-    Args:
-        side: see `TrainerSide`.
-        store: takes weights-only saves.
-        durable: fsync versions that are written for sync only (`sync.durable`).
-    """
+    """The driver's half: has the agents write a version, and commits it."""
 
     def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool) -> None:
         self._side = side
@@ -102,11 +96,8 @@ class CheckpointPublisher:
 
 
 class CheckpointTransport:
-    """Reads the shard files of a committed version: to where the bytes belong or, what has to be cast or checked before
-    it is used, into memory of one bucket. Nothing is mapped, see `ShardFile`.
-
-    Args:
-        lease_folder: see `LeaseFolder`; passed in by who knows checkpoints. None: nobody deletes folders.
+    """Reads the shard files of a committed version: into the destinations or, where a piece has to be cast or checked
+    before its use, into a buffer of one bucket. It maps no file, see `ShardFile`.
     """
 
     def __init__(self, lease_folder: LeaseFolder | None = None) -> None:
@@ -140,7 +131,7 @@ class CheckpointTransport:
         layout = file.layout
         cut: Cut = "tensor" if info.buckets is None else "bucket"
         for number, (start, stop) in enumerate(layout.pieces(cut)):
-            # What has to be checked before it is used is not read to where it is used.
+            # A piece that has to be checked before its use is not read into its destination.
             place = find_destination(layout, number, cut) if info.buckets is None else None
             if place is not None and not place.is_cuda:
                 file.read(start, place.numpy().data)
@@ -154,10 +145,10 @@ class CheckpointTransport:
 
 
 class FileMaps:
-    """Maps shard files (a `PartMaps`). A file that is cut while it is mapped ends the process by a signal."""
+    """Maps shard files (a `PartMaps`). If a mapped file is truncated, a signal ends the process."""
 
     def map(self, lease: Lease) -> list[MappedPart]:
-        """The parts; the caller keeps their folder."""
+        """Return the parts; the caller has leased their folder."""
         folder, found = _folder(lease), []
         for _, info in sorted(lease.parts.items()):
             path = folder / shard_file(info.part)
@@ -175,11 +166,11 @@ def _folder(lease: Lease) -> Path:
 
 def _check_layout(path: str | Path, layout: PartLayout, info: PartInfo) -> None:
     if layout.digest != info.layout:
-        raise RunError(f"{path} is laid out as {layout.digest}, the version was staged as {info.layout}")
+        raise RunError(f"{path} has layout {layout.digest}, the version was staged with {info.layout}")
 
 
 def _nothing() -> None:
-    """Without a hold nothing has to be prolonged."""
+    """Renew nothing, where the folder needs no lease."""
 
 
 # ---- folders of versions, for verl's weight sync

@@ -25,12 +25,12 @@ from trinity_sync.sync.base import (
     Delivery,
     ExplorerSide,
     FindDestination,
+    LayoutCache,
     MappedPart,
     SyncMode,
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.slots import MappedSegments
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class MemoryPublisher:
 
 
 class MemoryTransport:
-    """Reads slots: mapped once where they are on this node, fetched once per part and version where they are not.
+    """Reads slots: maps those of this node once, and fetches a part from another node once per version.
 
     Args:
-        agents: Ray node id -> agent.
-        layouts: layouts that were seen before.
-        timeout_s: limit of a fetch, seconds.
-        node: Ray id of the node that the reader is on; None: that of this process, which Ray knows.
+        agents: by Ray node id.
+        layouts: of the reader.
+        timeout_s: timeout of a fetch, seconds.
+        node: Ray id of the reader's node; None: that of this process.
     """
 
     def __init__(
@@ -101,18 +101,13 @@ class MemoryTransport:
 
 
 class SlotMaps:
-    """Maps slots of this node, each once; no page before it is touched (a `PartMaps`).
-
-    Args:
-        layouts: layouts that were seen before.
-    """
+    """Maps slots of this node, each once; a page only when it is touched (a `PartMaps`)."""
 
     def __init__(self, layouts: LayoutCache) -> None:
         self._layouts = layouts
         self._segments = MappedSegments(populate=False)
 
     def map(self, lease: Lease) -> list[MappedPart]:
-        """The parts; each lies on this node."""
         return [
             MappedPart(self._layouts.get(info), self._segments.get(info.path, info.nbytes), info.buckets)
             for _, info in sorted(lease.parts.items())
@@ -120,7 +115,7 @@ class SlotMaps:
 
 
 def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) -> memoryview:
-    """Fetch a part from the agent of another node; what another explorer of this node has fetched is there already."""
+    """Fetch a part from the agent of another node, once per node: Ray keeps it for the node's other explorers."""
     [shared] = agent.share(lease.version, lease.slot, info.part).result(timeout_s)
     fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
     return fetching.result(timeout_s).data

@@ -29,8 +29,7 @@ from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, SyncMode, TrainerSide
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, LayoutCache, SyncMode, TrainerSide
 
 if TYPE_CHECKING:
     import torch

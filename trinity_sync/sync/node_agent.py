@@ -1,9 +1,7 @@
-"""The node agent: one process per node that owns the slots and does with a staged version all that need not happen in
-a trainer's process.
+"""The node agent: one process per node that owns the slots, so that staged versions outlive the trainer's ranks.
 
-It computes bucket and version digests, writes shard files, and hands bytes to explorers of other nodes as objects
-that it returns, which outlive the trainer rank. Explorers of its own node map the slots themselves. No torch: it
-starts in a second.
+It computes bucket and version digests, writes shard files, and puts parts into Ray's object store for explorers of
+other nodes; explorers of its own node map the slots. It loads no torch, so it starts in a second.
 """
 
 from __future__ import annotations
@@ -43,37 +41,23 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _ROW_PROCESSES = 8
-"""At most, beside the agent itself: together they digest rows faster than ranks stage them."""
+"""At most: so many digest rows faster than ranks stage them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """Settings of an agent.
+    """Settings of an agent."""
 
-    Attributes:
-        run_key: names the run's folder in shared memory; unique among runs that live.
-        slots: snapshots held at a time.
-        root: where shared memory is mounted (`sync.shm_dir`).
-        fallback: folder for mapped files where `root` is too small.
-        verify: ``full``, ``bucket`` or ``off``.
-        nodes: number of nodes that hold parts.
-        threads: workers for digests and writes; also how many processes help to digest rows.
-        durable: fsync the files of full checkpoints (`checkpoint.fsync`).
-        save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
-        log_dir: folder of this process's log; None for Ray's own logs.
-        log_name: name of the log, without its ending.
-    """
-
-    run_key: str
+    run_key: str  # name of the run's folder in shared memory, unique among the runs of the node
     slots: int
-    root: str
-    fallback: str
-    verify: str
-    nodes: int
-    threads: int
-    durable: bool = True
-    save_timeout_s: float = 1800.0
-    log_dir: str | None = None
+    root: str  # where shared memory is mounted (`sync.shm_dir`)
+    fallback: str  # folder for mapped files where `root` is too small
+    verify: str  # ``full``, ``bucket`` or ``off``
+    nodes: int  # that have parts
+    threads: int  # for digests and writes; also the number of processes that digest rows
+    durable: bool = True  # fsync the files of full checkpoints (`checkpoint.fsync`)
+    save_timeout_s: float = 1800.0  # until a part of a full checkpoint may be written
+    log_dir: str | None = None  # None: Ray's own logs
     log_name: str = "node-agent"
 
 
@@ -83,7 +67,7 @@ class NodeAgent:
     Args:
         config: see `AgentConfig`.
         synchronizer: the run's synchronizer, to which it reports.
-        lead: the agent that puts the version digest together; None if this is the one.
+        lead: the agent that computes version digests; None: this one does.
     """
 
     def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
@@ -94,7 +78,7 @@ class NodeAgent:
         self._node = ray.get_runtime_context().get_node_id()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="digest")
         self._tasks = ThreadPoolExecutor(4, thread_name_prefix="agent")
-        # Each rank of the node may wait here for a disk; what is quick must not queue behind that.
+        # Each rank of the node may wait here for a disk, without delaying quick tasks.
         self._waits = ThreadPoolExecutor(256, thread_name_prefix="wait")
         self._layouts: dict[str, PartLayout] = {}
         self._rows_plan: RowPlan | None = None
@@ -105,7 +89,7 @@ class NodeAgent:
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
         self._tensors: dict[Version, dict[str, bytes]] = {}
-        # part -> the newest version that readers on other nodes have asked for, and its copy in Ray's object store.
+        # By part: the newest version that other nodes have asked for, and its copy in Ray's object store.
         self._shared: dict[str, tuple[Version, asyncio.Future[ray.ObjectRef]]] = {}
         self._states = StateSlots(
             config.run_key,
@@ -115,7 +99,7 @@ class NodeAgent:
             timeout_s=config.save_timeout_s,
         )
         self._coordinator: Coordinator | None = None
-        # While this process lives, so does the call; the synchronizer watches it.
+        # This call ends with this process; the synchronizer watches it.
         self._lifeline: Call[None] | None = None
 
     async def register(
@@ -124,8 +108,8 @@ class NodeAgent:
         """Make the slots for this node's parts.
 
         Args:
-            layouts: part -> its layout; none where the node's ranks hold replicas only.
-            make_coordinator: makes the `CheckpointCoordinator` through which this agent saves; None: it saves nothing.
+            layouts: by part; empty where the node's ranks hold replicas only.
+            make_coordinator: makes the `CheckpointCoordinator` of this agent's saves; None: it saves nothing.
         """
         self._layouts = dict(layouts)
         if make_coordinator is not None:
@@ -148,15 +132,15 @@ class NodeAgent:
         slots = range(self._config.slots)
         self._maps = {(slot, part): self._arena.map(slot, part) for slot in slots for part in sizes}
         paths = {slot: {part: str(self._arena.path(slot, part)) for part in sizes} for slot in slots}
-        held = f"{units.size(sum(sizes.values()))} for {', '.join(sizes) or 'no part'}"
-        story.info("up for node %s: %d slots of %s", self._node, self._config.slots, held)
+        room = f"{units.size(sum(sizes.values()))} for {', '.join(sizes) or 'no part'}"
+        story.info("up for node %s: %d slots of %s", self._node, self._config.slots, room)
         for note in self._arena.notes:
             story.warning("%s", note)
         return Slots(paths=paths, notes=list(self._arena.notes))
 
     async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
-        """Take note that a rank has filled its segment, for which it stood still so long. With the last one the digests
-        of this node are computed and reported.
+        """Record that a rank has filled its segment, which blocked it for `blocked_s` seconds. With the last rank, the
+        digests of this node are computed and reported.
         """
         staged = self._staged.setdefault(version, {})
         staged[part] = blocked_s
@@ -169,14 +153,14 @@ class NodeAgent:
             took = time.perf_counter() - started
             await self._synchronizer.staged(version, parts).reference
             await self._contribute(version, rows)
-            held = units.size(sum(info.nbytes for info in parts.values()))
-            story.info("took version %s into slot %d: %s, digested in %s", version, slot, held, units.seconds(took))
+            size = units.size(sum(info.nbytes for info in parts.values()))
+            story.info("took version %s into slot %d: %s, digested in %s", version, slot, size, units.seconds(took))
         except Exception as error:
             log_failure(f"version {version}", error)
             await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     async def part_failed(self, version: Version, part: str, error: str) -> None:
-        """Take note that a rank could not fill its segment."""
+        """Record that a rank could not fill its segment."""
         self._staged.pop(version, None)
         story.error("version %s failed: %s: %s", version, part, error)
         await self._synchronizer.failed(version, f"{part}: {error}").reference
@@ -213,8 +197,8 @@ class NodeAgent:
             await self.contribute(version, self._node, rows)
 
     async def contribute(self, version: Version, node: str, rows: RowDigests | None) -> None:
-        """As the lead agent, take the row digests of a node (None where none are computed); with the last one the
-        version has its digest.
+        """Take the row digests of a node (None: not computed), as the lead agent. With the last node, the version's
+        digest is computed and reported.
         """
         nodes = self._contributed.setdefault(version, set())
         if node in nodes:
@@ -237,13 +221,13 @@ class NodeAgent:
         first, *others = collected
         rows = first.merge(others) if others else first
         tensors = self._tensors[version] = rows.tensor_digests()
-        while len(self._tensors) > self._config.slots:  # of what may still be read, nothing older
+        while len(self._tensors) > self._config.slots:  # older versions cannot be read any more
             del self._tensors[next(iter(self._tensors))]
         return rows.version_digest(tensors)
 
     async def tensor_digests(self, version: Version) -> dict[str, bytes]:
-        """As the lead agent, return tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing.
-        Readers ask for it to tell what of a version came damaged.
+        """Return the 16-byte digests of a version's tensors, by name, so that readers can name damaged tensors. Empty
+        where the version is in no slot, and on all agents but the lead.
         """
         return self._tensors.get(version, {})
 
@@ -252,8 +236,8 @@ class NodeAgent:
         return self._layouts[part]
 
     async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
-        """Return [reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a
-        lease on the version. Made once per version, so each node fetches it once however many explorers it has.
+        """Return [reference to a copy of a staged part in Ray's object store], for readers on other nodes that have a
+        lease on the version. One copy per version, so each node fetches it once for all of its explorers.
         """
         shared, copying = self._shared.get(part, (None, None))
         if shared != version or copying is None:
@@ -269,13 +253,11 @@ class NodeAgent:
         return ray.put(np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes])
 
     async def write(self, slot: int, folder: str, metadata: Mapping[str, str], *, fsync: bool) -> list[FileTuple]:
-        """Write this node's parts of a slot as shard files below `folder`.
-
-        Returns:
-            (path relative to `folder`, bytes, xxh3_128 hex) of each file.
+        """Write this node's parts of a slot as shard files below `folder`; return (path relative to `folder`, bytes,
+        xxh3_128 hex) of each file.
         """
         calls = [self._run(self._write_part, slot, part, Path(folder), metadata, fsync) for part in self._layouts]
-        # All of them end before one's error is told: whoever hears of it removes the folder.
+        # An error is raised only after all have ended, for the caller then deletes the folder.
         done = await asyncio.gather(*calls, return_exceptions=True)
         for one in done:
             if isinstance(one, BaseException):
@@ -304,19 +286,21 @@ class NodeAgent:
             ]
             released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
             if not released.result(self._config.save_timeout_s):
-                raise RunError(f"version {lease.version} was no longer held when it was written (sync.lease_s)")
+                raise RunError(
+                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s"
+                )
             return files
 
         try:
             await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
-        finally:  # also where it did not come to that
+        finally:  # also where `write` was not called
             await self._release(lease)
 
     async def _release(self, lease: Lease) -> bool:
         return bool(await self._synchronizer.release(lease.id).reference)
 
     async def restore_published(self, version: Version, slot: int, folder: str) -> None:
-        """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""
+        """Fill a slot from the files of `save_published`, and report its parts as if their ranks had staged them."""
         await self._run(self._read_into, slot, Path(folder))
         for part in self._layouts:
             await self.part_staged(version, slot, part)
@@ -325,23 +309,25 @@ class NodeAgent:
         for part, layout in self._layouts.items():
             with ShardFile(folder / f"{part}.safetensors") as file:
                 if not file.layout.lies_as(layout):
-                    raise RunError(f"{file.path} is laid out otherwise than this run's versions")
+                    raise RunError(f"{file.path} has another layout than this run's versions")
                 file.read(0, memoryview(self._maps[slot, part])[: layout.nbytes])
 
     async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
-        """Return the file into which a rank copies its training state, and notes for the user; see `StateSlots`."""
+        """Return the file for a rank's training state, and notes for the user; see `StateSlots.reserve`."""
         return await self._wait(self._states.reserve, part, nbytes)
 
     async def take_state(self, given: StatePart) -> None:
-        """Become the writer of a rank's part of a full checkpoint; returns when the rank need not live any more."""
+        """Take over a rank's part of a full checkpoint; returns when the part no longer depends on the rank."""
         if self._coordinator is None:
-            raise RunError(f"the agent of node {self._node} was given no checkpoint monitor to save {given.part} with")
+            raise RunError(
+                f"the agent of node {self._node} has no checkpoint coordinator, so it cannot save {given.part}"
+            )
         await self._wait(self._states.take, given, self._coordinator)
         files = units.plural(len(given.files), "file")
         story.info("took over the state of %s of step %d: %s", given.part, given.step, files)
 
     async def wait_state_written(self, part: str, timeout_s: float, hurry: bool = False) -> None:
-        """Wait until a part's state segment may be used again; `hurry` where training waits, too."""
+        """Wait until a part's state segment may be used again; `hurry`: training waits for it."""
         await self._wait(partial(self._states.wait_written, part, timeout_s, hurry=hurry))
 
     async def memory(self) -> dict[str, int]:
@@ -349,7 +335,7 @@ class NodeAgent:
         return {"peak_rss": peak_memory(), "pid": os.getpid()}
 
     async def close(self) -> None:
-        """Give the shared memory back. Safe to call twice."""
+        """Free the shared memory. May be called again."""
         await self._run(self._states.close)
         await self._run(self._row_processes.close)
         if self._arena is not None:
@@ -364,17 +350,13 @@ class NodeAgent:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
 
 
-# The node agent's share of a full checkpoint: one slot for the training state of each rank of the node, and the files
-# written from it.
-
-
 class StateSlots:
-    """The state segments of a node, one per rank, and who writes from them.
+    """Segments for the training state of a node's ranks, one per rank, and the writers of their files.
 
     Args:
         run_key, root, fallback: arguments of `SlotArena.create`.
         durable: fsync the files.
-        timeout_s: limit until a part has its turn, seconds.
+        timeout_s: timeout of the wait until a part may be written, seconds.
     """
 
     def __init__(self, run_key: str, root: str, fallback: Path, *, durable: bool, timeout_s: float) -> None:
@@ -388,11 +370,11 @@ class StateSlots:
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="state")
 
     def reserve(self, part: str, nbytes: int) -> tuple[str, list[str]]:
-        """Return the file of a part's segment, of at least `nbytes`, and notes for the user. Made once and reused.
+        """Return the file of a part's segment, at least `nbytes` long, and notes for the user. It is reused.
 
         Raises:
-            SegmentError: there is no room.
-            RunError: the segment is too small, and still being written from.
+            SegmentError: there is not enough memory.
+            RunError: the segment is too small, and its files are still being written.
         """
         with self._lock:
             arena = self._arenas.get(part)
@@ -409,11 +391,11 @@ class StateSlots:
             return str(arena.path(0, part)), list(arena.notes)
 
     def take(self, given: StatePart, coordinator: Coordinator) -> None:
-        """Become the writer of a part; returns when it is its turn, and the files are written behind the caller's back.
+        """Write a part's files in the background; returns when the monitor has let the write begin.
 
         Raises:
-            RunError: the part before it is still being written, or the step has failed.
-            WaitTimeout: its turn does not come.
+            RunError: an earlier part is still being written, or the step has failed.
+            WaitTimeout: the monitor does not let it begin.
         """
         begun = threading.Event()
         with self._lock:
@@ -431,13 +413,13 @@ class StateSlots:
             raise RunError(f"{given.part} of step {given.step} was not written: {error}") from error
 
     def wait_written(self, part: str, timeout_s: float, *, hurry: bool) -> None:
-        """Wait until the segment of a part may be used again. What became of the files, the monitor was told.
+        """Wait until the segment of a part may be used again; errors of its files were reported to the monitor.
 
         Args:
-            hurry: training waits too, so that there is nothing to yield to.
+            hurry: training waits for it, so writing no longer yields to training.
 
         Raises:
-            WaitTimeout: it is still being written from.
+            WaitTimeout: the files are still being written.
         """
         if part not in self._writes:
             return
@@ -450,7 +432,7 @@ class StateSlots:
             raise WaitTimeout("the node agent", f"write {part}", timeout_s)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for arena in self._arenas.values():

@@ -13,21 +13,20 @@ class SynchronizerConfig:
     """Settings of the actor.
 
     Attributes:
-        slots: snapshots held at a time (`sync.slots`).
-        lease_s: seconds until a lease ends by itself (`sync.lease_s`).
-        timeout_s: limit of the waits that name none (`sync.timeout_s`), seconds.
-        log_dir: folder of the actor's log; None for Ray's own logs.
-        checkpoint_dir: the checkpoint folder, in which versions are found that are announced without one; None: it is
-            not known.
-        follow_commits: whether what is committed in the checkpoint folder, or was before the start, is a version by
-            itself; None: as long as the program hands over no state dicts and broadcasts none.
-        detached: the actor outlives the process that made it, and ends with the last one that uses it.
+        slots: number of snapshots (`sync.slots`).
+        lease_s: seconds until a lease expires (`sync.lease_s`).
+        timeout_s: timeout of waits that name none (`sync.timeout_s`), seconds.
+        log_dir: folder of the actor's log; None: Ray's own logs.
+        checkpoint_dir: the checkpoint folder, with the versions that are announced without a folder; None: unknown.
+        follow_commits: each commit in the checkpoint folder is a version, also one before the start; None: until the
+            program hands over a state dict or broadcasts.
+        detached: the actor outlives the process that made it, and ends with the last process that uses it.
         namespace: Ray namespace of the actor, filled in by `get_actor`.
-        trinity: the program is one of Trinity-RFT's loops: until a trainer says its status, no wait for a version goes
-            on; a broadcast that nobody comes to in time is answered with None, and not an error; its version counts
-            from when all are ready.
+        trinity: the program is one of Trinity-RFT's loops: no wait for a version lasts before a trainer has set its
+            status; a broadcast that times out is answered with None, not with an error; its version counts from the
+            moment when all members are ready.
         trainer_name, explorer_name: of the actors that `coordinate_weight_sync_setup` calls, in the same namespace.
-        explorer_world_size: how many processes of the explorer enter the group that it sets up.
+        explorer_world_size: number of the explorer's processes in the group that it sets up.
         group_name: of that group.
     """
 
@@ -47,17 +46,16 @@ class SynchronizerConfig:
 
 
 def check_limit(name: str, seconds: object) -> None:
-    """Refuse what is no limit of a wait, by its name."""
+    """Refuse a timeout that is not a number of seconds above 0, by its name."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigError(f"{name} is {seconds!r}; it has to be a number of seconds above 0")
 
 
 def synchronizer_config(config: object) -> SynchronizerConfig:
-    """Return the settings that a configuration stands for: one of ours, or a `Config` of Trinity-RFT, known by its
-    fields.
+    """Return the settings of a configuration of ours, or of a `Config` of Trinity-RFT, recognized by its fields.
 
     Raises:
-        ConfigError: it is neither, or a field is missing or wrong; names it.
+        ConfigError: it is neither, or a field is missing or wrong; names the field.
     """
     if isinstance(config, SynchronizerConfig):
         return config

@@ -18,9 +18,8 @@ import torch
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import MappedPart, PartMaps, Transport
-from trinity_sync.sync.in_place import InPlace
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache, MappedPart, PartMaps, Transport
+from trinity_sync.sync.weight_loader import InPlace
 from trinity_sync.weights.apply import Receiver, check_bytes, in_buckets
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.layout import PartLayout, Segment

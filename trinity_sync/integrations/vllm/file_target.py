@@ -24,7 +24,7 @@ from trinity_sync.integrations.vllm.arrivals import Shapes
 from trinity_sync.integrations.vllm.server import HttpControl
 from trinity_sync.protocol.versions import Lease
 from trinity_sync.sync.base import ExplorerSide, SyncMode
-from trinity_sync.sync.in_place import InPlace, LoadResult, lost_lease
+from trinity_sync.sync.weight_loader import InPlace, LoadResult, lost_lease
 from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
 from trinity_sync.weights.tensors import byte_tensor, to_torch
 

@@ -14,8 +14,7 @@ from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.integrations.vllm.target import SharedSegment, WorkerTarget
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import ExplorerSide, LayoutCache
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 from trinity_sync.weights.staging import stage

@@ -27,8 +27,8 @@ from trinity_sync.integrations.vllm.link import WorkerLink
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.in_place import LoadResult, check_digest, damage, lost_lease
 from trinity_sync.sync.memory import fetch
+from trinity_sync.sync.weight_loader import LoadResult, check_digest, damage, lost_lease
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.layout import PartLayout

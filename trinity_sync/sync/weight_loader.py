@@ -1,9 +1,9 @@
-"""Versions that are written into the live tensors of this process.
+"""An explorer's load of a version: lease it, have its target take it, prove it. The same for every sync mode and
+engine; `InPlace` is the target of live tensors in this process.
 
-With `sync.verify=bucket` every bucket is checked before its bytes are used. With ``full`` the version digest of what
-the tensors then hold is computed, row by row as the bytes are written, and compared with the trainer's: that sees
-whatever went wrong on the way, so no bucket is checked beside it, and a label can never stand on other bytes than its
-own.
+With `sync.verify=bucket` every bucket is checked before its bytes are used. With ``full`` the version digest of the
+written tensors is computed, row by row as the bytes are written, and compared with the trainer's. That finds an error
+anywhere on the way, so buckets are not checked.
 """
 
 from __future__ import annotations
@@ -22,22 +22,14 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.hardware import peak_rss
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Transport
-from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.base import LayoutCache, Transport
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed
 
 
 class InPlace:
-    """Tensors that are overwritten (a `WeightTarget`).
-
-    Args:
-        destinations: Hugging Face name -> live tensor.
-        transport: the sync mode's explorer half.
-        layouts: layouts that were seen before.
-        verify: ``full``, ``bucket`` or ``off``.
-    """
+    """Live tensors, by Hugging Face name, that are overwritten (a `WeightTarget`)."""
 
     def __init__(
         self, destinations: Mapping[str, torch.Tensor], transport: Transport, layouts: LayoutCache, verify: str
@@ -49,7 +41,7 @@ class InPlace:
         self._verify = verify
 
     def check(self, lease: Lease) -> None:
-        """Check that names and shapes fit. Done once per set of layouts."""
+        """Check names and shapes, once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests != self._checked:
             self._receiver.check([self._layouts.get(info) for info in lease.parts.values()])
@@ -62,7 +54,7 @@ class InPlace:
         return LoadResult(moved, self._prove(lease) if self._verify == "full" else None)
 
     def digests(self) -> dict[str, bytes]:
-        """The 16-byte digest of each tensor as it was written last, with ``full``."""
+        """Return the 16-byte digest of each tensor as it was written last, with ``full``."""
         return {name: digest for name, _, _, digest in self._receiver.taken()}
 
     def _apply(self, lease: Lease, broadcast: Broadcast | None) -> int:
@@ -80,77 +72,54 @@ class InPlace:
         return moved
 
     def _prove(self, lease: Lease) -> str:
-        """Compute the digest of what is held now.
-
-        Raises:
-            ChecksumError: it is not the one that was published.
-        """
         digest = version_digest(self._receiver.taken())
         check_digest(lease, digest, lambda: damage(self._layouts, lease.version, self.digests()))
         return digest
 
 
-# An explorer's load of a version: lease it, have it taken, prove it. The same for every sync mode and every engine.
-
-
-# A load that met damaged bytes is repeated once from the source; damage that stays is an error.
 _TRIES = 2
+"""A load that met damaged bytes is repeated once from the source; if they are damaged again, that is an error."""
 
 
 class LoadResult(NamedTuple):
-    """What a target says of the version that it took.
+    """A target's report of a version that it took."""
 
-    Attributes:
-        moved: bytes that were applied.
-        digest: the digest of what it holds, computed from that; None where `sync.verify` is not ``full``.
-        reread: the digest was computed from where the lease keeps the bytes, from which they were read once more.
-    """
-
-    moved: int
-    digest: str | None
-    reread: bool = False
+    moved: int  # bytes that were applied
+    digest: str | None  # of the bytes that the target holds; None where `sync.verify` is not ``full``
+    reread: bool = False  # the digest was computed from the leased bytes, read again
 
     def proves(self, lease: Lease) -> bool:
-        """Whether it is the leased version even where the lease was lost meanwhile."""
+        """Return whether the digest proves the leased version, even if the lease expired meanwhile."""
         return self.digest is not None and lease.digest is not None and not self.reread
 
 
 class WeightTarget(Protocol):
-    """What versions are loaded into."""
+    """The destination of versions."""
 
     def check(self, lease: Lease) -> None:
-        """Check that names and shapes fit, before the first byte is applied.
-
-        Raises:
-            MismatchError: they do not.
-        """
+        """Check names and shapes, before the first byte is applied; MismatchError: they do not fit."""
         ...
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
-        """Take a version, whole.
+        """Take a whole version.
 
         Args:
-            lease: of the version; the bytes stay until this returns.
-            broadcast: the broadcast in which it comes, in nccl mode.
-            give_up: to be called before anything of the version before is lost.
+            lease: of the version, which lasts until this returns.
+            broadcast: in nccl mode, the broadcast that sends it.
+            give_up: to be called before the first byte of the version before is overwritten.
 
         Raises:
-            ChecksumError: bytes are damaged, or what is held now is not what was published.
+            ChecksumError: bytes are damaged, or the digest is not the one that was published.
             RunError: it cannot be taken.
         """
         ...
 
 
 class WeightLoader:
-    """Holds an explorer's version.
-
-    Args:
-        member: the explorer.
-        target: what versions are loaded into.
-        synchronizer: the run's synchronizer.
+    """Loads versions into an explorer's target.
 
     Attributes:
-        held: the version that the target holds; None: none, or not all of one.
+        held: the version that the target holds; None: none, or a part of one.
     """
 
     def __init__(self, member: RoundMember, target: WeightTarget, synchronizer: SynchronizerClient) -> None:
@@ -162,11 +131,11 @@ class WeightLoader:
         self.held: Version | None = None
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
-        """Take a committed version (the newest for None).
+        """Load a committed version (None: the newest).
 
         Raises:
-            RunError: it is gone, its bytes are damaged or were replaced meanwhile, or what was loaded is not what the
-                trainer published.
+            RunError: it is gone, its bytes are damaged or were replaced meanwhile, or its digest differs from the
+                published one.
         """
         started = time.perf_counter()
         synchronizer = self._synchronizer
@@ -218,7 +187,7 @@ class WeightLoader:
 
 
 def lost_lease(name: str, lease: Lease) -> RunError:
-    """What is wrong where an explorer of this name holds what may not be the leased version."""
+    """Return the error of a lease that expired during a load."""
     return RunError(
         f"{name} lost its lease on version {lease.version} while it loaded, so other bytes may have taken the place of "
         "that version's; raise sync.lease_s"
@@ -226,31 +195,18 @@ def lost_lease(name: str, lease: Lease) -> RunError:
 
 
 def check_digest(lease: Lease, digest: str, damage: Callable[[], str]) -> None:
-    """Compare the digest of what is held with the one that was published, where one was.
-
-    Args:
-        lease: of the version.
-        digest: of what is held.
-        damage: says which tensors differ; asked only where some do.
-
-    Raises:
-        ChecksumError: they differ.
+    """Compare the digest of the loaded bytes with the published one, if there is one; ChecksumError: they differ, with
+    the text of `damage`.
     """
     if lease.digest is not None and digest != lease.digest:
         raise ChecksumError(f"it holds {digest}, the trainer published {lease.digest}; {damage()}")
 
 
 def damage(layouts: LayoutCache, version: Version, held: Mapping[str, bytes]) -> str:
-    """Say which tensors are not those that were published.
-
-    Args:
-        layouts: asks who staged them.
-        version: the version.
-        held: 16-byte digests of the tensors that are held, by name.
-    """
+    """Return a text that names the tensors whose 16-byte digests in `held` are not the published ones."""
     try:
         published = layouts.tensor_digests(version)
     except RunError as error:
-        return f"of which tensors is not known, as {error}"
+        return f"the damaged tensors are not known: {error}"
     names = sorted(name for name in held.keys() & published.keys() if held[name] != published[name])
-    return f"damaged: {listed(names)}" if names else "which tensors differ is not known"
+    return f"damaged: {listed(names)}" if names else "the damaged tensors are not known"

@@ -1,0 +1,177 @@
+"""The figures of the package's structure: ``python -m tests.house`` prints them; `test_house.py` checks `LIMITS`.
+
+A limit that lies above its aim has its reason in docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "trinity_sync"
+
+AIMS = {
+    "lines": 57_000,
+    "modules": 300,
+    "docstring lines / code lines": 0.26,
+    "import lines / code lines": 0.09,
+    "modules on the path of a full save": 20,
+    "duplicates": 0,
+    "class names that occur twice": 0,
+    "uses of Any": 100,
+    "uses of dict[str, Any] or dict[str, object]": 60,
+}
+"""The figures to reach; at most so many of each."""
+
+LIMITS = {
+    "lines": 71_500,
+    "modules": 312,
+    "docstring lines / code lines": 0.34,
+    "import lines / code lines": 0.11,
+    "modules on the path of a full save": 20,
+    "duplicates": 6,
+    "class names that occur twice": 0,
+    "uses of Any": 412,
+    "uses of dict[str, Any] or dict[str, object]": 159,
+}
+"""The figures that a change must not exceed."""
+
+RUN = 6
+"""Lines of code that two places share, from which on they are duplicates."""
+
+
+def modules() -> dict[str, str]:
+    """Return the text of each module of the package, by its path below the package."""
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def figures() -> dict[str, float]:
+    """Measure the package. Ratios have two decimals."""
+    texts = modules()
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    docstrings = sum(len(_docstring_lines(tree)) for tree in trees.values())
+    imports = sum(len(_import_lines(tree)) for tree in trees.values())
+    code = sum(len(code_lines(text)) for text in texts.values())
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    return {
+        "lines": sum(len(text.splitlines()) for text in texts.values()),
+        "modules": len(texts),
+        "docstring lines / code lines": round(docstrings / code, 2),
+        "import lines / code lines": round(imports / code, 2),
+        "modules on the path of a full save": len({hop.path for hop in walk("A full save")}),
+        "duplicates": len(list(duplicates(texts))),
+        "class names that occur twice": len(repeated_classes(trees)),
+        "uses of Any": sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
+        "uses of dict[str, Any] or dict[str, object]": sum(
+            isinstance(node, ast.Subscript) and ast.unparse(node) in ("dict[str, Any]", "dict[str, object]")
+            for node in nodes
+        ),
+    }
+
+
+class Hop(NamedTuple):
+    """A place that a walk of docs/architecture.md names: a module below the package, and a function or class in it."""
+
+    path: str
+    name: str
+
+
+def walk(title: str) -> list[Hop]:
+    """Return the places of a walk: what is written as `path.py::name` below a heading of docs/architecture.md."""
+    return [Hop(path, name) for path, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", section(title))]
+
+
+def section(title: str) -> str:
+    """Return the text below a heading of docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise LookupError(f"docs/architecture.md has no section {title!r}")
+    return found[1]
+
+
+def code_lines(text: str) -> dict[int, str]:
+    """Return the lines of a module that hold code, by number: no blank line, comment or docstring."""
+    documented = _docstring_lines(ast.parse(text))
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            held.update(range(token.start[0], token.end[0] + 1))
+    return {number: line for number, line in enumerate(text.splitlines(), 1) if number in held - documented}
+
+
+def duplicates(texts: Mapping[str, str]) -> Iterator[str]:
+    """Name each pair of places with the same run of code, line by line; imports do not count."""
+    places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
+    for path, text in texts.items():
+        imports = _import_lines(ast.parse(text))
+        lines = [
+            (number, line.strip())
+            for number, line in code_lines(text).items()
+            if number not in imports and re.search(r"\w", line)
+        ]
+        for first in range(len(lines) - RUN + 1):
+            run = lines[first : first + RUN]
+            places[tuple(line for _, line in run)].append((path, run[0][0]))
+    seen: set[tuple[str, str, int]] = set()
+    for found in places.values():
+        for (path, line), (other, other_line) in pairwise(found):
+            # The next line of the same run is the same pair.
+            if (path, other, other_line - line) not in seen and (path != other or other_line - line >= RUN):
+                yield f"{path}:{line} and {other}:{other_line}"
+            seen.add((path, other, other_line - line))
+
+
+def repeated_classes(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return the names of classes that occur in more than one place."""
+    count = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return sorted(name for name, times in count.items() if times > 1)
+
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    """Lines of docstrings, those below attributes and constants among them."""
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    return {
+        line
+        for node in texts
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def _import_lines(tree: ast.Module) -> set[int]:
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def main() -> None:
+    """Print each figure with its limit and its aim, then the duplicates and the repeated names."""
+    for name, value in figures().items():
+        print(f"{name:45} {value:>9,} (limit {LIMITS[name]:,}, aim {AIMS[name]:,})")
+    texts = modules()
+    for place in duplicates(texts):
+        print(f"duplicate: {place}")
+    for name in repeated_classes({path: ast.parse(text) for path, text in texts.items()}):
+        print(f"class in more than one place: {name}")
+
+
+if __name__ == "__main__":
+    main()
