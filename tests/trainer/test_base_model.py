@@ -80,7 +80,7 @@ def test_a_rank_s_share_is_told_from_another_one(
         return
     name = data.draw(st.sampled_from(some))
     base.sources[name][data.draw(st.integers(0, base.sources[name].numel() - 1))] += 1
-    with pytest.raises(ConfigError, match=rf"holds of the adapter's base is not what the folder has in {name}, so"):
+    with pytest.raises(ConfigError, match=rf"base of the adapter differs from the folder's in {name}, so"):
         whole.check(base.shards, base.sources)
 
 
