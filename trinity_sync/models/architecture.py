@@ -9,18 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.initialization import no_init_weights
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.characters import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 from trinity_sync.models.families import auto_class
-from trinity_sync.weights.tensors import cast_model, kept_by_class
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -135,6 +133,11 @@ def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Pat
 
 
 def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trinity_sync.weights.tensors import cast_model, kept_by_class
+
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # of the CPU alone: torch.manual_seed would reset the accelerators' generators as well
         torch.default_generator.manual_seed(seed)
@@ -171,6 +174,9 @@ def unfilled_model(
         attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
     """
+    import torch
+    from transformers.initialization import no_init_weights
+
     kind = getattr(transformers, auto_class(config.to_dict()))
     with no_init_weights(), torch.device(device):
         model: PreTrainedModel = kind.from_config(
