@@ -17,7 +17,7 @@ from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import READS, WRITES, DiskFault, Violation, World
 from trinity_sync.checkpoint.folder import catalog, contents, leases
 from trinity_sync.checkpoint.folder.contents import ManifestError, step_dir
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.retention import KeepEvery, KeepLast, Policy
 from trinity_sync.protocol.step import SAVE_STRATEGIES

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint.folder import commits, contents, prune, recovery, resume_point
+from trinity_sync.checkpoint.folder import commits, contents, deletion, recovery, resume_point
 from trinity_sync.checkpoint.folder.contents import Manifest, step_dir, write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
@@ -38,7 +38,7 @@ def prepare_first(root: Path) -> None:
 def do_first(root: Path) -> None:
     commits.commit_folder(root, Manifest(step=20, attempt=0, kind=FULL))
     trackers(root, 20)
-    prune.prune(root, prune.prune_plan(root, [KeepLast(1)], now=0.0), now=0.0)
+    deletion.prune(root, deletion.prune_plan(root, [KeepLast(1)], now=0.0), now=0.0)
 
 
 def prepare_upgrade(root: Path) -> None:

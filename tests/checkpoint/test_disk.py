@@ -29,9 +29,8 @@ from trinity_sync.checkpoint.folder.contents import (
     versions_dir,
     write_tracker,
 )
-from trinity_sync.checkpoint.folder.deletion import noted_deletions
+from trinity_sync.checkpoint.folder.deletion import noted_deletions, prune, prune_plan
 from trinity_sync.checkpoint.folder.leases import find_config, lease_checkpoint, pin
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.checkpoint.folder.resume_point import put_in_order
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook

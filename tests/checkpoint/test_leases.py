@@ -18,8 +18,8 @@ from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
 from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, leases, recovery
 from trinity_sync.checkpoint.folder.contents import LEASES, PINS, Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.leases import lease_checkpoint, pin, unpin
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast

@@ -14,9 +14,9 @@ import pytest
 from tests.checkpoint.helpers import commit, stage, unreadable, verls
 from trinity_sync.checkpoint.folder import catalog, commits, owner, resume_point
 from trinity_sync.checkpoint.folder.contents import Manifest, UnreadableError, read_manifest, step_dir, write_manifest
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.lock import locked
 from trinity_sync.checkpoint.folder.owner import MARK, Owner
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast

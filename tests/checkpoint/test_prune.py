@@ -17,8 +17,8 @@ from trinity_sync.checkpoint.folder.contents import (
     tracker_path,
     write_tracker,
 )
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.leases import lease_checkpoint, pin, unpin
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy

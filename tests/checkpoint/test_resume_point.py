@@ -12,7 +12,7 @@ from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, ve
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.folder import catalog, recovery
 from trinity_sync.checkpoint.folder.contents import read_tracker, write_tracker
-from trinity_sync.checkpoint.folder.prune import prune_plan
+from trinity_sync.checkpoint.folder.deletion import prune_plan
 from trinity_sync.checkpoint.folder.resume_point import StartPoint, put_in_order
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT

@@ -22,7 +22,7 @@ from trinity_sync.checkpoint.folder.contents import (
     step_dir,
     write_tracker,
 )
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT

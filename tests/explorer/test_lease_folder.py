@@ -13,8 +13,8 @@ import pytest
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.contents import step_dir
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.leases import leased
-from trinity_sync.checkpoint.folder.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import _lease_folder
 from trinity_sync.protocol.parts import STATE_DICT

@@ -1,6 +1,6 @@
-"""Checkpoints: the coordinator in every rank, the monitor actor behind it, and the folder on disk.
+"""Checkpoints: the coordinator in every rank, the monitor actor, and the folder on disk.
 
-Importing this package loads neither torch nor Ray; the two public classes are loaded when they are first asked for.
+Importing this package loads neither torch nor Ray; its two public classes are loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`CheckpointCoordinator`: the one object through which a rank saves, in the background or on the calling thread.
+"""`CheckpointCoordinator`: through it a rank saves, in the background or on the calling thread.
 
-Made once per rank, with the handle of the run's `CheckpointMonitor`. For each save it asks the monitor for a turn, runs
-the save, digests and fsyncs what was written while it is in the page cache, and reports the part finished or failed.
+One per rank, made with the handle of the run's `CheckpointMonitor`. For each save it asks the monitor for a turn, runs
+the save, digests and fsyncs the files while they are in the page cache, and reports the part finished or failed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from trinity_sync.protocol.parts import STATE_DICT, FileEntry, FileTuple
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-#: Writes the part's files. Returns what it wrote, as entries (or the tuples of their fields) or as paths (absolute, or
-#: relative to the staging folder). None or anything that is no list: not said, the monitor then takes what it finds in
-#: the step's folder.
+# Writes the part's files and returns them as entries, tuples of their fields, or paths (absolute, or relative to the
+# staging folder). If it returns anything that is not a list, the monitor takes the files in the step's folder.
 SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry | FileTuple] | object]
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ class _Save:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What the monitor is told of a save."""
+    """A save, as it is reported to the monitor."""
 
     step: int
     name: str | None
@@ -65,15 +64,15 @@ class CheckpointCoordinator:
         coordinator = CheckpointCoordinator(monitor, attempt=0)
         coordinator.save_async("model", lambda: write(snapshot), step, is_state_dict=True, part="model-rank-00000")
         ...                                  # training goes on
-        coordinator.wait_all()               # raises what a background save raised
+        coordinator.wait_all()               # raises the error of a background save
 
     Args:
         checkpoint_monitor: handle of the actor, from `CheckpointMonitor.get_actor`, or of one in a local process.
-        node_id: names the node to the save strategies; by default Ray's node id, or the host's name.
-        job_id: names this process to them; by default Ray's worker id, or the host's name and the process's number.
-        timeout_s: limit of every wait: for the turn, for the monitor's answers, for an earlier save.
+        node_id: names the node to the save strategies; default: Ray's node id, or the host's name.
+        job_id: names this process to them; default: Ray's worker id, or the host's name and the process's number.
+        timeout_s: limit of every wait in seconds: for the turn, for the monitor's answers, for an earlier save.
         attempt: the run's attempt; None: the monitor's.
-        root: the checkpoint folder as this node sees it; None: where the monitor says it is.
+        root: the checkpoint folder as this node sees it; None: the monitor's path.
     """
 
     def __init__(
@@ -112,21 +111,23 @@ class CheckpointCoordinator:
         hands_over: bool = False,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Run `save_fn` in the background. The state that it writes has to be a snapshot already. Its pieces of work
-        (`host.yielding.piece`) yield to training, until somebody waits for the save.
+        """Run `save_fn` in the background. It has to write a snapshot, since training goes on. Its pieces of work
+        (`host.threads.piece`) yield to training until another call waits for the save.
 
         Args:
             name: saves of one name never overlap: the earlier one is waited for first.
+            save_fn: writes the files, see `SaveFn`.
+            global_step: the step.
             is_state_dict: the save writes weights.
             part: the part's name; None: the part is only counted.
-            hands_over: `save_fn` gives the named part to another writer, which has its turn when `save_fn` returns and
-                reports the part's end. Until then this process answers for the part; it takes no turn of its own.
-            on_failure: called with what ends the save, also before `save_fn` had its turn.
+            hands_over: `save_fn` hands the named part over to another writer, which takes its turn when `save_fn`
+                returns and reports the part. Until then this process answers for the part; it takes no turn of its own.
+            on_failure: called with the error that ends the save, also if `save_fn` never had its turn.
 
         Raises:
-            Exception: what the earlier save of this name raised; this one is not started then, and its part is
-                reported failed.
-            WaitTimeout: the earlier save does not end; as above.
+            Exception: the error of the earlier save of this name. This save is not started, and its part is reported
+                failed.
+            WaitTimeout: the earlier save does not end; likewise.
         """
         if hands_over and part is None:
             raise ValueError(f"the save {name!r} hands its part over, so the part needs a name")
@@ -136,7 +137,7 @@ class CheckpointCoordinator:
         except BaseException as error:
             self._report_failed(saving, error, f"its save was not started, as an earlier one named {name!r} failed: ")
             raise
-        # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
+        # At once: from here on the monitor knows the part's process, and notices its death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)
 
         work = Yielding(PATIENCE * self._timeout_s)
@@ -165,34 +166,30 @@ class CheckpointCoordinator:
         """Run `save_fn` on the calling thread, for saves with collective barriers; arguments as for `save_async`.
 
         Args:
-            queues: wait for the turn that the save strategy gives. Not for collective saves: a rank that waited would
-                hold up its peers in the barrier.
+            queues: wait for the turn of the save strategy. Not for collective saves: a waiting rank would block its
+                peers in the barrier.
 
         Raises:
-            Exception: what `save_fn` raises, at once, after it was reported.
+            Exception: the error of `save_fn`, after it was reported.
         """
         saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
         self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
 
     def announce(self, global_step: int, parts: Sequence[str], is_state_dict: bool = False) -> None:
-        """Name parts that processes are going to save, before the first of them is written: the step is not committed
-        without them, however few parts are registered.
-
-        Raises:
-            RunError: the step has failed.
+        """Name parts before the first of them is written: the step is not committed without them, even if fewer parts
+        are registered. Raises RunError if the step has failed.
         """
         self._answered(self._monitor.announce(global_step, parts, weights=is_state_dict, attempt=self._attempt))
 
     def fail(self, global_step: int, part: str | None, error: BaseException) -> None:
-        """Report that this process cannot save its part, and has not begun to; None: the step fails, whatever is in."""
+        """Report that this process cannot save its part, which it has not begun. None: the whole step fails."""
         self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), error)
 
     def wait_all(self) -> None:
-        """Return when no background save is running.
+        """Wait until no background save is running.
 
         Raises:
-            Exception: the first error of the background saves since the last call; the others are added to it as
-                notes.
+            Exception: the first error of the background saves since the last call, with the others as notes.
             WaitTimeout: a save does not end.
         """
         if errors := self._ended():
@@ -201,11 +198,8 @@ class CheckpointCoordinator:
             raise errors[0]
 
     def settle(self) -> None:
-        """Return when no background save is running. What failed was told to the monitor and is not raised here: it is
-        no reason not to save again.
-
-        Raises:
-            WaitTimeout: a save does not end.
+        """Wait until no background save is running. Errors were reported to the monitor and are not raised: the next
+        save may begin. Raises WaitTimeout.
         """
         self._ended()
 
@@ -216,14 +210,15 @@ class CheckpointCoordinator:
         state_dict_thread_count: int = 0,
         checkpoint_thread_count: int = 0,
     ) -> None:
-        """Add expected parts to the step and mark it as one to commit. Does not wait for the parts.
+        """Add expected parts to the step and ask for its commit. Does not wait for the parts.
 
-        Called once a step by the trainer, after it has sent the save to the workers.
+        The trainer calls it once a step, after it has started the save in the workers.
 
         Args:
+            global_step: the step.
             is_state_dict: commit it as weights only, else as a full checkpoint.
-            state_dict_thread_count: parts of the weights that only the caller knows of; 0 adds none.
-            checkpoint_thread_count: parts of the full checkpoint that only the caller knows of; 0 adds none.
+            state_dict_thread_count: number of parts of the weights that are not announced by name.
+            checkpoint_thread_count: number of parts of the full checkpoint that are not announced by name.
         """
         if state_dict_thread_count or checkpoint_thread_count:
             registered = self._monitor.register_thread_count(
@@ -238,15 +233,20 @@ class CheckpointCoordinator:
     def wait_committed(
         self, global_step: int, is_state_dict: bool = False, *, timeout_s: float | None = None
     ) -> Committed:
-        """Wait until the step is committed (`is_state_dict`: its weights), its trackers have moved and retention has
-        run; at most `timeout_s`, in place of the coordinator's limit. Any process may call it.
+        """Wait until the step (`is_state_dict`: its weights) is committed, its trackers have moved and retention has
+        run. Any process may call it.
+
+        Args:
+            global_step: the step.
+            is_state_dict: wait for the weights only.
+            timeout_s: limit in seconds; None: the coordinator's.
 
         Returns:
-            What was committed: its `path`, `digest`, `bytes` and more.
+            The commit: its `path`, `digest`, `bytes` and more.
 
         Raises:
             RunError: the step failed; says why.
-            WaitTimeout: it names what is missing.
+            WaitTimeout: names what is missing.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         kind = STATE_DICT if is_state_dict else None
@@ -255,34 +255,32 @@ class CheckpointCoordinator:
 
     @property
     def durable(self) -> bool:
-        """Whether what is saved is to be on the disk."""
+        """Whether files are fsynced."""
         return self._ask_facts()["fsync"]
 
     def is_saved(self, part: str, global_step: int) -> bool:
-        """Whether the part is in: committed, or about to be. `save_async` and `save_sync` with `queues` then write
-        nothing. Saves with collective barriers agree on it first, and report it all the same.
+        """Whether the part is committed, or about to be. `save_async`, and `save_sync` with `queues`, then write
+        nothing. Collective saves agree on this first, and report the part all the same.
         """
         return self._answered(self._monitor.has_part(global_step, part, attempt=self._attempt))
 
     def staged(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
-        """Where to write what is to be found at `local_path` after the commit.
+        """Return where to write the files that are to be at `local_path` after the commit.
 
         Args:
             local_path: the folder of the step in the checkpoint folder, or a place in it, as verl names it
                 (``ROOT/global_step_20/actor``).
+            global_step: the step.
 
         Raises:
-            ConfigError: it is elsewhere, where the monitor cannot commit it, or the monitor has no checkpoint folder.
+            ConfigError: the path is not in the step's folder, or the monitor has no checkpoint folder.
         """
         target, (_, attempt) = self._step_dir(local_path, global_step), self._destination()
         return staging_dir(target.parent, global_step, attempt) / self.place(local_path, global_step)
 
     def place(self, local_path: str | os.PathLike[str], global_step: int) -> str:
-        """Where in the step's folder it is: ``actor`` of ``ROOT/global_step_20/actor``, empty of the folder itself. In
-        the name of a part it tells those of several roles from each other, see `part`.
-
-        Raises:
-            ConfigError: as `staged`.
+        """Return the place in the step's folder: ``actor`` for ``ROOT/global_step_20/actor``, empty for the folder
+        itself. It distinguishes the parts of several roles, see `part`. Raises ConfigError as `staged`.
         """
         target = self._step_dir(local_path, global_step)
         path = Path(local_path).absolute()
@@ -295,7 +293,7 @@ class CheckpointCoordinator:
         return "" if place == "." else place
 
     def part(self, local_path: str | os.PathLike[str], global_step: int, name: str) -> str:
-        """The name of a part that is written to a place in the step's folder, such as ``actor/model-rank-00000``."""
+        """Return the name of a part at a place in the step's folder, such as ``actor/model-rank-00000``."""
         place = self.place(local_path, global_step)
         return f"{place}/{name}" if place else name
 
@@ -306,7 +304,7 @@ class CheckpointCoordinator:
         return step_dir(root, global_step)
 
     def _destination(self) -> tuple[Path | None, int]:
-        """Return the checkpoint folder, None where the monitor has none, and the attempt that is saved."""
+        """Return the checkpoint folder (None: the monitor has none) and the attempt."""
         facts = self._ask_facts()
         root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
         attempt = self._attempt if self._attempt is not None else facts["attempt"]
@@ -337,7 +335,7 @@ class CheckpointCoordinator:
             raise
 
     def _ask_for_turn(self, part: _Part, collective: bool) -> Pending[None]:
-        """Return the call that is answered when the turn has come."""
+        """Return the call that is answered when it is this part's turn."""
         self._let_watch()
         return self._monitor.notify_started(
             self._node_id,
@@ -361,7 +359,7 @@ class CheckpointCoordinator:
     def _entries(self, step: int, written: object) -> list[FileEntry] | None:
         if isinstance(written, (str, os.PathLike, FileEntry)):
             return [self._entry(step, written)]
-        # The seed's save functions return whatever their last call did; what is no list of files says nothing of files.
+        # Save functions for the seed's coordinator return any value; only a list names files.
         return [self._entry(step, item) for item in written] if isinstance(written, Iterable) else None
 
     def _entry(self, step: int, written: str | os.PathLike[str] | FileEntry | FileTuple) -> FileEntry:
@@ -390,7 +388,7 @@ class CheckpointCoordinator:
         save.ended.result()
 
     def _ended(self) -> list[BaseException]:
-        """Wait for all; what was raised since the last call."""
+        """Wait for all saves; return the errors since the last call."""
         deadline = time.monotonic() + self._timeout_s
         for save in self._saves.values():
             save.work.hurry()
@@ -410,7 +408,7 @@ class CheckpointCoordinator:
     # ---- talking to the monitor
 
     def _let_watch(self) -> None:
-        """Let the monitor notice this process's death: its call of `lifeline` is this process's own."""
+        """Let the monitor notice this process's death, through its call of `lifeline`."""
         with self._lock:
             if self._watch is None:
                 held = self._monitor.lifeline(self._node_id, self._job_id, self._life)
@@ -428,5 +426,7 @@ class CheckpointCoordinator:
 
 @functools.cache
 def _life() -> str:
-    """This process. Two lives of a rank have one name, and the first one's death is noticed while the second writes."""
+    """Identify this process: a restarted rank keeps its name, and the death of the first process may be noticed
+    later.
+    """
     return f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Two sets of weights compared, tensor by tensor and bit by bit. Behind ``trinity-sync ckpt diff``."""
+"""Compares two sets of weights, tensor by tensor and bit by bit. Behind ``trinity-sync ckpt diff``."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from trinity_sync.weights.shards import is_floating
 from trinity_sync.weights.tensors import to_torch, wire_name
 
 _CHUNK = 1 << 20
-"""Elements compared at a time; bounds temporary memory to some tens of MB."""
+"""Elements compared at a time, which limits temporary memory to some tens of MB."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one tensor of the weights B differs from that of the weights A.
+    """The difference of one tensor of the weights B from that of the weights A.
 
     Attributes:
         name: the tensor's Hugging Face name.
-        a, b: dtype and shape in A and in B; None: the tensor is in the other only.
-        elements: how many the tensor has; 0 where shapes differ or it is in one only.
-        changed: how many elements differ in their bits; where dtypes differ, in their values.
-        max_abs, mean_abs: the largest and the mean abs(b - a) of all elements; where that is not finite it counts as 0.
-        relative: the sum of abs(b - a) over the sum of abs(a); None where all of a is 0 and b is not.
-        not_finite: how many elements changed to or from an infinity or NaN.
+        a, b: dtype and shape in A and in B; None: the tensor is missing there.
+        elements: number of elements; 0 if shapes differ or one is missing.
+        changed: number of elements that differ in their bits; if dtypes differ, in their values.
+        max_abs, mean_abs: the largest and the mean abs(b - a) of all elements; non-finite differences count as 0.
+        relative: the sum of abs(b - a) over the sum of abs(a); None if all of a is 0 and b is not.
+        not_finite: number of elements changed to or from an infinity or NaN.
     """
 
     name: str
@@ -43,22 +43,19 @@ class TensorDifference:
 
     @property
     def differs(self) -> bool:
-        """Whether there is any difference, in dtype and shape too."""
+        """Whether dtype, shape or an element differs."""
         return self.a != self.b or self.changed > 0
 
 
 def compare(
     a: Weights, b: Weights, *, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[TensorDifference]:
-    """Compare two sets of weights.
+    """Compare two sets of weights; return one entry for each tensor of either, by name.
 
     Args:
         a, b: the weights.
-        dtype: safetensors name of the dtype that floating tensors of both are cast to first; None: as they are.
+        dtype: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
         progress: called with (tensors done, tensors in all).
-
-    Returns:
-        One entry for each tensor of either, by name, also where it does not differ.
 
     Raises:
         WeightsError: a file is damaged.
@@ -87,7 +84,7 @@ def _compare(name: str, a: Weights, b: Weights, dtype: str | None) -> TensorDiff
         if not bool(differing.any()):
             continue
         changed += int(differing.sum())
-        # A difference of what is not finite says nothing; the same NaN in both is none.
+        # The difference of non-finite values means nothing; equal NaNs are no difference.
         gap = (y.double() - x.double()).abs()[differing]
         finite = gap.isfinite()
         not_finite += int((~finite).sum())

@@ -1,6 +1,5 @@
-"""The disk side of the monitor: carry out a commit, run retention, keep journals. Blocking, without Ray.
-
-`trinity_sync.checkpoint.monitor` calls these in threads, so that its event loop never waits for a disk.
+"""The disk side of the monitor: commits, retention, trackers, journals. `execution` and `monitor` call it in threads,
+as it blocks.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from trinity_sync.checkpoint.folder.contents import (
     write_committed,
     write_tracker,
 )
-from trinity_sync.checkpoint.folder.deletion import read_deletion, unlink_notes
+from trinity_sync.checkpoint.folder.deletion import Pruned, prune, prune_plan, read_deletion, unlink_notes
 from trinity_sync.checkpoint.folder.lock import lock_as_writer
-from trinity_sync.checkpoint.folder.prune import Pruned, prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story
@@ -50,7 +48,7 @@ class CheckpointDisk:
     """The checkpoint folder of one attempt.
 
     Args:
-        root: the folder; None: nothing is written, commits only count.
+        root: the folder; None: commits are only counted.
         attempt: the run's attempt.
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
@@ -70,29 +68,22 @@ class CheckpointDisk:
 
     @cached_property
     def run(self) -> str | None:
-        """The run id, which every manifest names. None: there is no checkpoint folder.
-
-        Raises:
-            UnreadableError: the mark of the folder cannot be read now.
+        """The run id for manifests; None: no checkpoint folder. Raises UnreadableError if the folder's mark cannot be
+        read.
         """
         return self.of_run or (None if self.root is None else owner.adopt(self.root))
 
     # ---- commits
 
     def prepare(self, step: int) -> Path:
-        """Create the staging folder of a step.
-
-        Raises:
-            RunError: there is no checkpoint folder.
-        """
+        """Create the staging folder of a step. Raises RunError without a checkpoint folder."""
         if self.root is None:
             raise RunError("the checkpoint monitor was started without a checkpoint folder, so nothing can be saved")
         return commits.prepare_staging(self.root, step, self.attempt)
 
     def placed(self, commit: Commit) -> Commit:
-        """Return the commit, `beside` where its weights find something in their place that the book knows nothing of.
-
-        That is what verl or a newer version of this program wrote, or what cannot be read now.
+        """Return the commit, with `beside` set if weights find another checkpoint in their place: one of verl's or of a
+        newer version of this program, or one that cannot be read now.
         """
         if self.root is None or commit.kind != STATE_DICT or not commits.taken(self.root, commit.step, self.attempt):
             return commit
@@ -135,7 +126,7 @@ class CheckpointDisk:
         total_s: float = 0.0,
         beside: bool = False,
     ) -> Committed:
-        """Describe a commit as `CheckpointMonitor.wait_committed` returns it."""
+        """Return a commit as `CheckpointMonitor.wait_committed` does."""
         place = self._beside if beside else self.root
         return {
             "step": manifest.step,
@@ -152,13 +143,14 @@ class CheckpointDisk:
         }
 
     def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
-        """Describe a commit that an earlier life of the monitor, or an earlier attempt, made.
+        """Return a commit that an earlier process of the monitor, or an earlier attempt, made.
 
         Args:
-            kind: the kind that was asked for; weights may lie beside the step's folder.
+            step: the step.
+            kind: the kind that was asked for; weights may be next to the step's folder.
 
         Raises:
-            RunError: the step is not on the disk.
+            RunError: the step is not on disk.
         """
         if self.root is None:
             raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
@@ -174,11 +166,7 @@ class CheckpointDisk:
         return self.describe(manifest, beside=beside)
 
     def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
-        """Describe a commit of this attempt that was deleted on purpose since; None: nothing is noted of one.
-
-        Args:
-            kind: the kind that was asked for.
-        """
+        """Return a commit of this attempt and kind that retention has deleted; None: there is no note of one."""
         noted = read_deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
@@ -186,14 +174,9 @@ class CheckpointDisk:
         return {**self.describe(manifest), "bytes": noted.nbytes}
 
     def move_tracker(self, kind: Kind, step: int, saving: Collection[int] = ()) -> None:
-        """Let the tracker name the step. That of full checkpoints stays as it is where it names a later step that is
-        being saved, as verl's trainer writes it in advance; `clean` sets it back when that one fails.
-
-        Args:
-            saving: steps of which something is being saved.
-
-        Raises:
-            RunError: the disk refused.
+        """Set a tracker to the step. The tracker of full checkpoints stays if it names a later step that is being
+        saved: verl's trainer writes it in advance, and `clean` resets it when that step fails. Raises RunError if the
+        disk refuses.
         """
         if self.root is None:
             return
@@ -208,12 +191,12 @@ class CheckpointDisk:
             raise RunError(f"{tracker_path(self.root, kind)} could not be set to step {step}: {error}") from error
 
     def named_by_verl(self) -> int | None:
-        """The step that the tracker of full checkpoints names, whoever wrote it; None: none, or it cannot be read."""
+        """Return the step in the tracker of full checkpoints, whoever wrote it; None: none, or unreadable."""
         return None if self.root is None else read_tracker(self.root, FULL).step
 
     def clean(self, step: int) -> None:
-        """Remove what is staged of a step, which failed; the tracker does not name it any more where verl's trainer has
-        written that in advance.
+        """Remove the staged files of a failed step, and reset a tracker that verl's trainer has set to it in
+        advance.
         """
         if self.root is not None:
             recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
@@ -224,11 +207,12 @@ class CheckpointDisk:
     # ---- afterwards
 
     def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
-        """Put out of sight what the policies give up; return that, and warnings. `empty_trash` then frees the bytes.
+        """Move the checkpoints that no policy keeps to the trash; return them, and warnings. `empty_trash` frees the
+        bytes.
 
         Args:
-            saving: steps of which something is being saved.
-            extra: policies for this once, beside the configured ones.
+            saving: steps that are being saved.
+            extra: policies for this call, in addition to the configured ones.
         """
         if self.root is None:
             return [], []
@@ -240,7 +224,7 @@ class CheckpointDisk:
         warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
         def wanted(step: int) -> bool:
-            """Keep as many of the newest as of the visible weights, and those that a full commit will take in."""
+            """Keep as many of the newest as of the visible weights, and those that a full commit will need."""
             newer = sum(row.step > step for row in plan)
             return step in saving or newer < max(1, self.keep_state_dicts)
 
@@ -251,23 +235,22 @@ class CheckpointDisk:
         return pruned, warnings
 
     def empty_trash(self) -> list[str]:
-        """Free the bytes of what was put out of sight; return what went wrong."""
+        """Free the bytes of the trash; return problems."""
         return deletion.empty_trash(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
-        """List the steps of the full checkpoints that are committed."""
+        """List the steps of the committed full checkpoints."""
         return [info.step for info in catalog.scan(self.root) if info.kind == FULL] if self.root is not None else []
 
     def newest_weights(self) -> int | None:
-        """Return the step of the newest weights that are committed, as the tracker has it."""
+        """Return the step of the newest committed weights, from the tracker."""
         return None if self.root is None else read_tracker(self.root, STATE_DICT).step
 
-    # ---- a life after the monitor's death
+    # ---- after a restart of the monitor
 
     def write_journal(self, step: int, dumped: JournalEntry | None) -> None:
-        """Note what the book knows of an open step; None removes the note.
-
-        Not durable: with the power the writers are gone too, and what was staged is cleaned up.
+        """Write the book's state of an open step for a restarted monitor; None removes it. Not durable: a power cut
+        ends the writers too, and what was staged is removed then.
         """
         if self.root is None:
             return
@@ -279,7 +262,7 @@ class CheckpointDisk:
         replace_file(path, json.dumps(dumped), durable=False)
 
     def write_failed(self, failures: Mapping[int, str]) -> None:
-        """Note the steps that failed, which nothing may bring back."""
+        """Write the failed steps, so that a restarted monitor does not revive them."""
         if self.root is not None:
             self._failed_path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(
@@ -287,21 +270,21 @@ class CheckpointDisk:
             )
 
     def forget_failures(self) -> None:
-        """Remove the note of the steps that failed, as nobody of this attempt is left to save them again."""
+        """Remove the note of the failed steps: no process of this attempt is left to save them again."""
         if self.root is not None:
             self._failed_path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty, or not there
+            with contextlib.suppress(OSError):  # not empty, or missing
                 (self.root / STAGING).rmdir()
 
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
-        """Tidy the folder up and make the book that belongs to it.
+        """Put the folder in order and make the book of its state.
 
         Args:
             make_book: gets the committed (step, attempt, kind).
-            restarted: take up the open steps again; else what is staged is of an earlier run and goes.
+            restarted: continue the open steps; else staged files are of an earlier run and are removed.
 
         Raises:
-            RunError: another run writes in the folder by now.
+            RunError: another run writes in the folder now.
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
@@ -340,7 +323,7 @@ class CheckpointDisk:
                 self.clean(step)
                 continue
             if book.dump(step) is None:
-                # All of it was committed before the death: what is staged is what the commit replaced.
+                # All of it was committed before the crash: the staged files are those that the commit replaced.
                 self.clean(step)
         return Rebuilt(book, decisions, problems, lock)
 
@@ -349,7 +332,7 @@ class CheckpointDisk:
         return versions_dir(self.root, self.attempt) if self.root is not None else None
 
     def _steps_beside(self) -> dict[int, Manifest]:
-        """Return the manifests of the weights that this attempt has committed beside the step folders, by step."""
+        """Return the manifests of this attempt's weights next to the step folders, by step."""
         assert self._beside is not None
         return {info.step: info.manifest for info in catalog.scan(self._beside) if info.manifest is not None}
 
@@ -383,15 +366,13 @@ class CheckpointDisk:
     def _repair_trackers(
         self, book: CommitBook, trackers: Mapping[Kind, TrackerFile], others: Collection[int]
     ) -> list[str]:
-        """Let the trackers name what is committed: a crash may have come between a commit and its tracker.
+        """Set the trackers to what is committed, as a crash may have come between a commit and its tracker; return
+        problems.
 
         Args:
-            trackers: what the trackers said before the folders were looked at.
-            others: steps of folders that are no committed checkpoints of this program, and may be checkpoints all the
-                same.
-
-        Returns:
-            What is wrong with the trackers.
+            book: knows the commits.
+            trackers: the trackers as they were before the folders were read.
+            others: steps of folders without a manifest of ours that may be checkpoints.
         """
         assert self.root is not None
         problems = []
@@ -405,8 +386,9 @@ class CheckpointDisk:
             if tracker.step == named and tracker.problem is None:
                 continue
             newer = {step for step in others if step > (named or 0)}
-            # A newer one that is there, but is verl's own or cannot be read now, keeps its tracker; so does one that
-            # the tracker may name, if it could be read: verl writes it without care.
+            # A newer checkpoint that is verl's own or cannot be read now keeps its tracker; so does one
+            # that a damaged tracker
+            # may have named, since verl's writes are not atomic.
             if tracker.unreadable or (newer if tracker.problem is not None else tracker.step in newer):
                 continue
             write_tracker(self.root, kind, named)
@@ -415,13 +397,13 @@ class CheckpointDisk:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What `CheckpointDisk.rebuild` found.
+    """The result of `CheckpointDisk.rebuild`.
 
     Args:
-        book: the book, with what is committed and what was open.
-        decisions: what is to be carried out now.
-        problems: sentences for the log; none of them is fatal.
-        lock: to be kept open for as long as there is writing in the folder, see `lock.lock_as_writer`; None: no folder.
+        book: knows the committed and the open steps.
+        decisions: to be carried out now.
+        problems: sentences for the log; none is fatal.
+        lock: keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder.
     """
 
     book: CommitBook

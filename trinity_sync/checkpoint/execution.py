@@ -1,7 +1,7 @@
-"""What the monitor's book decides, carried out: commits, trackers, retention, copies to the mirror, journals.
+"""Carries out the decisions of the monitor's book: commits, trackers, retention, journals, copies to the mirror.
 
-On the actor's event loop; the disk is used in threads, so that the loop never waits for it. Decisions are carried out
-one after another, in the order in which they were made.
+It runs on the actor's event loop, and uses the disk in threads, so that the loop never waits for it. Decisions are
+carried out one after another, in order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 from trinity_sync.actors.monitor_client import Committed, EventLine
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.folder.deletion import Pruned
 from trinity_sync.checkpoint.folder.owner import Owner
-from trinity_sync.checkpoint.folder.prune import Pruned
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, Uploads
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story
@@ -35,13 +35,13 @@ class Execution:
 
     Args:
         disk: the checkpoint folder.
-        book: makes the decisions, and is told how they went.
-        events: is told what happens beyond the saves themselves.
-        changes: announced when something was done.
+        book: makes the decisions, and gets the results.
+        events: gets what happens apart from saves.
+        changes: announced after each change.
         clock: Unix seconds.
 
     Attributes:
-        announce: told of each commit, in a thread; None: nobody is.
+        announce: called in a thread with each commit; None: not called.
     """
 
     announce: Callable[[Committed], None] | None = None
@@ -67,12 +67,13 @@ class Execution:
         self._forever = asyncio.ensure_future(self._work())
 
     def start_mirror(self, place: str, settings: MirrorSettings, owner: Owner | None, *, resumed: bool) -> None:
-        """Copy committed full checkpoints there from now on, and before that those that are missing there.
+        """Copy committed full checkpoints to a mirror from now on, after those that are missing there.
 
         Args:
             place: a path, or a URL that fsspec knows.
-            resumed: the run goes on from a checkpoint that is here.
+            settings: of the mirror.
             owner: the run; None: there is no driver.
+            resumed: the run continues from a checkpoint in this folder.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
@@ -92,7 +93,9 @@ class Execution:
             self._uploads.catch_up(here)
 
     def announce_newest(self) -> None:
-        """Tell of the newest weights again: a life before may have ended between their commit and that."""
+        """Announce the newest weights again: an earlier process of the monitor may have died between commit and
+        announcement.
+        """
 
         def tell() -> None:
             if self.announce is not None and (step := self._disk.newest_weights()) is not None:
@@ -101,7 +104,7 @@ class Execution:
         self._in_background(asyncio.to_thread(tell))
 
     def apply(self, decisions: Iterable[Decision]) -> None:
-        """Carry these out after those before."""
+        """Carry out these decisions after the earlier ones."""
         for decision in decisions:
             if not isinstance(decision, Grant):
                 self._queue.put_nowait(decision)
@@ -114,22 +117,22 @@ class Execution:
         return self._queue.empty() and not busy
 
     def finishing(self, step: int) -> bool:
-        """Tell whether the step is committed, but its trackers have not moved or retention has not run."""
+        """Return whether the step is committed, but its trackers have not moved or retention has not run."""
         return step in self._finishing
 
     def result(self, step: int, *kinds: Kind | None) -> Committed | None:
-        """Return what came of the step's commit in this life of the monitor, as the first of these kinds; else None."""
+        """Return the step's commit by this process, as the first of these kinds; None: there is none."""
         for kind in kinds:
             if kind is not None and (step, kind) in self._results:
                 return self._results[step, kind]
         return None
 
     async def note(self, step: int) -> None:
-        """Note what is known of an open step, or remove the note; a disk that refuses is a fault, not the caller's."""
+        """Write or remove the journal of an open step. An error of the disk is a fault event and is not raised."""
         self._unnoted.add(step)
         async with self._journal_lock:
             if step not in self._unnoted:
-                return  # one that waited with us has noted our change too
+                return  # an earlier call has written our change too
             self._unnoted.discard(step)
             try:
                 await asyncio.to_thread(self._disk.write_journal, step, self._book.dump(step))
@@ -137,9 +140,7 @@ class Execution:
                 self._events.fault(f"journal of step {step}", error)
 
     async def prune(self, keep_last: int | None = None) -> list[Pruned]:
-        """Run retention; the newest `keep_last` full checkpoints stay beside what the configured policies keep. It is
-        never a reason for a commit to fail.
-        """
+        """Run retention; the newest `keep_last` full checkpoints stay too. Errors never fail a commit."""
         try:
             extra = () if keep_last is None else (KeepLast(keep_last),)
             async with self._retention_lock:
@@ -160,11 +161,7 @@ class Execution:
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
-        """Wait until nothing is on its way to the mirror, or the time is over.
-
-        Returns:
-            The steps that are not there, and why.
-        """
+        """Wait until nothing is being copied to the mirror, at most so long; return the missing steps and why."""
         uploads = self._uploads
         if uploads is None:
             return {}
@@ -175,7 +172,7 @@ class Execution:
         return uploads.left()
 
     async def stop(self) -> None:
-        """Break off."""
+        """Cancel all work."""
         tasks = [self._forever, *self._background]
         for task in tasks:
             task.cancel()
@@ -207,7 +204,7 @@ class Execution:
                 await self._clean(step)
 
     async def _fail(self, step: int) -> None:
-        """Note the failure before what it left goes, for a monitor that starts anew; on a full disk, after it."""
+        """Write the failure for a restarted monitor before the staged files are removed; on a full disk, after that."""
         try:
             await asyncio.to_thread(self._disk.write_failed, self._book.failures)
             await self._clean(step)
@@ -264,7 +261,7 @@ class Execution:
         while len(self._results) > _MOST_RESULTS:
             del self._results[next(iter(self._results))]
 
-    # ---- beside them
+    # ---- in the background
 
     def _in_background(self, work: Coroutine[object, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -277,7 +274,7 @@ class Execution:
             self._events.fault("retention", problem)
 
     def _mirrored(self, event: MirrorEvent | FaultEvent) -> None:
-        """Record what happened on the way to the mirror."""
+        """Record an event of the mirror."""
         if isinstance(event, FaultEvent):
             self._events.fault(event.where, event.error)
         else:
@@ -287,7 +284,7 @@ class Execution:
         self._changes.announce()
 
     def _unmirrored(self) -> None:
-        """Run retention again: a lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
+        """Run retention again: a lease of the mirror, which may have kept an old checkpoint, has ended."""
         self._in_background(self._prune_late())
 
     async def _prune_late(self) -> None:
@@ -295,17 +292,17 @@ class Execution:
             self._events.add(PruneEvent(step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes))
 
 
-# What the monitor has to tell that nobody waits for, until somebody asks for it.
+# Events that the driver fetches.
 
 
 _MOST = 10_000
 
 
 class EventLog:
-    """Keeps events that nobody waits for, oldest first, until they are asked for; of very many the oldest are dropped.
+    """Keeps events until they are fetched, oldest first; the oldest are dropped when there are very many.
 
-    They are ``mirror``, ``fault``, and ``prune`` of what was deleted late. What became of a step is not among them:
-    `wait_committed` answers with it.
+    They are ``mirror``, ``fault``, and ``prune`` of late deletions. The result of a save is not among them:
+    `wait_committed` returns it.
 
     Args:
         attempt: the run's attempt.
@@ -322,20 +319,20 @@ class EventLog:
         self._events.append(event_line(replace(event, time=self._clock(), attempt=self._attempt)))
 
     def fault(self, where: str, error: object) -> None:
-        """Note that something went wrong; it goes to the actor's log, too."""
+        """Keep an error, and write it to the actor's log."""
         found = origin(error) if isinstance(error, BaseException) else None
         trace = None if found is None else found.traceback
         self.add(FaultEvent(where=where, error=log_fault(where, error), traceback=trace))
 
     def drain(self) -> list[EventLine]:
-        """Return all since the last call."""
+        """Return the events since the last call."""
         drained = list(self._events)
         self._events.clear()
         return drained
 
 
 def log_fault(where: str, error: object) -> str:
-    """Write to the actor's log what went wrong, with its traceback where nobody foresaw it; return it as one text."""
+    """Write an error to the actor's log, with its traceback if it is not one of ours; return it as one text."""
     if isinstance(error, BaseException):
         log_failure(where, error)
         return str(error) if isinstance(error, TrinityError | OSError) else told(error)

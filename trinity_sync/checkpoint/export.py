@@ -1,9 +1,7 @@
-"""A checkpoint as a Hugging Face folder: config, tokenizer and safetensors. Behind ``trinity-sync ckpt export``.
+"""Writes a checkpoint as a Hugging Face folder: config, tokenizer, safetensors. Behind ``trinity-sync ckpt export``.
 
-Of a LoRA run: the adapter as a folder of peft's, or merged into its base.
-
-The folder is written under another name beside its place, and renamed when it is whole and its digest is right; a
-failure leaves nothing.
+A LoRA run's adapter is written as a peft folder, or merged into its base. The folder is written under a temporary name
+and renamed when it is complete and its digest is right; a failure leaves nothing.
 """
 
 from __future__ import annotations
@@ -37,30 +35,28 @@ from trinity_sync.weights.tensors import digest_entry, kept_by_class, saved_list
 from trinity_sync.weights.wire import WireFormat, kept_names
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "as-saved": None}
-"""What `dtype` may be, and its safetensors name."""
+"""Values of `dtype`, and their safetensors names."""
 
 Form = Literal["adapter", "merged"]
-"""What a LoRA adapter is exported as."""
+"""Forms of an exported LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export_checkpoint` wrote.
+    """The result of `export_checkpoint`.
 
     Attributes:
         output: the folder.
         source: the checkpoint.
         format: how its weights were stored, for people.
         dtypes: safetensors names of the dtypes written, the most frequent first.
-        tensors, bytes: how many, and their size.
+        tensors, bytes: number of tensors, and their size.
         files: names of the files of weights.
-        digest: version digest of what was written, in the dtypes written.
-        left_out: of these files, tensors of the model's folder that are not trained, such as draft heads, as they were
-            when the run began; in `tensors` and `bytes`, in no digest.
-        missing: such tensors that the folder does not hold any more, or not as they were, and which are not in the
-            export.
-        checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none,
-            and of what was merged.
+        digest: version digest of the weights in the dtypes written.
+        left_out: untrained tensors of the model's folder in these files, such as draft heads, unchanged since the run
+            began; counted in `tensors` and `bytes`, in no digest.
+        missing: such tensors that are gone from the model's folder or changed there, and so not exported.
+        checked: the manifest's digest, which the weights have in wire dtype; None without one, and for merged weights.
     """
 
     output: Path
@@ -89,26 +85,26 @@ def export_checkpoint(
 ) -> Exported:
     """Write the weights of a checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    Memory stays near one tensor. Where the checkpoint's manifest has a digest, the weights must have it. A LoRA adapter
-    is written as a folder that ``PeftModel.from_pretrained`` loads, or merged into its base.
+    Memory stays near one tensor. If the checkpoint's manifest has a digest, the weights are checked against it. A LoRA
+    adapter is written as a folder that ``PeftModel.from_pretrained`` loads, or merged into its base.
 
     Args:
         folder: a step folder, its ``actor`` folder, or a Hugging Face folder (see `open_weights`).
-        output: the folder to write; must not be there, or be empty.
-        dtype: what floating tensors are cast to: ``bf16``, ``fp16``, ``fp32`` or ``as-saved``.
-        max_shard_bytes: the largest size of a file; tensors are divided among files of at most so many bytes.
-        config: folder with the model's config and tokenizer, where the checkpoint has none.
-        form: of a LoRA adapter, what to write: ``adapter`` (as None) or ``merged``.
-        base: folder of the adapter's base in Hugging Face format, with its draft heads; None: the one that the run
+        output: the folder to write; must be missing or empty.
+        dtype: of floating tensors: ``bf16``, ``fp16``, ``fp32`` or ``as-saved``.
+        max_shard_bytes: the largest size of a file of several tensors, bytes.
+        config: folder with the model's config and tokenizer, if the checkpoint has none.
+        form: how to write a LoRA adapter: ``adapter`` (as None) or ``merged``.
+        base: folder of the adapter's base in Hugging Face format, with its draft heads; None: the base that the run
             began with.
         progress: called with (bytes written, bytes in all) after each tensor.
 
     Raises:
         ConfigError: `output` is taken, `dtype` is unknown, there is no config of the model or no base of the adapter,
-            or `form` and `base` are given for what is no adapter.
+            or `form` or `base` is given for a checkpoint without an adapter.
         WeightsError: the checkpoint cannot be read, or adapter and base do not fit.
-        RunError: the weights or the base do not have the digest that the manifest says, a link beside them leads out of
-            the checkpoint, or the disk refused.
+        RunError: weights or base do not have the manifest's digest, a link leads out of the checkpoint, or the disk
+            refused.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -193,7 +189,7 @@ def _check_room(output: Path, wanted: int) -> None:
 
 
 def _wire(opened: Weights, weights: Weights) -> WireFormat:
-    """The dtypes of the digests: of an adapter that is merged those of its base."""
+    """Return the dtypes of the digests; for a merged adapter those of its base."""
     known = opened.manifest.base if opened.manifest is not None and weights is not opened else None
     return (known.wire if known is not None else None) or wires_of(weights)[0]
 
@@ -218,7 +214,7 @@ def _write_weights(
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
-    """Write all files; return the digests of the weights as written and as on the wire, without what is `beside` or
+    """Write all files; return the digests of the weights as written and as on the wire, without `beside` and
     `still`.
     """
     written, in_wire = [], []
@@ -261,10 +257,8 @@ def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _check_links(config: Path, opened: Path) -> None:
-    """Check that what lies beside the weights is in the checkpoint: who made it may not choose what is copied from
-    here.
-
-    A Hugging Face folder that the user named may be made of links, as its cache is.
+    """Check that files next to the weights are in the checkpoint, so that its maker cannot choose files to copy from
+    here. A Hugging Face folder that the user named may consist of links, as its cache does.
 
     Args:
         config: the folder whose files are to be copied.
@@ -285,20 +279,16 @@ def _check_links(config: Path, opened: Path) -> None:
             )
 
 
-# Whether what goes into an export is what the checkpoint's manifest says: its weights, an adapter's base, draft
-# heads.
+# Checks of an export against the manifest: weights, an adapter's base, draft heads.
 
 
 _WIRE_DTYPES = ("BF16", "F32", "F16")
-"""Dtypes that the digest in a manifest may be of, the usual one first."""
+"""Dtypes that a manifest's digest may be of, the usual one first."""
 
 
 def wires_of(weights: Weights) -> list[WireFormat]:
-    """The dtypes that the weights' version digest may be of: those that the manifest says, else the usual ones first,
-    with what the model's class keeps in fp32.
-
-    Raises:
-        WeightsError: no model can be made of its config.
+    """Return the dtypes that the weights' version digest may have: the manifest's, or else the usual ones, with the
+    tensors that the model's class keeps in fp32. Raises WeightsError if no model can be made of the config.
     """
     told = weights.manifest.wire if weights.manifest is not None else None
     return [told] if told is not None else _usual(weights)
@@ -312,23 +302,23 @@ def _usual(weights: Weights) -> list[WireFormat]:
 
 
 def check_digest(weights: Weights, wire_digest: str) -> str | None:
-    """Check that weights have the manifest's digest, in the dtypes that it says or else in one of the wire dtypes.
+    """Check that weights have the manifest's digest, in its dtypes or else in one of the wire dtypes.
 
     Args:
         weights: of a checkpoint.
         wire_digest: their digest by the first of `wires_of`.
 
     Returns:
-        The manifest's digest; None where there is none.
+        The manifest's digest; None if it has none.
 
     Raises:
-        RunError: they have another one.
+        RunError: the digest differs.
     """
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
         return expected
     wires = wires_of(weights)
-    # Manifests of old do not say in which dtypes; others than the usual ones cost another pass over the weights.
+    # Old manifests do not name the dtypes; other dtypes than the usual ones cost another pass over the weights.
     if any(weights.digest(other) == expected for other in wires[1:]):
         return expected
     raise RunError(
@@ -339,8 +329,8 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
 
 
 def open_base(adapter: Weights, given: Path | None) -> Weights:
-    """Open the base of an adapter, without draft heads that its manifest knows of; that tells it apart from any other
-    model. Of an adapter without such a manifest, as verl's, all that is in the base's folder is opened.
+    """Open the base of an adapter, without the draft heads in its manifest, and check it by its digest. For an adapter
+    without such a manifest, as verl's, the whole folder is opened.
 
     Args:
         adapter: of a checkpoint.
@@ -348,8 +338,8 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
 
     Raises:
         ConfigError: it is not there.
-        WeightsError: nothing tells the base apart, and the folder lacks tensors of its model.
-        RunError: the adapter or the base is not what was committed, and what is in its place.
+        WeightsError: the manifest does not identify the base, and the folder lacks tensors of its model.
+        RunError: the adapter or the base is not what was committed.
     """
     check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
     manifest = adapter.manifest
@@ -381,13 +371,13 @@ def _check_base(adapter: Weights, opened: Weights, known: Base) -> None:
 
 
 def _saved(weights: Weights) -> Weights:
-    """Leave out what `save_pretrained` would not write of the model, such as the second name of tied tensors."""
+    """Leave out what `save_pretrained` would not write, such as second names of tied tensors."""
     model = made_of(weights.config) if weights.config is not None else None
     return weights if model is None else weights.without(set(weights) - saved_list(model).keys())
 
 
 def _whole(weights: Weights) -> Weights:
-    """Leave out second names of tied tensors, and nothing else: draft heads stay."""
+    """Leave out second names of tied tensors only: draft heads stay."""
     model = made_of(weights.config) if weights.config is not None else None
     if model is None:
         return weights
@@ -402,20 +392,13 @@ def _whole(weights: Weights) -> Weights:
 
 
 def digest_left_out(tensors: Mapping[str, Stored], names: Iterable[str]) -> str:
-    """Compute the digest of tensors of a model's folder that are not trained, each as it is stored; reads them.
-
-    Args:
-        tensors: of the folder.
-        names: those to digest.
-    """
+    """Return the digest of untrained tensors of a model's folder, as they are stored; reads them."""
     return version_digest([digest_entry(name, tensors[name].read(), None) for name in names])
 
 
 def tower_in(weights: Weights) -> list[str]:
-    """Name those of some weights that are a vision tower's, which is in no version.
-
-    Raises:
-        WeightsError: no model can be made of their config.
+    """Return the names that belong to a vision tower, which is in no version. Raises WeightsError if no model can be
+    made of the config.
     """
     model = made_of(weights.config) if weights.config is not None else None
     if model is None:
@@ -425,15 +408,15 @@ def tower_in(weights: Weights) -> list[str]:
 
 
 def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Open the tensors that the model's folder had and the trained model has not, such as draft heads. Reads them.
+    """Open the tensors that the model's folder has and the trained model has not, such as draft heads. Reads them.
 
     Args:
-        told: what the manifest says of them; None: there are none.
+        told: the manifest's note of them; None: there are none.
         given: the folder that the user named; None: the manifest's.
 
     Returns:
-        The tensors; and the names of those that are not there any more, or not as they were. These are all or none: one
-        digest is of all of them.
+        The tensors; and the names of those that are missing or changed. One digest is of all of them, so one of the two
+        is empty.
 
     Raises:
         WeightsError: a file of the folder is damaged.
@@ -447,7 +430,7 @@ def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, S
     return {name: there[name] for name in names}, ()
 
 
-# Writing a model's weights as Hugging Face safetensors files, tensor by tensor.
+# Writing Hugging Face safetensors files, tensor by tensor.
 
 
 _CHUNK_BYTES = 4 << 20
@@ -463,8 +446,8 @@ def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, lis
     """Divide tensors among files of at most so many bytes, in the given order; a larger tensor gets its own file.
 
     Returns:
-        The names of the files, and of the tensors in each in the order of their bytes: those of wider elements come
-        first, so that every tensor is aligned.
+        File name -> names of its tensors in the order of their bytes: wider elements first, so that every tensor is
+        aligned.
     """
     split = split_state_dict_into_shards_factory(
         dict(infos), get_storage_size=nbytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_bytes
@@ -473,7 +456,7 @@ def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, lis
 
 
 def by_width(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Return the names of a file's tensors in the order of their bytes: those of wider elements come first."""
+    """Return the names of a file's tensors in the order of their bytes: wider elements first."""
     return sorted(infos, key=lambda name: -shards.itemsize(infos[name].dtype))
 
 
@@ -487,22 +470,24 @@ def write_file(
     """Write one safetensors file, durably.
 
     Args:
-        infos: dtype and shape of each of its tensors as they are to be written, in the order of their bytes.
-        read: gives a tensor by name; a floating one is cast to the dtype in `infos`.
-        notes: texts that the file's header holds, by key.
+        folder: of the file.
+        file: its name.
+        infos: dtype and shape of each tensor in the file, in the order of their bytes.
+        read: returns a tensor by name; a floating one is cast to the dtype in `infos`.
+        notes: texts for the file's header, by key.
     """
     with (folder / file).open("wb", buffering=0) as opened:
         write_all(opened.fileno(), header(infos, notes))
         for name, info in infos.items():
             dtype = to_torch(info.dtype)
-            # small chunks, so that what is cast stays in the cache
+            # Small chunks, so that a cast stays in the cache.
             for chunk in read(name).reshape(-1).split(_CHUNK_BYTES // dtype.itemsize):
                 write_all(opened.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
         os.fsync(opened.fileno())
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping[str, TensorInfo]) -> None:
-    """Write the index that says which tensor is in which file."""
+    """Write the index from tensors to files."""
     body = {
         "metadata": {
             "total_parameters": sum(info.numel for info in infos.values()),
@@ -514,11 +499,7 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping
 
 
 def header(infos: Mapping[str, TensorInfo], notes: Mapping[str, str] | None = None) -> bytes:
-    """Return what a safetensors file begins with. The bytes of the tensors follow, in the given order.
-
-    Args:
-        infos, notes: as of `write_file`.
-    """
+    """Return the first bytes of a safetensors file; the tensors' bytes follow, in the given order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
     end = 0
     for name, info in infos.items():

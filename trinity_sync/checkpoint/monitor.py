@@ -1,21 +1,21 @@
-"""`CheckpointMonitor`: the actor that commits checkpoints, moves the trackers, runs retention. One per run: a named
-actor of Ray's, or in a local process where there is no Ray, or Ray ends before the last commit.
+"""`CheckpointMonitor`: the actor that commits checkpoints, moves the trackers and runs retention.
 
-A shell over `trinity_sync.protocol.commit.CommitBook`, which decides, and `trinity_sync.checkpoint.execution`, which
-carries out what was decided. What the writers of parts call stands in `trinity_sync.checkpoint.monitor`. Control plane
-only: it sees paths, sizes and digests, never tensors, and loads neither torch nor verl.
+One per run: a named actor of Ray's, or a local process for a program without Ray or one whose Ray ends before the last
+commit. `trinity_sync.protocol.commit.CommitBook` decides, and `trinity_sync.checkpoint.execution` carries out the
+decisions. The monitor sees paths, sizes and digests, never tensors, and loads neither torch nor verl.
 
-Who calls what, for one checkpoint of a run:
+The calls for one checkpoint of a run:
 
-1. the driver: `begin` with the names of all parts; it gets the staging folder, which exists now;
+1. the driver: `begin` with the names of all parts; it returns the staging folder, which exists now;
 2. every rank, per part, through its `CheckpointCoordinator`: `notify_started`, then `notify_finished` or
    `notify_failed`;
-3. the driver: `notify_finished(step, part="digest", digest=...)` when the version digest is known, if it named it;
+3. the driver: `notify_finished(step, part="digest", digest=...)` when the version digest is known, if it named that
+   part;
 4. the driver: `wait_committed`, which returns after the trackers have moved and retention has run.
 
-Programs written for the seed's monitor use counts in place of 1: `register_thread_count` and `monitor_step`. Every call
-may be repeated (Ray does so after a restart of the actor) without counting twice. What is being saved is noted beside
-the staging folder, so an actor that was killed goes on where it was.
+Programs for the seed's monitor use counts instead of step 1: `register_thread_count` and `monitor_step`. Every call may
+be repeated, as Ray does after a restart of the actor, and counts once. Open steps are noted next to their staging
+folders, so a restarted actor continues.
 """
 
 from __future__ import annotations
@@ -56,25 +56,23 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-# The monitor's calls for those who write parts, and how it notices their deaths; base of `CheckpointMonitor`.
-
-
 _TICK_S = 0.5
-#: After a restart, a writer that does not show up again within this time died meanwhile.
+# After a restart, a writer that has not called again within this time has died meanwhile, seconds.
 _REATTACH_S = 10.0
 
 
 class Writers:
-    """What the writers of parts call. Made on the actor's event loop.
+    """The calls of the writers of parts, and the watch over their processes; base of `CheckpointMonitor`. On the
+    actor's event loop.
 
     Args:
         book: decides.
-        execution: carries out what it decides.
-        changes: announced when something was done.
-        host: what hosts the actor.
+        execution: carries out its decisions.
+        changes: announced after each change.
+        host: hosts the actor.
         root: the checkpoint folder; None: nothing is written.
         strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
-        timeout_s: limit of the wait for a turn, where the writer names none.
+        timeout_s: limit in seconds of the wait for a turn, if the writer names none.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Writers:
         self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
         self._clock_watch = asyncio.ensure_future(self._watch_clock())
 
-    # ---- the seed's calls, with our additions
+    # ---- calls of the seed's monitor, with additions
 
     async def register_thread_count(
         self,
@@ -127,12 +125,12 @@ class Writers:
         await self._execution.note(step)
 
     async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
-        """Have the step committed, as weights only or as a full checkpoint, as soon as its parts are in."""
+        """Commit the step, as weights only or as a full checkpoint, as soon as its parts are in."""
         self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
         await self._execution.note(step)
 
     async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
-        """Tell whether the part is in, so that there is nothing to write for it."""
+        """Return whether the part is in, so that it need not be written."""
         return attempt in (None, self._book.attempt) and self._book.has(step, part)
 
     async def notify_started(
@@ -149,15 +147,15 @@ class Writers:
         collective: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Take note that a save is about to write; return when the save strategy lets it.
+        """Register a save; return when the save strategy lets it write.
 
         Args:
             node_id, job_id: the writer's node and process.
-            step, part, weights, ticket, life: given by a `CheckpointCoordinator`, which also lets itself be watched.
-            collective: the save holds barriers with its peers and does not queue.
+            step, part, weights, ticket, life: from a `CheckpointCoordinator`, which also calls `watch`.
+            collective: the save has barriers with its peers and does not queue.
 
         Raises:
-            RunError: the step has failed meanwhile, or was committed without the part.
+            RunError: the step has failed, or was committed without the part.
             WaitTimeout: its turn did not come.
         """
         if step is not None and part not in self._book.awaited(step):
@@ -204,13 +202,13 @@ class Writers:
         digest: str | None = None,
         ticket: str | None = None,
     ) -> None:
-        """Take note that a part is written.
+        """Report that a part is written.
 
         Args:
-            is_state_dict: it is a weights part (for a part that `begin` named, what `begin` said holds).
+            is_state_dict: it is a weights part (`begin` decides for a part that it named).
             part: the part's name; None: it is only counted.
-            files: the files that were written; None: what is found in the step's folder at the commit, which then is
-                one of all that is saved of the step.
+            files: the files that were written; None: the files in the step's folder at the commit, which then takes all
+                that is saved of the step.
             digest: the version digest of the weights.
             ticket: the ticket of its `notify_started`.
 
@@ -238,8 +236,8 @@ class Writers:
         await self._execution.note(step)
 
     async def notify_beside(self, step: int, *, attempt: int | None = None) -> None:
-        """Take note that what verl's trainer writes itself, beside the files of its engines, is there: for every engine
-        that has announced its parts of the step. Files that other processes of the trainer write are looked at.
+        """Report that verl's trainer has written its own files, for every engine that has announced its parts of the
+        step. The files of the trainer's other processes are checked.
         """
         for part in filter(is_beside, self._book.awaited(step)):
             if self._root is None or has_written(step_dir(self._root, step), beside_file(part)):
@@ -249,21 +247,21 @@ class Writers:
     async def notify_failed(
         self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
     ) -> None:
-        """Take note that a part could not be written: nothing of the step is committed any more."""
+        """Report that a part could not be written; the step fails."""
         self._execution.apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
         await self._execution.note(step)
 
     async def notify_handed_over(self, ticket: str, step: int) -> None:
-        """Take note that another writer answers for the part from now on; it has its turn already."""
+        """Report that another writer, which has its turn, answers for the part from now on."""
         self._execution.apply(self._book.cancel(ticket))
         await self._execution.note(step)
 
     async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
-        """Take somebody's word that a writer's process (without a `job_id`: every one of the node) is gone."""
+        """Treat a writer's process as dead; without a `job_id`, every one of the node."""
         self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
 
     async def _after_commit(self, step: int) -> None:
-        """Wait until no commit of the step is under way: it takes the staging folder away."""
+        """Wait until no commit of the step is running: a commit moves the staging folder away."""
         await self._changes.wait(
             lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
             lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
@@ -273,11 +271,11 @@ class Writers:
     # ---- watching the writers
 
     async def lifeline(self, node_id: str, job_id: str, life: str) -> None:
-        """Never returns while the writer lives: what it would return belongs to the writer; see `watch`."""
+        """Block while the writer lives: its death ends the call, which the writer owns; see `watch`."""
         await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
 
     async def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[object]) -> None:
-        """Notice the writer's death by what it owns: its call of `lifeline`, see `Host.outlived`."""
+        """Notice the writer's death through its call of `lifeline`, see `Host.outlived`."""
         writer = (node_id, job_id, life)
         released = self._watched.setdefault(writer, asyncio.Event())
         try:
@@ -311,13 +309,13 @@ _WHO = "the checkpoint monitor"
 
 _ENDING = ("the checkpoint monitor", "carry out what was decided")
 
-#: The files of verl's trainer are looked at so often, seconds.
+# Interval of the checks of the trainer's own files, seconds.
 _LOOK_S = 0.1
 
-#: Waits of ranks and driver that the actor holds at a time.
+# The largest number of waits of ranks and driver at a time.
 _MAX_CALLS = 16_384
 
-# An actor that is not detached ends when the handle its creator holds is gone, so the handles are kept here.
+# An actor that is not detached ends with the last handle of its creator, so the handles are kept here.
 _created: dict[str, ActorHandle] = {}
 
 
@@ -326,19 +324,19 @@ class MonitorConfig:
     """Settings of the actor.
 
     Args:
-        attempt: the run's attempt; reports for another one are refused.
-        policies: retention, as policies, or as a map of name to fields for those of ours. Empty: keep all.
+        attempt: the run's attempt; reports of another attempt are refused.
+        policies: retention, as policies, or as a map of name to fields for ours. Empty: keep all.
         keep_state_dicts: number of the newest state-dict folders that stay.
-        timeout_s: a step of which nothing is heard for so long has failed; also the limit of waits that name none.
-        fsync: whether commits are made durable.
+        timeout_s: a step without any report for so many seconds fails; also the default limit of waits.
+        fsync: whether commits are durable.
         mirror: settings of the copies to `default_hdfs_dir`.
         log_dir: folder of the actor's log; None: Ray's own logs.
-        roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
-            engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
-        owner: the run; None: that of the mark of the checkpoint folder, which gets one if it has none.
-        namespace: Ray namespace of the run, filled in by `get_actor`: a synchronizer in it is told of each commit.
-        writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails where
-            that is another one by now.
+        roles: places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
+            ``critic``), which announce themselves. Empty: the announced parts are enough.
+        owner: the run; None: that of the checkpoint folder's mark, which is made if it is missing.
+        namespace: Ray namespace of the run, filled in by `get_actor`: a synchronizer in it hears of each commit.
+        writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails if another
+            run writes there.
     """
 
     attempt: int = 0
@@ -355,16 +353,16 @@ class MonitorConfig:
 
 
 class CheckpointMonitor(Writers):
-    """The actor's body; `get_actor` is the way to it. All methods but that one are called with ``.remote``.
+    """The actor's class; make it through `get_actor`. All other methods are called with ``.remote``.
 
     Args:
         save_strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
         default_local_dir: the checkpoint folder, shared by all nodes. None: parts are counted, nothing is written.
         default_hdfs_dir: where committed full checkpoints are copied to: a path, or a URL that fsspec knows; None:
-            nowhere. A copy that fails is a ``fault`` event, never a reason for a save to fail.
-        config: the rest.
+            nowhere. A failed copy is a ``fault`` event and never fails a save.
+        config: the other settings.
         clock: Unix seconds.
-        host: what hosts the actor; None: Ray.
+        host: hosts the actor; None: Ray.
     """
 
     @classmethod
@@ -378,21 +376,21 @@ class CheckpointMonitor(Writers):
         config: MonitorConfig | None = None,
         own: Mapping[str, object] | None = None,
     ) -> ActorHandle:
-        """Return the handle of the run's monitor, which is created if it is not there. It is Ray's; in this process its
-        methods can be called plainly, too, and wait for the answer.
+        """Return the handle of the run's monitor, which is created if there is none. In this process the handle's
+        methods can also be called without ``.remote``, and then wait for the answer.
 
-        It lives as long as the process that created it, so let the driver be the first to call.
+        The actor lives as long as the process that created it, so let the driver call first.
 
         Args:
-            namespace: the run's Ray namespace, or the `Config` of a Trinity-RFT program, which says all the rest. The
-                other arguments matter to the first caller only; see the class.
+            namespace: the run's Ray namespace, or the `Config` of a Trinity-RFT program, which has all other settings.
+                The other arguments matter to the first call only; see the class.
             save_strategy: also as an enum's member, or its name.
             own: further keyword arguments of a subclass's constructor.
 
         Raises:
             ConfigError: an unknown save strategy or retention policy.
         """
-        import ray  # a local process has no use for it, and a second to wait for it
+        import ray  # not needed in a local process, and takes a second
 
         from trinity_sync.actors.handles import plainly
 
@@ -503,14 +501,17 @@ class CheckpointMonitor(Writers):
         weights_parts: Collection[str] = (),
         durable: bool | None = None,
     ) -> str:
-        """Announce a checkpoint: all its parts by name, and that it is to be committed as `kind`.
+        """Announce a checkpoint: all its parts by name, and the kind of its commit.
 
         Args:
+            step: the step.
+            attempt: the run's attempt.
+            kind: ``full`` or ``state_dict``.
             parts: names; ``"digest"`` among them makes the commit wait for the version digest.
             meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`, `wire`; and `keep_last`,
-                for programs that give their limit with each save.
-            weights_parts: those that are weights; for a ``state_dict`` commit all are.
-            durable: overrides `MonitorConfig.fsync` for the commit as this kind.
+                for programs that pass their limit with each save.
+            weights_parts: the parts that are weights; for a ``state_dict`` commit all are.
+            durable: overrides `MonitorConfig.fsync` for the commit of this kind.
 
         Returns:
             The staging folder, into which the parts are written. It exists.
@@ -518,7 +519,7 @@ class CheckpointMonitor(Writers):
         Raises:
             RunError: the step has failed before, or all these parts are committed, or there is no checkpoint folder.
         """
-        # A commit of the step's weights takes its staging folder away; the new parts get a new one afterwards.
+        # A commit of the step's weights moves its staging folder away; the new parts get a new one afterwards.
         await self._after_commit(step)
         decisions = self._book.begin(
             step, kind, parts, weights_parts=weights_parts, meta=meta, durable=durable, attempt=attempt
@@ -535,22 +536,24 @@ class CheckpointMonitor(Writers):
         """Wait until the step is committed, its trackers have moved and retention has run.
 
         Args:
-            kind: wait for the commit as this kind; None: as all that was asked for.
+            step: the step.
+            attempt: the run's attempt.
+            timeout_s: limit in seconds.
+            kind: wait for the commit of this kind; None: for all kinds that were asked for.
 
         Returns:
-            step, kind, attempt, digest, bytes, written_s (until all parts were in) and total_s (both since the save was
-            first heard of), path of the folder, beside (these weights lie beside the step's folder, whose place was
-            taken), and pruned:
-            [{step, reason, freed_bytes}], what retention deleted after it.
+            step, kind, attempt, digest, bytes, written_s (until all parts were in) and total_s (both in seconds since
+            the first report of the save), path of the folder, beside (True: the weights are next to the step's folder,
+            whose place was taken), and pruned: [{step, reason, freed_bytes}], the deletions of retention after it.
 
         Raises:
             RunError: the step failed; the message says why.
-            WaitTimeout: it names what is missing.
+            WaitTimeout: names what is missing.
         """
         if attempt is not None and attempt != self._book.attempt:
             raise RunError(f"attempt {attempt} was asked for, but attempt {self._book.attempt} is running")
         if self._book.status(step, kind).state == "unknown":
-            # It may have been committed and deleted long ago, or in an earlier life of the monitor.
+            # It may have been committed, or committed and deleted, by an earlier process of the monitor.
             deleted = await asyncio.to_thread(self._disk.describe_deleted, step, kind)
             if deleted is not None and self._book.status(step, kind).state == "unknown":
                 return deleted
@@ -572,7 +575,7 @@ class CheckpointMonitor(Writers):
         """Wait until nothing is being saved, committed, copied or deleted; for the end of a run.
 
         Raises:
-            WaitTimeout: it names the steps that are open.
+            WaitTimeout: names the open steps.
         """
         await self._changes.wait(
             lambda: self._execution.idle and not self._book.open_steps(),
@@ -581,8 +584,8 @@ class CheckpointMonitor(Writers):
         )
 
     async def finish_saves(self, timeout_s: float) -> None:
-        """Wait until the steps that are being saved now are committed; for a program that a signal ends. What verl's
-        trainer writes beside a step's files is in as soon as `end` would take it as in: the trainer says so too late.
+        """Wait until the steps that are being saved now are committed; for a program that a signal ends. The trainer's
+        own files count as in under the same rule as in `end`, since its report would come too late.
 
         Raises:
             RunError: a step failed; says why.
@@ -602,15 +605,15 @@ class CheckpointMonitor(Writers):
             await self.wait_committed(step, timeout_s=0.0)
 
     async def end(self, why: str, timeout_s: float) -> None:
-        """Come to an end, as nobody is left who could write: the steps whose parts are all in are committed, the others
-        fail, and what is staged of them goes. What verl's trainer writes beside a step's files is in where its tracker
-        names the step, which its rank 0 writes last, and the files of its other ranks are whole.
+        """End the work when no writer is left: steps whose parts are all in are committed, the others fail and their
+        staged files are removed. The own files of verl's trainer count as in if its tracker, which its rank 0 writes
+        last, names the step, and the files of its other ranks are whole.
 
         Args:
             why: why no part can come any more.
 
         Raises:
-            WaitTimeout: it names the steps that are open still.
+            WaitTimeout: names the steps that are still open.
         """
         deadline = time.monotonic() + timeout_s
         await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, timeout_s)
@@ -628,11 +631,11 @@ class CheckpointMonitor(Writers):
         """Run retention now.
 
         Args:
-            keep_last: keep the newest so many full checkpoints, and what the configured policies keep; for programs
-                that give their limit with each save. None: the configured policies alone.
+            keep_last: keep so many of the newest full checkpoints in addition to those that the configured policies
+                keep; for programs that pass their limit with each save. None: the configured policies alone.
 
         Returns:
-            What was deleted: [{step, reason, freed_bytes}].
+            The deletions: [{step, reason, freed_bytes}].
         """
         pruned: list[PrunedStep] = [
             {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
@@ -643,7 +646,7 @@ class CheckpointMonitor(Writers):
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
-        """Wait until nothing is on its way to the mirror, or the time is over.
+        """Wait until nothing is being copied to the mirror, or until the timeout.
 
         Returns:
             The steps that are not there, and why. Empty without a mirror.
@@ -651,22 +654,20 @@ class CheckpointMonitor(Writers):
         return await self._execution.wait_mirrored(timeout_s)
 
     async def drain_events(self) -> list[EventLine]:
-        """Return what happened since the last call and nobody waits for, oldest first: ``mirror``, ``fault``, and
-        ``prune`` of what was deleted late. What became of a step is the answer of `wait_committed` alone.
-
-        Those of an actor that was killed before they were drained are lost with it.
+        """Return the events since the last call, oldest first: ``mirror``, ``fault``, and ``prune`` of late deletions.
+        Results of saves are not among them; `wait_committed` returns those. Events of a killed actor are lost.
         """
         return self._events.drain()
 
     async def fail_step(self, step: int, error: str, attempt: int | None = None) -> None:
-        """Give a step up, whatever its parts say."""
+        """Fail a step."""
         self._execution.apply(self._book.failed(step, None, error, attempt=attempt))
         await self._execution.note(step)
 
     # ---- about itself
 
     async def describe(self) -> Facts:
-        """Return what it was made with."""
+        """Return the actor's settings."""
         root = self._disk.root
         return {
             "root": str(root) if root is not None else None,
@@ -678,7 +679,7 @@ class CheckpointMonitor(Writers):
         }
 
     async def status(self, step: int) -> StepReport:
-        """Return where a step stands."""
+        """Return the state of a step."""
         status = self._book.status(step)
         return {
             "state": status.state,
@@ -704,13 +705,15 @@ class CheckpointMonitor(Writers):
 
 
 def _announce(namespace: str, committed: Committed) -> None:
-    """Tell the run's synchronizer, where there is one, of a commit. Waits for no answer."""
+    """Send a commit to the run's synchronizer, if there is one. Does not wait for an answer."""
     import ray  # as in `CheckpointMonitor.get_actor`
     from ray.exceptions import RayError
 
     from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, SynchronizerClient
 
-    with contextlib.suppress(ValueError, RayError, AttributeError):  # none, none that can be reached, or none of ours
+    with contextlib.suppress(
+        ValueError, RayError, AttributeError
+    ):  # there is none, it cannot be reached, or it is not ours
         client = SynchronizerClient(ray.get_actor(SYNCHRONIZER, namespace=namespace), ANSWER_S)
         client.follow(Version(committed["attempt"], committed["step"]), str(committed["path"]))
 

@@ -17,7 +17,7 @@ from typing import Any
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
 from trinity_sync.checkpoint.folder.contents import read_tracker
-from trinity_sync.checkpoint.folder.prune import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.folder.deletion import Pruned, prune, prune_plan
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.cli.tables import print_json, print_line, print_table
 from trinity_sync.errors import ConfigError, RunError, TrinityError

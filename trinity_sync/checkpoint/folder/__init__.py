@@ -1,1 +1,1 @@
-"""The contents of a checkpoint folder: what is on disk, who holds it, and how it is deleted."""
+"""The contents of a checkpoint folder: files, leases, locks, commits and deletion."""

@@ -1,4 +1,4 @@
-"""What there is in a checkpoint folder, as manifests and names tell. Nothing is written, no contents are looked at."""
+"""Lists and verifies the checkpoints of a folder, ours and verl's. Reads only."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class CheckpointInfo:
     """A step folder.
 
     Args:
-        manifest: what its manifest says; None where the folder is not a committed checkpoint.
-        state: what the folder is. Contents are not looked at: see `verification`.
-        problems: why it is no committed checkpoint; empty for one, but for what `with_files_seen` sees.
+        step: its step.
+        path: the folder.
+        manifest: None if the folder is not a committed checkpoint.
+        state: of the folder, without a look at the files' contents; see `verify`.
+        problems: why it is no committed checkpoint; for a committed one, the findings of `with_files_seen`.
     """
 
     step: int
@@ -55,25 +57,21 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> Kind | None:
-        """``full`` or ``state_dict``."""
         return self.manifest.kind if self.manifest is not None else None
 
     @property
     def attempt(self) -> int | None:
-        """The attempt that made it."""
         return self.manifest.attempt if self.manifest is not None else None
 
     @property
     def bytes(self) -> int:
-        """Size of the files that the manifest lists."""
+        """Size of the files in the manifest."""
         return self.manifest.bytes if self.manifest is not None else 0
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Find the checkpoint folder that a user's path means: of a run, of its checkpoints, or of one step.
-
-    Returns:
-        The checkpoint folder, and the step where the path is a step folder, else None.
+    """Return the checkpoint folder of a user's path (a run, its checkpoints, or one step), and the step of a step
+    folder.
 
     Raises:
         ConfigError: the path is none of these.
@@ -97,11 +95,11 @@ def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]
     """List all step folders, oldest first. Reads manifests only.
 
     Args:
-        tracker: what the tracker of full checkpoints said, by who has to decide on what it said before the folders were
-            looked at; None: it is read now.
+        root: the checkpoint folder.
+        tracker: the tracker of full checkpoints as the caller read it before; None: it is read now.
 
     Raises:
-        UnreadableError: the folder cannot be listed now, or its mark cannot be read now.
+        UnreadableError: the folder or its mark cannot be read now.
     """
     finished, run = newest_finished(root, tracker), _run_of(root)
     try:
@@ -120,7 +118,7 @@ def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]
 
 
 def look_at(root: Path, step: int) -> CheckpointInfo:
-    """Describe the folder of one step as `scan` does."""
+    """Describe one step's folder as `scan` does."""
     return _look(step, step_dir(root, step), newest_finished(root), _run_of(root))
 
 
@@ -150,9 +148,7 @@ def _look(step: int, path: Path, finished: int | None, run: str | None) -> Check
 
 
 def with_files_seen(info: CheckpointInfo) -> CheckpointInfo:
-    """The same with what is wrong with its files at a glance: one that is missing, or of another size. What they hold
-    is not looked at: see `verification`.
-    """
+    """Return the same with missing files and wrong sizes as problems. `verify` checks contents."""
     if info.manifest is None:
         return info
     found = []
@@ -171,9 +167,8 @@ def with_files_seen(info: CheckpointInfo) -> CheckpointInfo:
 
 
 def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | None) -> bool:
-    """Return whether verl itself saved here, where nothing or weights alone had been committed before.
-
-    verl names a step in its tracker once it is whole, so a later one is not; where nobody says, any may be.
+    """Return whether verl itself saved here, over nothing or over weights alone. verl's tracker names a step once it is
+    whole, so a later step is not whole; without a tracker any step may be.
     """
     if finished is not None and step > finished:
         return False
@@ -183,19 +178,19 @@ def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | N
 
 
 def newest_attempt(root: Path) -> int | None:
-    """Return the last attempt that committed anything here, abandoned since or not; None: there was none."""
+    """Return the last attempt with a commit here, abandoned or not; None: there is none."""
     attempts = [info.attempt for info in scan(root)]
     attempts += [abandoned_attempt(path.name) for path in root.glob(f"{ABANDONED_PREFIX}*")]
     return max((attempt for attempt in attempts if attempt is not None), default=None)
 
 
 def places(root: Path) -> list[Path]:
-    """List the folders that have step folders in them: the checkpoint folder, and those for weights beside it."""
+    """List the folders with step folders: the checkpoint folder, and those for weights next to it."""
     return [root, *sorted((root / VERSIONS).glob("*"))]
 
 
 def committed_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest of a checkpoint; None where the folder is no committed one, or cannot be read now."""
+    """Read the manifest of a checkpoint; None if the folder is no committed checkpoint, or cannot be read now."""
     try:
         return read_manifest(folder)
     except ManifestError:
@@ -203,10 +198,8 @@ def committed_manifest(folder: Path) -> Manifest | None:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all files in a folder but the manifest, whether it lists them or not.
-
-    Raises:
-        OSError: as of `walk`.
+    """Yield the relative paths of all files in a folder except the manifest, listed or not. Raises OSError as
+    `walk`.
     """
     for parent, names in walk(folder):
         for name in names:
@@ -216,14 +209,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None:
-    """Check that step folders may be moved out of the way.
-
-    Args:
-        others: states of those that may not be moved.
-
-    Raises:
-        RunError: one is in such a state.
-    """
+    """Check that step folders may be moved away. Raises RunError if one is in one of the states `others`."""
     for info in infos:
         if info.state in others:
             raise RunError(
@@ -232,20 +218,18 @@ def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None
             )
 
 
-# Whether checkpoints are whole and as they were committed: the files of all ranks, their sizes and digests. Reads
-# only.
+# Verification: the files of all ranks, their sizes and digests.
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What checking all files of a checkpoint found.
+    """The result of `verify`.
 
     Args:
-        files, bytes: how many were checked.
-        state: ``committed``: every file is as it was committed. ``damaged`` where one is not, whatever else cannot be
-            read now.
-        problems: one sentence per fault, those of the state first; empty: it is whole.
-        unlisted: files in the folder that the manifest does not know, relative paths.
+        files, bytes: numbers of files and bytes that were checked.
+        state: ``committed``: all files are unchanged. ``damaged`` if one is not, whether or not others can be read.
+        problems: one sentence per fault, those of the state first; empty: the checkpoint is good.
+        unlisted: relative paths of files that the manifest does not list.
     """
 
     path: Path
@@ -257,15 +241,14 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every file is as it was committed."""
         return self.state == "committed"
 
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Check sizes and digests of all files of a step folder, the manifest's digest of itself, and that it lists the
-    files of all ranks.
+    """Check all files of a step folder: sizes, digests, the manifest's own digest, and that no rank's file is missing.
 
     Args:
+        folder: the step folder.
         progress: called with (bytes checked, bytes in all) every few MB and after each file.
     """
     try:
@@ -282,13 +265,13 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
         checked += entry.bytes
         if progress is not None:
             progress(checked, manifest.bytes)
-    with suppress(OSError):  # a file that cannot be read is a fault already
+    with suppress(OSError):  # an unreadable file is a fault already
         needed = missing_files(path, [entry.path for entry in manifest.files])
         faults += [ManifestError(f"{path / name} belongs to the checkpoint, but was not committed") for name in needed]
     faults.sort(key=lambda fault: fault.state == "unreadable")
     listed = {entry.path for entry in manifest.files}
     unlisted: tuple[str, ...] = ()
-    with suppress(OSError):  # what others keep there need not be readable
+    with suppress(OSError):  # other programs' files may be unreadable
         unlisted = tuple(sorted(set(files_of(path)) - listed))
     state = faults[0].state if faults else "committed"
     return VerifyReport(path, len(manifest.files), manifest.bytes, state, tuple(map(str, faults)), unlisted)
@@ -302,13 +285,14 @@ def newest_good(
     of_verl: bool = False,
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
-    """Find the newest full checkpoint that verifies. Damaged ones are passed over, and folders that are no checkpoints.
+    """Find the newest full checkpoint that verifies. Damaged ones and other folders are skipped.
 
     Args:
-        on_skip: called with a sentence for each newer one that was passed over.
-        skip_unreadable: pass over what cannot be read now, too.
-        of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
-        roles: places, such as ``actor``, that one of verl's needs to have, too.
+        root: the checkpoint folder.
+        on_skip: called with a sentence for each newer one that is skipped.
+        skip_unreadable: also skip folders that cannot be read now.
+        of_verl: accept a checkpoint that verl wrote, which has no digests, if the files of all ranks are there.
+        roles: places, such as ``actor``, that a checkpoint of verl's has to have.
 
     Raises:
         UnreadableError: a newer one cannot be read now.
@@ -358,8 +342,7 @@ def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | Non
     return None
 
 
-# Checkpoints that verl itself wrote: step folders without a manifest, or with one of weights that were committed
-# before, told by the names of the files in them.
+# Checkpoints that verl itself wrote, without a manifest or over committed weights: recognised by file names.
 
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
@@ -372,9 +355,8 @@ _CHUNKS = rb"__\d+_\d+\.distcp"
 
 
 def wrote(folder: Path) -> bool:
-    """Return whether verl wrote a folder that has no manifest: the files have the names that verl gives a checkpoint's.
-
-    None may be of this program's own trainer, whose engines write under the same names.
+    """Return whether verl wrote a folder without a manifest, by the names of its files. A folder with a file of this
+    program's trainer is ours: its engines use the same names.
     """
     if (folder / TRAINER_STATE).exists():
         return False
@@ -382,12 +364,7 @@ def wrote(folder: Path) -> bool:
 
 
 def wrote_over(folder: Path, weights: Collection[str]) -> bool:
-    """Return whether verl has saved in full where weights had been committed alone.
-
-    Args:
-        folder: the step folder.
-        weights: the committed files, relative to the folder.
-    """
+    """Return whether verl has saved a full checkpoint into a folder with committed weights (relative paths)."""
     found = (path for place in _places(folder) for path in place.iterdir())
     return any(
         (path.name == _MEGATRON or _STATE.fullmatch(path.name)) and path.relative_to(folder).as_posix() not in weights
@@ -396,9 +373,8 @@ def wrote_over(folder: Path, weights: Collection[str]) -> bool:
 
 
 def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
-    """Return the first thing that a full checkpoint of verl's lacks, relative to the folder; None: it is whole.
-
-    That is a role of `roles`, or the file of a rank of which another one is there.
+    """Return the first missing file or role of a full checkpoint of verl's, relative to the folder; None: it is
+    complete.
     """
     for role in roles:
         if not _ranks(folder / role) and not (folder / role / _MEGATRON).is_file():
@@ -408,19 +384,13 @@ def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
 
 
 def missing_files(folder: Path, files: Collection[str]) -> list[str]:
-    """Return the files that these need: of other ranks, by name, and those that a ``.metadata`` of torch's names.
-
-    Args:
-        folder: the step folder.
-        files: paths relative to it.
-
-    Raises:
-        OSError: a ``.metadata`` file cannot be read.
+    """Return missing files that these files (relative paths) depend on: other ranks' by name, and those that torch's
+    ``.metadata`` names. Raises OSError if a ``.metadata`` cannot be read.
     """
     missing = missing_rank_files(files)
     for place in sorted({path.rpartition("/")[0] for path in files if path.endswith(_DISTRIBUTED)}):
         named = {f"{place}/{_METADATA}"}
-        if named.issubset(files):  # a pickle, which is not loaded: it holds the names of files as they are
+        if named.issubset(files):  # a pickle, which is not loaded: it has the file names as plain text
             found = re.findall(_CHUNKS, (folder / place / _METADATA).read_bytes())
             named = {f"{place}/{name.decode()}" for name in found}
         missing += sorted(named.difference(files))
@@ -428,17 +398,15 @@ def missing_files(folder: Path, files: Collection[str]) -> list[str]:
 
 
 def has_written(folder: Path, file: str | None) -> bool:
-    """Return whether verl's trainer has written all of a file that `torch.save` writes beside those of an engine; None:
-    nothing is asked for. What was broken off lacks the end of the archive.
+    """Return whether a file that verl's trainer writes with `torch.save` is complete: a partial one lacks the archive's
+    end. None: no file is expected.
     """
     return file is None or zipfile.is_zipfile(folder / file)
 
 
 def recognise(folder: Path) -> tuple[str, int]:
-    """Return engine and number of ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``.
-
-    Raises:
-        RunError: it is no such checkpoint.
+    """Return engine and number of ranks of a complete checkpoint of verl's FSDP engine in ``actor``. Raises RunError
+    for any other folder.
     """
     actor = folder / "actor"
     ranks = _ranks(actor)
@@ -456,11 +424,11 @@ def recognise(folder: Path) -> tuple[str, int]:
 
 
 def _places(folder: Path) -> list[Path]:
-    """List where verl's trainers let an engine save: in a folder of its role (``actor``), or in the step's (SFT)."""
+    """List the folders where verl's engines may have saved: a role's folder (``actor``), or the step's (SFT)."""
     return [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
 
 
 def _ranks(place: Path) -> int:
-    """Return of how many ranks there are shards; 0: there are none."""
+    """Return the number of ranks of the shards; 0: there are none."""
     found = (_SHARD.fullmatch(path.name) for path in sorted(place.glob("model_*.pt")))
     return next((int(match[1]) for match in found if match), 0)

@@ -1,19 +1,19 @@
-"""Making a step visible, as the checkpoint that it is from then on. Called by the monitor, through `disk`.
+"""Makes a step visible as a checkpoint. The monitor calls it, through `disk`.
 
-The commit of a folder, in this order, so that a crash at any point leaves what was there before or all of the new:
+The commit of a folder, in this order, so that a crash leaves either the old checkpoint or all of the new one:
 
-1. the files that the parts reported are checked (there, of that size); those they did not report are digested;
-2. of an earlier commit of the step (its weights) the files are hard-linked in;
-3. all files and folders are fsynced, the manifest is written last and fsynced;
-4. one rename makes the folder visible; where the step is visible already, see `replacement`.
+1. check the files that the parts reported (there, of that size); digest those that they did not report;
+2. hard-link the files of an earlier commit of the step (its weights) into the folder;
+3. fsync all files and folders, then write and fsync the manifest;
+4. make the folder visible with one rename; a step that is visible already is replaced.
 
-Trackers move after that, and only then is anything old deleted. Files written straight into the step folder (verl's own
-way) are committed there: then the manifest, replaced in one step, is the commit.
+Trackers move after that, and old checkpoints are deleted last. Files that were written straight into the step folder,
+as verl does, are committed there: writing the manifest is the commit.
 
-Weights that find their place taken by what they must not replace are committed beside it (`layout.versions_dir`), for
+Weights whose place has a checkpoint that they must not replace are committed next to it (`contents.versions_dir`), for
 the readers of their run.
 
-Files that no manifest lists belong to others: a full commit takes in those that are there with its attempt's.
+Files that no manifest lists belong to other programs: a full commit takes in those that are there with its attempt's.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import digest_file, sync_folder, sync_tree, walk
 from trinity_sync.protocol.parts import FULL, FileEntry, covers
 
-#: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
-#: a small common file (a config) again must not change the committed one under its readers.
+# Files up to this size are copied, not linked, while parts are still being written: a writer that rewrites a small
+# common file (a config) must not change the committed one.
 _COPY_BELOW = 1 << 20
 
-#: What a commit does not take the place of, leased or not.
+# States of folders that a commit never replaces, leased or not.
 _NOT_OURS = ("newer", "verl", "unreadable", "foreign")
 
 
 def prepare_staging(root: Path, step: int, attempt: int) -> Path:
-    """Create the folder into which the parts of a step are written, and return it."""
+    """Create and return the folder into which the parts of a step are written."""
     folder = staging_dir(root, step, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -72,22 +72,23 @@ def commit_folder(
     beside: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
-    """Make a step visible; see the module's text for the order of things. May be called again after a crash.
+    """Make a step visible; see the module's docstring for the order. May be called again after a crash.
 
     Args:
+        root: the checkpoint folder.
         draft: the manifest to write; its `files` are those that the parts reported.
-        partial: other parts of the step are still being written. Only the reported files are committed, from a
-            folder of links, and the staging folder stays for the rest.
+        partial: other parts of the step are still being written. Only the reported files are committed, from a folder
+            of links, and the staging folder stays.
         durable: fsync. Without it a commit survives the death of every process, but not a power cut.
-        beside: the step's place is taken; commit these weights in `layout.versions_dir`.
-        clock: Unix seconds, by which leases end.
+        beside: commit these weights in `contents.versions_dir`, as the step's place is taken.
+        clock: Unix seconds, for the expiry of leases.
 
     Returns:
         The manifest that was written, with all files.
 
     Raises:
-        RunError: a reported file or that of a rank is missing, or one has another size; or what is visible must not be
-            replaced by this.
+        RunError: a reported file or a rank's file is missing or has another size; or the visible checkpoint must not be
+            replaced by this one.
         OSError: the disk refused; nothing became visible.
     """
     place = versions_dir(root, draft.attempt) if beside else root
@@ -117,19 +118,19 @@ def commit_folder(
 
 
 def taken(root: Path, step: int, attempt: int) -> bool:
-    """Return whether staged weights find what this program must not replace in the place of their step."""
+    """Return whether the place of staged weights has a checkpoint that this program must not replace."""
     target = step_dir(root, step)
     staged = target.exists() and any(files_of(staging_dir(root, step, attempt)))
     return staged and look_at(root, step).state in _NOT_OURS
 
 
 def adopt_folder(root: Path, source: Path, step: int) -> None:
-    """Make a folder that came from elsewhere, with its manifest, the checkpoint of a step; durable.
-
-    What is there under that step is renamed to ``abandoned-*`` first.
+    """Make a complete folder from elsewhere the checkpoint of a step, durably. An existing one becomes ``abandoned-*``.
 
     Args:
-        source: on the same file system. Its files have been fsynced.
+        root: the checkpoint folder.
+        source: the folder, on the same file system, with fsynced files.
+        step: the step.
     """
     for parent, _ in walk(source):
         sync_folder(parent)
@@ -153,7 +154,7 @@ def _commit_in_place(
             target.rmdir()
         raise
     if (target / MANIFEST).exists():
-        read_manifest(target)  # one that cannot be read is not written over
+        read_manifest(target)  # an unreadable manifest is not overwritten
         check_ours([look_at(target.parent, draft.step)], ("foreign",))
     check_replaces(target.parent, target, manifest, clock)
     if durable:
@@ -170,7 +171,7 @@ def _commit_in_place(
 
 
 def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) -> None:
-    """Let the manifest be the one again that a commit in place has replaced; None: there was none."""
+    """Restore the manifest that a commit in place has replaced; None: there was none."""
     if replaced is None:
         (target / MANIFEST).unlink(missing_ok=True)
         if durable:
@@ -180,7 +181,7 @@ def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) 
 
 
 def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
-    """Make a folder of links to the reported files, beside the staging folder, and return it."""
+    """Make a folder of links to the reported files, next to the staging folder, and return it."""
     folder = partial_staging_dir(root, draft.step, draft.attempt)
     if folder.exists():
         shutil.rmtree(folder)
@@ -193,11 +194,11 @@ def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
 
 
 def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
-    """Link into `source` what an earlier commit of the step has and the new one does not bring.
+    """Link the files that an earlier commit of the step has and the new one does not bring into `source`.
 
-    Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
-    without a manifest was written by parts that use verl's own paths. What others write into one with a manifest is
-    left to `replacement`: they may not have done yet.
+    Return the entries of the files that an earlier commit of this attempt has digested; it may be in `versions_dir`. A
+    folder without a manifest has files of parts that write to verl's own paths. Other programs' files in a folder with
+    a manifest are moved by the replacement, as they may still be written.
     """
     earlier: dict[str, FileEntry] = {}
     wanted = {entry.path for entry in draft.files}
@@ -220,7 +221,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
 
 
 def _whole(folder: Path, manifest: Manifest) -> Manifest:
-    """Return the manifest. RunError: the file of a rank is neither reported nor in the folder."""
+    """Return the manifest. Raises RunError if a rank's file is neither reported nor in the folder."""
     missing = catalog.missing_files(folder, [entry.path for entry in manifest.files])
     if missing:
         raise RunError(f"{missing[0]} is missing from {folder}: a checkpoint needs the files of all ranks")
@@ -230,7 +231,7 @@ def _whole(folder: Path, manifest: Manifest) -> Manifest:
 def _collect(
     folder: Path, reported: Collection[FileEntry], adopted: Mapping[str, FileEntry], *, everything: bool
 ) -> tuple[FileEntry, ...]:
-    """Return the entries of all files that go into the commit. RunError where one is not there as reported."""
+    """Return the entries of all files of the commit. Raises RunError if one is not there as reported."""
     entries = dict(adopted) | {entry.path: entry for entry in reported}
     for entry in entries.values():
         path = folder / entry.path
@@ -244,25 +245,26 @@ def _collect(
     return tuple(sorted(entries.values()))
 
 
-# What may take the place of a checkpoint, and how it does: all of the old or all of the new is there at any time.
+# Replacing a visible checkpoint: all of the old or all of the new one is there at any time.
 
 
 def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
-    """Make `source` visible as `target`. What is there goes, unless somebody has pinned or leased it.
+    """Make `source` visible as `target`, in place of an earlier checkpoint, unless that is pinned or leased.
 
     Args:
-        place: the checkpoint folder, or the one for weights beside it.
+        place: the checkpoint folder, or the one for weights next to it.
         source: the folder to be made visible.
         target: the step folder.
-        manifest: what the manifest in `source` says.
+        manifest: the manifest in `source`.
         clock: Unix seconds.
 
     Raises:
-        RunError: as `check_replaces`; or somebody has come to pin or lease what was there. It is in its place again.
+        RunError: as `check_replaces`; or the earlier checkpoint was pinned or leased meanwhile. It is in its place
+            again.
         OSError: the disk refused; likewise.
     """
     if (target / MANIFEST).exists() and committed_manifest(target) is None:
-        # It cannot be read, or not now: nobody knows what it is worth.
+        # It cannot be read, so its worth is not known.
         target.rename(abandoned_dir(place, manifest.step, None))
     with replacing(place, target, manifest, clock):
         aside = _change_places(place, source, target)
@@ -280,11 +282,7 @@ def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: 
 
 
 def check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
-    """Check that a commit may take the place of what is visible at `target`.
-
-    Raises:
-        RunError: it may not take the place of this, or not now.
-    """
+    """Check that a commit may replace the checkpoint at `target`. Raises RunError if not, or not now."""
     visible = committed_manifest(target)
     if visible is None or manifest.extends(visible):
         return
@@ -296,15 +294,15 @@ def check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callabl
 
 @contextmanager
 def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> Iterator[Manifest | None]:
-    """Yield what a commit takes the place of; None: nothing that was a checkpoint.
+    """Yield the manifest of the checkpoint that a commit replaces; None: there is none.
 
-    Within the block nobody comes to pin or lease that, nor the new one, which may have to go again. Where that cannot
-    be ensured, only what takes nothing from anybody goes on.
+    Inside the block neither the old nor the new checkpoint can be pinned or leased, as the new one may have to be
+    removed again. If that cannot be ensured, only a commit that extends the old checkpoint goes on.
 
     Raises:
         RunError: as `check_replaces`.
-        UnreadableError: nobody knows what is there.
-        OSError: readers cannot be kept from what goes.
+        UnreadableError: the old checkpoint cannot be read.
+        OSError: readers cannot be kept out.
     """
     visible = _replaced(target)
     takes = visible is not None and not manifest.extends(visible)
@@ -323,21 +321,16 @@ def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[],
 def check_unblocked(
     place: Path, target: Path, replaced: Manifest | None, manifest: Manifest, clock: Callable[[], float]
 ) -> None:
-    """Check that nobody has pinned or leased what a commit has taken the place of.
-
-    Our claim may have run out, because this program was stopped for a while.
-
-    Raises:
-        RunError: somebody has.
+    """Check again that the replaced checkpoint is not pinned or leased: our claim may have expired while this program
+    was stopped. Raises RunError.
     """
     if replaced is not None and (names := _blockers_of(place, replaced, manifest, clock)):
         raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
 
 
 def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
-    """End a replacement by two renames.
-
-    It is taken back where the second had not happened, or where what was to go is leased or pinned.
+    """Finish a replacement by two renames after a crash. It is undone if the second rename is missing, or if the old
+    checkpoint is leased or pinned.
     """
     target = root / aside.name.removeprefix(REPLACED_PREFIX)
     replaced, manifest = committed_manifest(aside), committed_manifest(target)
@@ -348,17 +341,17 @@ def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
         aside.rename(target)
     elif manifest is not None:
         delete_trashed(_trash_or_abandon(root, aside, manifest))
-    else:  # nobody knows what it is worth
+    else:  # its worth is not known
         step = step_of(target.name)
         assert step is not None, aside
         aside.rename(abandoned_dir(root, step, None))
 
 
 def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
-    """Do what a crash right after an exchange has left undone.
+    """Finish a replacement by an exchange after a crash.
 
-    The exchange is taken back where what was to go is leased or pinned; else that goes. What cannot be read now may be
-    that, too, and is set aside.
+    It is undone if the old checkpoint is leased or pinned; else the old one is deleted. One that cannot be read now may
+    be leased, and is set aside.
     """
     try:
         staged = read_manifest(staging)
@@ -387,7 +380,7 @@ def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> No
 
 
 def _change_places(place: Path, source: Path, target: Path) -> Path | None:
-    """Make `source` visible as `target`; return where that is now which was there; None: nothing was."""
+    """Make `source` visible as `target`; return the new path of the old folder; None: there was none."""
     if not target.exists():
         source.rename(target)
         return None
@@ -404,7 +397,7 @@ def _change_places(place: Path, source: Path, target: Path) -> Path | None:
 
 
 def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest) -> None:
-    """Undo `_change_places`. What others wrote stays with the step."""
+    """Undo `_change_places`. Other programs' files stay with the step."""
     if aside == source:
         contents.exchange(source, target)
     else:
@@ -416,17 +409,17 @@ def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest
 
 
 def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | None:
-    """Trash what a commit has taken the place of, or set it aside.
-
-    Files of others stay with the step. A full checkpoint that has files which the new one lacks, and what cannot be
-    read, are set aside as ``abandoned-*``.
+    """Move a replaced checkpoint to the trash, or set it aside as ``abandoned-*``: a full checkpoint with files that
+    the new one lacks, or one that cannot be read. Other programs' files stay with the step.
 
     Returns:
-        What is in the trash now, to be deleted; None: it was set aside.
+        The trashed folder, to be deleted; None: it was set aside.
     """
-    # Before the old one goes, else a power cut could bring back its name without its files. A commit does this within
-    # its claim, though it may be slow: while it can fail the new one may have to go again, so nobody is to lease that
-    # yet. Should it last longer than the claim, readers get the new one, and lose it only if the disk then fails, too.
+    # Before the old checkpoint is deleted, or a power cut could bring back its name without its files. This happens
+    # within
+    # the claim, although it may be slow: while it can fail, the new checkpoint may have to be removed, so it must
+    # not be
+    # leased yet. If it outlasts the claim, readers get the new one and lose it only if the disk then fails too.
     sync_folder(place)
     replaced = committed_manifest(aside)
     if replaced is None and (aside / MANIFEST).exists():
@@ -442,8 +435,8 @@ def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | N
 
 
 def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
-    """Let what others wrote into `source`, which its manifest does not list, be in `target`. Where it cannot be linked
-    it moves: a copy would take its time, and miss what they write after it. Files behind a link are not ours to move.
+    """Move other programs' files, which the manifest of `source` does not list, to `target`. They are linked; where
+    that is not possible they move, since a copy would miss later writes. Files behind a link are left alone.
     """
     if source.is_symlink() or target.is_symlink():
         return
@@ -455,10 +448,8 @@ def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
 
 
 def _replaced(aside: Path) -> Manifest | None:
-    """Read the manifest of what a commit has taken the place of; None: it was no checkpoint.
-
-    Raises:
-        UnreadableError: it cannot be read now, so nobody knows whose leases and pins it has.
+    """Read the manifest of a replaced folder; None: it was no checkpoint. Raises UnreadableError if that cannot be told
+    now.
     """
     try:
         return read_manifest(aside)
@@ -469,7 +460,7 @@ def _replaced(aside: Path) -> Manifest | None:
 
 
 def _blockers_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
-    """Name those who have pinned or leased a checkpoint whose place another one has taken, and lose by it."""
+    """Return the pins and leases of a replaced checkpoint that the replacement violates."""
     extended = manifest.extends(replaced)
     return [] if extended else leases.blockers(place, replaced, now=clock(), successor=manifest)
 

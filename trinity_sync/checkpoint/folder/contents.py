@@ -1,18 +1,18 @@
-"""The checkpoint folder: names, and the manifest that makes a folder a checkpoint.
+"""The files of a checkpoint folder: names, manifest and trackers.
 
 ::
 
     checkpoints/
-      latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     see `tracker_files`
-      .committed                                                             what no one but us writes, see there
+      latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     the trackers
+      .committed                                                             see `read_committed`; only we write it
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
-      .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
+      .staging/20-0/..., .staging/20-0.json                                  a save under way, and its journal
       .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `leases`
-      .pruned/10-0, .pruned/12-0.weights                                     what was deleted, see `deletion_notes`
+      .pruned/10-0, .pruned/12-0.weights                                     notes of deletions, see `deletion`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
-      abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
-      .condemned-..., .trash-..., .replaced-...                              on their way out, see `deletion`, `trash`
-      .lock, .monitor.lock                                                   who is at work here, see `lock`
+      abandoned-global_step_30-attempt_0/                                    later than the step of a resume
+      .condemned-..., .trash-..., .replaced-...                              being deleted or replaced
+      .lock, .monitor.lock                                                   see `lock`
       .run.json                                                              the mark of its run, see `owner`
       .monitor.json, .monitor.log                                            a monitor without Ray, see `daemon`
 """
@@ -57,16 +57,16 @@ _ABANDONED_NAME = re.compile(rf"{ABANDONED_PREFIX}{STEP_PREFIX}\d+-attempt_(\d+)
 
 
 State = Literal["committed", "damaged", "unreadable", "newer", "foreign", "no_manifest", "verl"]
-"""What a step folder is: a checkpoint; one whose contents are wrong; one that cannot be read now and may be read later;
-one that a newer version of this program wrote; one of another run; a folder without a manifest; and such a one that
-verl itself wrote."""
+"""The state of a step folder: a checkpoint; damaged; unreadable now, maybe not later; written by a newer version of
+this program; of another run; a folder without a manifest; such a folder that verl wrote.
+"""
 
-#: What the system says of a path that is not, or not as it was: looking again would find the same.
+# Errors of the system for a missing or changed path: reading again would give the same.
 _WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class ManifestError(RunError):
-    """A folder has no manifest that is valid, for it is damaged; the message names the file and the fault."""
+    """A folder has no valid manifest, as it is damaged; the message names the file and the fault."""
 
     state: State = "damaged"
 
@@ -78,7 +78,7 @@ class NoManifestError(ManifestError):
 
 
 class UnreadableError(ManifestError):
-    """A manifest cannot be read now, which says nothing about it: disk, network or a permission is at fault."""
+    """A manifest cannot be read now, because of disk, network or permissions; it may be valid."""
 
     state: State = "unreadable"
 
@@ -90,7 +90,7 @@ class NewerFormatError(ManifestError):
 
 
 def read_error(path: Path, error: OSError) -> ManifestError:
-    """Describe why a path could not be read: it is damaged, or it cannot be read now."""
+    """Return the error for a path that could not be read: damaged, or unreadable now."""
     if error.errno in _WRONG:
         return ManifestError(f"{path} cannot be read: {error.strerror}")
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
@@ -109,16 +109,16 @@ def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` says. A folder without a valid one is not a checkpoint.
+    """The contents of ``manifest.json``. A folder without a valid one is not a checkpoint.
 
     Args:
         created: Unix seconds of the commit.
-        digest: version digest of the weights, hex; None where it was not computed.
-        metrics: numbers of the step, for retention; a value that is not finite is written as null.
-        base: of an adapter, to which `digest` then belongs; None: the weights are whole.
-        wire: the dtypes of which `digest` is; None where it is not known.
+        digest: version digest of the weights, hex; None if it was not computed.
+        metrics: numbers of the step, for retention; non-finite values are written as null.
+        base: the base of an adapter, whose weights then have `digest`; None: the weights are a whole model.
+        wire: the dtypes of `digest`; None: not known.
         left_out: tensors of the model's folder that an export takes from there; None: there are none.
-        reference: what the policy was held near to; None: nothing, or the base of the adapter.
+        reference: the reference model of the policy; None: there is none, or it is the base of the adapter.
         run: the run id; None in checkpoints of earlier releases.
     """
 
@@ -145,20 +145,17 @@ class Manifest:
 
     @property
     def paths(self) -> set[str]:
-        """Relative paths of its files."""
         return {entry.path for entry in self.files}
 
     def extends(self, earlier: Manifest) -> bool:
-        """Return whether this adds to an earlier one and takes nothing away, so that readers and pins do not mind.
-
-        It has to be of the same step and attempt, to which leases and pins belong, of no lesser kind, and to have all
-        of the earlier one's files as they are.
+        """Return whether this only adds to an earlier checkpoint, so that its readers and pins are not affected: the
+        same step and attempt, the same or a fuller kind, and all of its files unchanged.
         """
         same = (self.step, self.attempt) == (earlier.step, earlier.attempt)
         return same and covers(self.kind, earlier.kind) and set(earlier.files) <= set(self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that the file holds, with its digest of itself."""
+        """Return the object in the file, with its own digest."""
         metrics = {
             name: None if value is None or not math.isfinite(value) else value for name, value in self.metrics.items()
         }
@@ -190,17 +187,16 @@ class Manifest:
         return body | {"self": canonical_digest(body)}
 
     def to_text(self) -> str:
-        """Return the text of the file."""
         return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
 
     @property
     def own_digest(self) -> str:
-        """Its digest of itself, which tells this checkpoint from any other."""
+        """The digest of the manifest itself, which identifies the checkpoint."""
         return str(self.to_json()["self"])
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Manifest:
-        """Make a manifest from what `to_json` returned.
+        """Make a manifest from the result of `to_json`.
 
         Raises:
             ValueError, KeyError, TypeError: it is damaged, or was changed after it was written.
@@ -261,11 +257,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _look_into(folder: Path) -> None:
-    """Check that a folder in which something was not found can be looked into, if it is there.
-
-    Raises:
-        UnreadableError: it cannot be looked into now.
-    """
+    """Raise UnreadableError if a folder in which a file was not found cannot be read now."""
     try:
         with os.scandir(folder):
             pass
@@ -279,12 +271,12 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
     """Parse the text of a manifest.
 
     Args:
-        text: what the file holds.
+        text: of the file.
         name: the file's name, for errors.
         step: the step that it has to name; None: any.
 
     Raises:
-        NewerFormatError: it is of a later format, whatever else stands in it.
+        NewerFormatError: it has a later format.
         ManifestError: it is not valid.
     """
     try:
@@ -308,7 +300,7 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) -> None:
-    """Put the manifest in its place in one step."""
+    """Write the manifest atomically."""
     replace_file(folder / MANIFEST, manifest.to_text(), durable=durable)
 
 
@@ -330,9 +322,8 @@ def key_of(name: str) -> tuple[int, int] | None:
 
 
 def versions_dir(root: Path, attempt: int) -> Path:
-    """Return the checkpoint folder for an attempt's weights that find the place of their step taken.
-
-    It is laid out as `root` is, with leases of its own, and lasts no longer than its run.
+    """Return the checkpoint folder for an attempt's weights whose places are taken. It is laid out as `root`, with
+    leases of its own, and is deleted with its run.
     """
     return root / VERSIONS / str(attempt)
 
@@ -343,21 +334,17 @@ def staging_dir(root: Path, step: int, attempt: int) -> Path:
 
 
 def partial_staging_dir(root: Path, step: int, attempt: int) -> Path:
-    """Return the folder of links to staged weights, committed while other parts of the step are being written."""
+    """Return the folder of links to staged weights that are committed while other parts are being written."""
     return root / STAGING / f"{step}-{attempt}.weights"
 
 
 def journal_path(root: Path, step: int, attempt: int) -> Path:
-    """Return the file in which the monitor notes what it knows of a step that is being saved."""
+    """Return the file with the monitor's state of a step that is being saved."""
     return root / STAGING / f"{step}-{attempt}.json"
 
 
 def abandoned_dir(root: Path, step: int, attempt: int | None) -> Path:
-    """Return a free name for a step folder that a resume leaves behind.
-
-    Args:
-        attempt: the attempt that made it, None if that is not known.
-    """
+    """Return a free name for a step folder that a resume sets aside; `attempt` made it, None: not known."""
     name = f"{ABANDONED_PREFIX}{STEP_PREFIX}{step}" + ("" if attempt is None else f"-attempt_{attempt}")
     candidate, count = root / name, 1
     while candidate.exists():
@@ -367,20 +354,20 @@ def abandoned_dir(root: Path, step: int, attempt: int | None) -> Path:
 
 
 def abandoned_attempt(name: str) -> int | None:
-    """Return the attempt in the name of an abandoned folder; None where there is none."""
+    """Return the attempt in the name of an abandoned folder; None if there is none."""
     match = _ABANDONED_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
-# What not every file system can: let two folders change places in one step, give a file a second name.
+# Atomic exchange and hard links, which not every file system has.
 
 
-#: What `os.link` says where a file cannot be linked: not every shared file system has hard links.
+# Errors of `os.link` on file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two folders change places in one step; False where the file system cannot (some network ones)."""
+    """Exchange two folders atomically; return False if the file system cannot (some network ones)."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -395,7 +382,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def link(source: Path, target: Path) -> bool:
-    """Hard-link a file, in a folder that is made where it is not there; False where the file system cannot."""
+    """Hard-link a file, and make its folder; return False if the file system cannot."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -407,13 +394,13 @@ def link(source: Path, target: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
-    """Hard-link a file as `link` does; copy it where that cannot be done, or where `copy` says so."""
+    """Hard-link a file; copy it if that is not possible, or with `copy`."""
     if copy or not link(source, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
 
 
-# What a manifest says of model folders: the base of an adapter, tensors that are not trained, and the reference.
+# Notes of model folders in a manifest: the base of an adapter, untrained tensors, the reference.
 
 
 _MOST = 2**63 - 1
@@ -421,20 +408,19 @@ _LAST_S = 253402300799
 """The end of the year 9999, in Unix seconds."""
 
 BASE_NOTE = "trinity_base"
-"""Key in the header of an exported adapter's file, where what the manifest says of its base stands as JSON."""
+"""Key in the header of an exported adapter's file, with the manifest's note of its base as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that an adapter belongs to, which its checkpoint does not hold.
+    """The model of an adapter, which the adapter's checkpoint does not contain.
 
     Args:
         digest: version digest of its weights in wire dtype, hex.
         path: `model.path` of the run: a folder's absolute path, or a hub id as given.
-        what: what is trained on it: ``lora``.
-        wire: the dtypes of which `digest` is; None where it is not known.
-        adapter: the adapter's ``adapter_config.json``, which weights-only checkpoints have no file of; None where it is
-            not known.
+        what: the kind of adapter: ``lora``.
+        wire: the dtypes of `digest`; None: not known.
+        adapter: the adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known.
     """
 
     digest: str
@@ -445,11 +431,7 @@ class Base:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Base:
-        """Make it from what a manifest holds.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not as it may be.
-        """
+        """Make it from a manifest's object. Raises ValueError, KeyError or TypeError if it is not valid."""
         _check_texts(body, "its base", ("digest", "path", "what"))
         if body["what"] != "lora":
             raise ValueError(f"what is on its base is {body['what']!r}")
@@ -460,7 +442,6 @@ class Base:
         return cls(body["digest"], body["path"], body["what"], wire, adapter)
 
     def to_json(self) -> dict[str, object]:
-        """Return the object in the manifest."""
         body: dict[str, object] = {"digest": self.digest, "path": self.path, "what": self.what}
         if self.wire is not None:
             body["wire"] = self.wire.to_json()
@@ -468,10 +449,8 @@ class Base:
 
 
 def left_out_of(body: Mapping[str, Any]) -> LeftOut:
-    """Read what a manifest says of tensors that an export takes from the model's folder.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is not as it may be.
+    """Read a manifest's note of tensors that an export takes from the model's folder. Errors as for
+    `Base.from_json`.
     """
     _check_texts(body, "what its export takes from elsewhere", ("path", "digest"))
     names, tower = body["names"], body.get("tower", [])
@@ -482,17 +461,13 @@ def left_out_of(body: Mapping[str, Any]) -> LeftOut:
 
 
 def reference_of(body: Mapping[str, Any]) -> Compared:
-    """Read what a manifest says of the reference that the policy was held near to; errors as of `left_out_of`."""
+    """Read a manifest's note of the policy's reference model. Errors as for `Base.from_json`."""
     _check_texts(body, "its reference", ("path", "digest"))
     return {"path": body["path"], "digest": body["digest"]}
 
 
 def check_values(body: Mapping[str, Any]) -> None:
-    """Check that what a manifest says of a checkpoint and its files can be: whoever wrote it may mean harm.
-
-    Raises:
-        ValueError, KeyError, TypeError: it cannot.
-    """
+    """Check the ranges of a manifest's values, which may be malicious. Errors as for `Base.from_json`."""
     files = body["files"]
     _check_texts(body, "this checkpoint", ("backend",))
     odd = [(name, body[name]) for name in ("digest", "config_digest") if not isinstance(body[name], str | None)]
@@ -515,7 +490,7 @@ def _is_number(value: object, most: float = sys.float_info.max) -> bool:
 
 
 def _is_inside(path: object) -> bool:
-    """Whether a path leads to a file in the folder that it is relative to."""
+    """Return whether a relative path stays inside its folder."""
     return isinstance(path, str) and not (path.startswith("/") or "\0" in path or {"", ".."} & set(path.split("/")))
 
 
@@ -525,7 +500,7 @@ def _check_texts(body: Mapping[str, Any], what: str, keys: Iterable[str]) -> Non
         raise ValueError(f"the {odd} of {what} is {body[odd]!r}")
 
 
-# The two tracker files, which name the newest committed step. The monitor writes them, after a commit.
+# The two tracker files, with the newest committed step. The monitor writes them after a commit.
 
 
 TRACKERS: dict[Kind, str] = {
@@ -538,12 +513,12 @@ COMMITTED = ".committed"
 
 @dataclass(frozen=True, slots=True)
 class TrackerFile:
-    """What a tracker file says.
+    """The contents of a tracker file.
 
     Args:
-        step: the step it names; None where there is no file or it cannot be understood.
-        problem: why it cannot be understood.
-        unreadable: it may well name one, but cannot be read now.
+        step: the step; None: no file, or not valid.
+        problem: why it is not valid.
+        unreadable: it cannot be read now, and may name a step.
     """
 
     step: int | None
@@ -557,28 +532,28 @@ def tracker_path(root: Path, kind: Kind) -> Path:
 
 
 def read_tracker(root: Path, kind: Kind) -> TrackerFile:
-    """Read a tracker. Raises nothing for its contents: a bad one is a `TrackerFile` with a problem."""
+    """Read a tracker. An invalid one is a `TrackerFile` with a problem, not an error."""
     return _read(tracker_path(root, kind))
 
 
 def read_committed(root: Path) -> int | None:
-    """Return the newest step that this program has committed in full, or begun with; 0: none so far.
-
-    None: it has noted nothing, so all that is known is what the tracker says.
+    """Return the newest step that this program has committed in full, or resumed from; 0: none so far. None: there is
+    no note, so only the tracker is known.
     """
     return _read(root / COMMITTED).step
 
 
 def write_committed(root: Path, step: int) -> None:
-    """Note the newest step that this program has committed in full, in one durable step."""
+    """Write the newest step that this program has committed in full, durably and atomically."""
     replace_file(root / COMMITTED, str(step))
 
 
 def newest_finished(root: Path, tracker: TrackerFile | None = None) -> int | None:
-    """Return the newest step that is known to be finished, by verl or by this program; None: nobody says.
+    """Return the newest step that verl or this program has finished; None: not known.
 
     Args:
-        tracker: what the tracker of full checkpoints says, by who has read it already.
+        root: the checkpoint folder.
+        tracker: the tracker of full checkpoints, as the caller has read it.
     """
     tracker = tracker or read_tracker(root, FULL)
     known = [step for step in (tracker.step, read_committed(root)) if step is not None]
@@ -600,7 +575,7 @@ def _read(path: Path) -> TrackerFile:
 
 
 def write_tracker(root: Path, kind: Kind, step: int | None) -> None:
-    """Let the tracker name a step, in one durable step; None removes it."""
+    """Set a tracker to a step, durably and atomically; None removes it."""
     path = tracker_path(root, kind)
     if step is not None:
         replace_file(path, str(step))

@@ -1,8 +1,9 @@
-"""Taking a checkpoint out of its place, such that one that somebody needs after all is put back and never lost.
+"""Deletes checkpoints: retention, the safe removal of one checkpoint, and the trash. For the monitor and ``ckpt
+prune``.
 
-Its folder leaves its place under a name that nobody deletes (``.condemned-...``). Only when it is seen to be what was
-meant, and neither pinned nor leased, it becomes trash. A program that dies in between leaves the condemned folder and
-its claim to `undo_deletions`; retention decides again about what is back.
+A checkpoint is first renamed to ``.condemned-...``. It becomes trash only if it is still the intended checkpoint, and
+neither pinned nor leased; otherwise it is put back. If the program dies in between, `undo_deletions` finds the
+condemned folder and its claim, and puts it back; retention decides again.
 """
 
 from __future__ import annotations
@@ -11,40 +12,46 @@ import errno
 import json
 import secrets
 import shutil
+import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.checkpoint.folder import catalog, leases
-from trinity_sync.checkpoint.folder.catalog import committed_manifest
+from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, committed_manifest, scan
 from trinity_sync.checkpoint.folder.contents import (
     CONDEMNED_PREFIX,
     PRUNED,
+    STAGING,
     TRASH_PREFIX,
     Base,
     Manifest,
+    TrackerFile,
+    UnreadableError,
     abandoned_dir,
     key_of,
+    read_tracker,
     step_dir,
     step_of,
 )
-from trinity_sync.errors import take_back
+from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import replace_file, sync_folder
 from trinity_sync.host.locks import check_no_link
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
+from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
 
 
 def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
-    """Put a checkpoint out of sight; `trash.empty_trash` then frees its bytes.
+    """Move a checkpoint to the trash; `empty_trash` frees its bytes. Return False if it stays: it is pinned or leased,
+    or its place has another checkpoint by now, or one of verl's.
 
     Args:
-        root: the checkpoint folder, or a folder of weights beside it.
-        manifest: the checkpoint that is to go.
+        root: the checkpoint folder, or a folder of weights next to it.
+        manifest: of the checkpoint.
         now: Unix seconds.
-
-    Returns:
-        False where it stays: somebody has pinned or leased it, or another one is in its place by now, or verl's own.
     """
     target = step_dir(root, manifest.step)
     with leases.claimed(root, manifest, now=now) as free:
@@ -56,14 +63,14 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
         except FileNotFoundError:
             return False
         try:
-            # Needed after all: our claim had run out, because this program was stopped for a while.
+            # Our claim may have expired while this program was stopped, and a reader may have leased it.
             if leases.blockers(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 _put_back(root, condemned)
                 return False
             note_deletion(root, manifest)
             move_to_trash(root, condemned, name=target.name)
         except FileNotFoundError:
-            return False  # a monitor that started just now has put it back
+            return False  # a monitor that has just started put it back
         except BaseException as error:
             take_back(error, partial(_put_back, root, condemned))
             raise
@@ -71,18 +78,18 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
 
 
 def of_verl(folder: Path, manifest: Manifest) -> bool:
-    """Return whether verl has saved in full, or has begun to, where these weights had been committed alone."""
+    """Return whether verl has saved a full checkpoint, or begun to, over these weights."""
     return manifest.kind == STATE_DICT and catalog.wrote_over(folder, manifest.paths)
 
 
 def _put_back(root: Path, condemned: Path) -> None:
-    """Let a condemned checkpoint be in its place again; where its place is taken by now, as an ``abandoned-*`` one."""
+    """Put a condemned checkpoint back; as ``abandoned-*`` if its place is taken by now."""
     name = condemned.name.removeprefix(CONDEMNED_PREFIX).partition("-")[2]
     step = step_of(name)
     try:
         condemned.rename(root / name)
     except FileNotFoundError:
-        return  # somebody else has put it back
+        return  # another program has put it back
     except OSError as error:
         if step is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -92,7 +99,7 @@ def _put_back(root: Path, condemned: Path) -> None:
 
 
 def undo_deletions(root: Path, *, now: float) -> None:
-    """Put back what programs that died had condemned. One that lives finds it put back, or looks again."""
+    """Put back what dead programs have condemned. A live program then looks again, or finds it put back."""
     leases.clean_claims(root, now=now)
     for path in root.glob(f"{CONDEMNED_PREFIX}*"):
         _put_back(root, path)
@@ -103,18 +110,16 @@ def _is(folder: Path, manifest: Manifest) -> bool:
     return found is not None and found.own_digest == manifest.own_digest
 
 
-# What was deleted on purpose, noted in ``.pruned``: whoever deletes may be unable to tell the run.
+# Notes of deletions in ``.pruned``. They are files, since not every program that deletes can reach the run's record.
 
 
-#: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
+# Number of notes per kind. A resume asks only for newer steps than the one that it found.
 _MOST_NOTES = 1000
 _SUFFIX: dict[Kind, str] = {FULL: "", STATE_DICT: ".weights"}
 
 
 class Deletion(NamedTuple):
-    """What is noted of a deleted checkpoint: its kind, the version digest of its weights, its size in bytes, and of an
-    adapter its base.
-    """
+    """The note of a deleted checkpoint: kind, version digest, size in bytes, and the base of an adapter."""
 
     kind: Kind
     digest: str | None
@@ -123,7 +128,7 @@ class Deletion(NamedTuple):
 
 
 def note_deletion(root: Path, manifest: Manifest) -> None:
-    """Note a deletion. It goes on where that cannot be done: a disk may be full, which the deletion mends."""
+    """Note a deletion. If the disk refuses, the deletion goes on: it may be full."""
     with suppress(OSError):
         check_no_link(root / PRUNED).mkdir(exist_ok=True)
         path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
@@ -133,7 +138,7 @@ def note_deletion(root: Path, manifest: Manifest) -> None:
         try:
             replace_file(path, json.dumps(noted), durable=False)
         except OSError:
-            path.touch(exist_ok=False)  # its name says the most, and has room on a full disk
+            path.touch(exist_ok=False)  # the name alone helps, and a full disk has room for it
     for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
         _unlink(root, step, attempt, manifest.kind)
 
@@ -144,7 +149,7 @@ def noted_deletions(root: Path) -> set[tuple[int, int]]:
 
 
 def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
-    """Read what is noted of a checkpoint of at least this kind that was deleted and not committed again; else None."""
+    """Read the note of a deleted checkpoint of at least this kind; None: there is none."""
     for of in KINDS:
         if covers(of, kind):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -155,13 +160,13 @@ def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion |
 
 
 def unlink_note(root: Path, step: int, attempt: int) -> None:
-    """Remove what is noted of a checkpoint's deletion, because it is committed again."""
+    """Remove the note of a checkpoint that is committed again."""
     for kind in KINDS:
         _unlink(root, step, attempt, kind)
 
 
 def unlink_notes(root: Path, attempt: int) -> None:
-    """Remove what is noted of this attempt or a later one, when the attempt begins: it is of an earlier run."""
+    """Remove the notes of this attempt and of later ones, which are of an earlier run, when the attempt begins."""
     for kind in KINDS:
         for step, of in _notes(root, kind):
             if of >= attempt:
@@ -186,43 +191,34 @@ def _notes(root: Path, kind: Kind) -> list[tuple[int, int]]:
     return sorted(key for path in paths if (key := key_of(path.stem)) is not None)
 
 
-# Deleting folders: with one rename out of sight (``.trash-...``), and piece by piece after that.
+# Trash: one rename (``.trash-...``) makes a folder invisible, and its files are deleted afterwards.
 
 
 def delete_folder(root: Path, path: Path) -> None:
-    """Delete a folder that nobody else uses."""
+    """Delete a folder that nothing else uses."""
     delete_trashed(move_to_trash(root, path))
 
 
 def move_to_trash(root: Path, path: Path, *, name: str | None = None) -> Path:
-    """Put a folder out of sight; return where it is now.
-
-    Args:
-        path: the folder.
-        name: the name of what is in it, for people; None: the folder's own.
-    """
+    """Move a folder to the trash; return its new path. `name` replaces the folder's name there."""
     trash = root / f"{TRASH_PREFIX}{name or path.name}-{secrets.token_hex(4)}"
     path.rename(trash)
     return trash
 
 
 def delete_trashed(trash: Path | None) -> None:
-    """Free the bytes of one folder that is out of sight, where there is one; what resists is left to `empty_trash`."""
+    """Free the bytes of one trashed folder; files that cannot be deleted are left to `empty_trash`."""
     if trash is not None:
         with suppress(OSError):
             _free(trash)
 
 
 def empty_trash(root: Path) -> list[str]:
-    """Free the bytes of all that is out of sight; a folder that resists does not stop the others.
-
-    Returns:
-        What went wrong.
-    """
+    """Free the bytes of the trash; return problems. A folder that cannot be deleted does not stop the others."""
     problems: list[str] = []
     trash = list(root.glob(f"{TRASH_PREFIX}*"))
     if trash:
-        sync_folder(root)  # else a power cut could bring back the name of a checkpoint without its files
+        sync_folder(root)  # or a power cut could bring back the name of a checkpoint without its files
     for path in trash:
         try:
             _free(path)
@@ -234,7 +230,151 @@ def empty_trash(root: Path) -> list[str]:
 
 
 def _free(trash: Path) -> None:
-    if trash.is_symlink():  # to an archived checkpoint, which stays where it is
+    if trash.is_symlink():  # to an archived checkpoint, which is not deleted
         trash.unlink()
     else:
         shutil.rmtree(trash)
+
+
+# Retention: what the policies keep of a checkpoint folder, and deleting the rest.
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRow:
+    """One line of a plan: a committed checkpoint, whether it stays, and why. `warnings` are with the newest checkpoint
+    only.
+    """
+
+    manifest: Manifest
+    path: Path
+    keep: bool
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def kind(self) -> Kind:
+        return self.manifest.kind
+
+    @property
+    def bytes(self) -> int:
+        return self.manifest.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A deleted checkpoint, as in the event ``prune``."""
+
+    step: int
+    reason: str
+    freed_bytes: int
+
+
+def prune_plan(
+    root: Path,
+    policies: Collection[Policy],
+    *,
+    now: float,
+    keep_state_dicts: int = 2,
+    saving: Iterable[int] = (),
+) -> list[PruneRow]:
+    """Decide which checkpoints of a folder stay: one row per checkpoint, oldest first. Deletes nothing.
+
+    Args:
+        root: the checkpoint folder.
+        policies: the retention policies.
+        now: Unix seconds.
+        keep_state_dicts: number of the newest weights-only checkpoints that stay.
+        saving: steps that are being saved, in addition to those with a staging folder.
+
+    Raises:
+        UnreadableError: the folder or a tracker cannot be read now, or verl's tracker names no step although verl has
+            saved here, so it is not known which checkpoints have to stay.
+    """
+    # Twice: before the folders for the steps that verl has finished, and after them for those that must stay.
+    before = _trackers(root)
+    full = before[FULL]
+    found = scan(root, full)
+    trackers = [*before.values(), *_trackers(root).values()]
+    if full.problem is not None and any(info.state == "verl" for info in found):
+        raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
+    infos = {info.step: (info.path, info.manifest) for info in found if info.manifest is not None and _is_ours(info)}
+    pins, leased = leases.pinned(root), leases.leased(root, now=now)
+    busy = set(saving) | _staged(root)
+    # After a commit its tracker follows in a moment, or later if the disk refuses.
+    named = {tracker.step for tracker in trackers}
+    facts = [
+        facts_of(manifest, pins, leased=(step, manifest.attempt) in leased, saving=step in busy, named=step in named)
+        for step, (_, manifest) in infos.items()
+    ]
+    return [
+        PruneRow(infos[of.step][1], infos[of.step][0], of.keep, of.reasons, of.warnings)
+        for of in decide(facts, policies, now, keep_state_dicts=keep_state_dicts)
+    ]
+
+
+def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bool) -> CheckpointFacts:
+    """Return a checkpoint as the policies see it; `states`: leased, being saved, or named by a tracker."""
+    return CheckpointFacts(
+        step=manifest.step,
+        kind=manifest.kind,
+        created=manifest.created,
+        bytes=manifest.bytes,
+        metrics=manifest.metrics,
+        pinned=(manifest.step, manifest.attempt) in pins,
+        **states,
+    )
+
+
+def _trackers(root: Path) -> dict[Kind, TrackerFile]:
+    trackers = {kind: read_tracker(root, kind) for kind in KINDS}
+    for tracker in trackers.values():
+        if tracker.unreadable:
+            raise UnreadableError(str(tracker.problem))
+    return trackers
+
+
+def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False) -> tuple[list[Pruned], list[str]]:
+    """Delete the checkpoints that a plan does not keep, unless they are leased or pinned by now. An error with one does
+    not stop the others.
+
+    Args:
+        root: the checkpoint folder.
+        plan: from `prune_plan`.
+        now: Unix seconds.
+        defer: only move them to the trash; the caller calls `empty_trash`.
+
+    Returns:
+        The deleted checkpoints, and problems.
+    """
+    pruned, problems = [], []
+    started = time.monotonic()
+    for row in plan:
+        if row.keep:
+            continue
+        try:
+            if trash_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
+                pruned.append(Pruned(row.step, "; ".join(row.reasons), row.bytes))
+        except (OSError, RunError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            problems.append(f"step {row.step} could not be deleted: {reason or error}")
+    if not defer:
+        problems += empty_trash(root)
+    return pruned, problems
+
+
+def _is_ours(info: CheckpointInfo) -> bool:
+    """Return whether retention may decide on a folder: not if verl has saved over it, or may have begun to."""
+    try:
+        return info.manifest is not None and not of_verl(info.path, info.manifest)
+    except OSError:
+        return False
+
+
+def _staged(root: Path) -> set[int]:
+    folder = root / STAGING
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return {int(name.partition("-")[0]) for name in names if name.partition("-")[0].isdecimal()}

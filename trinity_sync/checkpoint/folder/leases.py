@@ -1,18 +1,16 @@
-"""Pins, leases and claims: small files by which those who need a checkpoint and those who delete it avoid each other.
+"""Pins, leases and claims: small files that protect a checkpoint in use from deletion and replacement.
 
-A *pin* of a user stays until it is taken away. A *lease* of a reader ends by itself, so a reader that dies is in
-nobody's way for long. Both belong to (step, attempt), so they do not protect what a resume writes under the same step
-number later. A *claim* is of a program that is about to delete or replace the checkpoint.
+A user's *pin* stays until it is removed. A reader's *lease* expires, so a dead reader does not block deletion for long.
+Both belong to (step, attempt), so they do not protect a later checkpoint of the same step number. A *claim* belongs to
+a program that is about to delete or replace the checkpoint.
 
-Each side writes first and looks then. A reader writes its lease, waits until nobody has a claim, and looks whether the
-checkpoint is still there. Who deletes writes a claim into the same folder, looks for leases and pins, and gives up
-where there is one. So what is leased or pinned never moves, not for an instant, and no lock is needed, which some
-network file systems do not have. A pin is written under a lease. The claim of a program that died ends by itself. A
-commit that only adds to a checkpoint (`Manifest.extends`) takes nothing from a reader and asks nobody; like any other
-it claims, until it is known to stay, but does without where it cannot.
+Each side writes first and then looks. A reader writes its lease, waits until there is no claim, and checks that the
+checkpoint is still there. A deleting program writes its claim into the same folder, looks for leases and pins, and
+gives up if there is one. So a leased or pinned checkpoint never moves, and no lock is needed, which some network file
+systems do not have. A pin is written under a lease. The claim of a dead program expires. A commit that only adds to a
+checkpoint (`Manifest.extends`) does not affect readers: it claims too, but goes on without a claim if it has to.
 
-Readers may be other users than the one who writes: who may write in the checkpoint folder may write in that of the
-leases, whoever of them makes it.
+Readers may be other users: whoever may write in the checkpoint folder may write in that of the leases.
 """
 
 from __future__ import annotations
@@ -46,27 +44,28 @@ from trinity_sync.host.durable import make_folder, replace_file
 from trinity_sync.host.locks import check_no_link
 from trinity_sync.weights import lora
 
-#: A checkpoint is moved in milliseconds. Who claimed one so many seconds ago is taken for dead.
+# Expiry of a claim, seconds: a checkpoint is moved in milliseconds, so the owner of an older claim has died.
 _CLAIM_S = 30.0
-#: Readers wait for longer than any claim lasts, the end of which is a whole second.
+# Readers wait longer than any claim lasts, whose expiry is in whole seconds.
 _CLAIM_ENDS_S = 2.0
 _POLL_S = 0.01
 _LEASE, _CLAIM = ".json", ".claim"
-#: A pin or a lease is written in milliseconds. What is older and has not got its name was left by a writer that died.
+# A pin or lease is written in milliseconds; an older temporary file is of a writer that has died.
 _TORN_S = 600.0
 
 
 def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = time.time) -> None:
-    """Keep the checkpoint of a step whatever the retention policies say. Pinning it again changes the note.
+    """Keep the checkpoint of a step regardless of retention. Pinning it again changes the note.
 
     Args:
         root: the checkpoint folder.
-        note: why it is kept, for people who look into the folder.
+        step: the step.
+        note: the reason, for people who look into the folder.
         clock: Unix seconds.
 
     Raises:
         ManifestError: there is no such checkpoint.
-        RunError: it was deleted just now, or a link is in the place of the pins.
+        RunError: it was deleted just now, or the folder of pins is a link.
     """
     with lease_checkpoint(root, step, reader="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
@@ -75,7 +74,7 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
         body = {"step": step, "attempt": lease.attempt, "note": note, "created": clock()}
         replace_file(path, json.dumps(body))
         try:
-            lease.renew(_CLAIM_S)  # which fails if it ran out before the pin was there
+            lease.renew(_CLAIM_S)  # fails if it expired before the pin was written
         except RunError:
             if new:
                 path.unlink(missing_ok=True)
@@ -87,7 +86,7 @@ def unpin(root: Path, step: int) -> bool:
 
     Raises:
         ManifestError: there is no such checkpoint.
-        RunError: a link is in the place of the pins.
+        RunError: the folder of pins is a link.
     """
     manifest = read_manifest(step_dir(root, step))
     path = _pin_path(root, step, manifest.attempt)
@@ -102,19 +101,21 @@ def pinned(root: Path) -> set[tuple[int, int]]:
 
 
 def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
-    """Return (step, attempt) of all leases that have not expired, by Unix seconds; unlink those that have."""
+    """Return (step, attempt) of all leases that are valid at `now` (Unix seconds); delete expired ones."""
     return {lease.key for lease in _leases(root, now)}
 
 
 def blockers(root: Path, manifest: Manifest, *, now: float, successor: Manifest | None = None) -> list[str]:
-    """Name those for whom a checkpoint has to stay, for people: "a pin" and the readers with a lease. Empty: nobody.
+    """Return the reasons why a checkpoint has to stay, for people: "a pin" and the readers with a lease.
 
     Args:
+        root: the checkpoint folder.
+        manifest: of the checkpoint.
         now: Unix seconds.
-        successor: the checkpoint that has taken its place just now; leases that were taken on that are not counted.
+        successor: the checkpoint that has just replaced it; leases of that one do not count.
     """
     key = (manifest.step, manifest.attempt)
-    # Leases first: a pin is written under one, so that which is not seen among the leases is seen among the pins.
+    # Leases first: a pin is written under a lease, so one of the two is seen.
     readers = {
         lease.reader
         for lease in _leases(root, now)
@@ -125,23 +126,25 @@ def blockers(root: Path, manifest: Manifest, *, now: float, successor: Manifest 
 
 @contextmanager
 def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
-    """Claim a checkpoint for the length of the block, see `claim`; yield whether nobody has a pin or a lease on it."""
+    """Claim a checkpoint inside the block, see `claim`; yield whether it has neither pins nor leases."""
     with claim(root, manifest, now=now):
         yield not blockers(root, manifest, now=now)
 
 
 @contextmanager
 def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
-    """Let nobody pin or lease a checkpoint within the block. Who has done so before, the caller asks `blockers`.
+    """Keep new pins and leases off a checkpoint inside the block. Ask `blockers` for earlier ones.
 
-    For who deletes or replaces it, which has to be done in `_CLAIM_S` seconds: a claim that lasts longer counts for
-    nothing, so ask `blockers` again before what cannot be taken back.
+    The work has to be done in `_CLAIM_S` seconds: an older claim does not count, so ask `blockers` again before a step
+    that cannot be undone.
 
     Args:
+        root: the checkpoint folder.
+        manifest: of the checkpoint.
         now: Unix seconds.
 
     Raises:
-        OSError: nothing can be written to the folder of the leases.
+        OSError: the folder of leases cannot be written.
     """
     folder = root / LEASES
     name = f"{manifest.step}-{manifest.attempt}-{math.ceil(now + _CLAIM_S)}-{secrets.token_hex(8)}{_CLAIM}"
@@ -158,14 +161,12 @@ def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
 
 
 def make_leases_folder(root: Path) -> None:
-    """Make the folder of leases and claims, for all who may write in the checkpoint folder, whatever our umask.
-
-    Raises:
-        OSError: it cannot be made, or is a link.
+    """Make the folder of leases and claims, writable for all who may write in the checkpoint folder, whatever our
+    umask. Raises OSError if it cannot be made or is a link.
     """
     folder = check_no_link(root / LEASES)
     folder.mkdir(exist_ok=True)
-    with suppress(OSError):  # the folder may be another user's, and closed to us
+    with suppress(OSError):  # another user's folder may be closed to us
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _share(descriptor, root.stat())
@@ -174,7 +175,7 @@ def make_leases_folder(root: Path) -> None:
 
 
 def _share(descriptor: int, above: os.stat_result) -> None:
-    """Let a folder of ours be open to those to whom the one above it is."""
+    """Give a folder of ours the permissions of the one above it."""
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid():
         return
@@ -182,7 +183,7 @@ def _share(descriptor: int, above: os.stat_result) -> None:
     if found.st_gid != above.st_gid:
         try:
             os.fchown(descriptor, -1, above.st_gid)
-        except OSError:  # we are not of that group; to ours the folder above is open as it is to others
+        except OSError:  # we are not in that group; other users keep the access of the folder above
             allowed = allowed & ~(stat.S_IRWXG | stat.S_ISGID) | (allowed & stat.S_IRWXO) << 3
     mode = stat.S_IMODE(found.st_mode)
     if allowed & ~mode:
@@ -190,8 +191,8 @@ def _share(descriptor: int, above: os.stat_result) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """Unlink what has ended. Where that is refused, as for what belongs to another user, it stays and means nothing.
-    Behind a link in the place of our folder are files of somebody else.
+    """Delete an expired file. If that is refused, as for another user's file, it stays without effect. Nothing is
+    deleted behind a link in place of our folder.
     """
     with suppress(OSError):
         if not path.parent.is_symlink():
@@ -199,9 +200,7 @@ def _unlink(path: Path) -> None:
 
 
 def clean_claims(root: Path, *, now: float) -> set[tuple[int, int]]:
-    """Unlink the claims that have ended by now (Unix seconds), those of programs that died; return (step, attempt) of
-    the others.
-    """
+    """Delete claims that have expired at `now` (Unix seconds); return (step, attempt) of the others."""
     found = set()
     for path in _files(root / LEASES, _CLAIM):
         name, _, ends = path.stem.rpartition("-")[0].rpartition("-")
@@ -216,11 +215,11 @@ def clean_claims(root: Path, *, now: float) -> set[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _LeaseFile:
-    """What the file of a lease says.
+    """The contents of a lease's file.
 
     Args:
         key: step and attempt of the leased checkpoint.
-        manifest: the manifest's digest of itself, when the lease was taken; None where the file does not say.
+        manifest: the manifest's own digest when the lease was taken; None if the file has none.
     """
 
     key: tuple[int, int]
@@ -229,7 +228,7 @@ class _LeaseFile:
 
 
 def _clean_torn(root: Path, now: float) -> None:
-    """Unlink what those left who died while they wrote a pin or a lease."""
+    """Delete the files of programs that died while they wrote a pin or a lease."""
     for path in (*(root / PINS).glob(".*.tmp"), *(root / LEASES).glob(".*.tmp")):
         with suppress(OSError):
             if path.stat().st_mtime < now - _TORN_S:
@@ -247,7 +246,7 @@ def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
         except FileNotFoundError:
             continue
         except OSError:
-            expires = now  # it cannot be read now, which is no reason to take it for less than it is
+            expires = now  # it cannot be read now, so it counts as valid
         if expires < now:
             _unlink(path)
         else:
@@ -257,10 +256,10 @@ def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
 
 @dataclass(slots=True)
 class CheckpointLease:
-    """A reader's lease of one checkpoint; usable as a context manager, which releases it at the end.
+    """A reader's lease of one checkpoint; as a context manager, it is released at the end.
 
     Args:
-        path: the checkpoint's folder. It may be replaced by one that extends it, and by no other.
+        path: the checkpoint's folder. It may be replaced only by a checkpoint that extends it.
     """
 
     path: Path
@@ -277,14 +276,14 @@ class CheckpointLease:
 
     @property
     def attempt(self) -> int:
-        """The attempt of the run that made the checkpoint."""
+        """The attempt that made the checkpoint."""
         return self._manifest.attempt
 
     def renew(self, seconds: float) -> None:
-        """Let the lease end so many seconds from now.
+        """Set the expiry to so many seconds from now.
 
         Raises:
-            RunError: it had run out, and the checkpoint was deleted or replaced meanwhile, or is about to be.
+            RunError: it had expired, and the checkpoint was deleted or replaced meanwhile, or is about to be.
         """
         if self._file is not None and self._clock() <= self._expires:
             self._write(self._file, seconds)
@@ -292,17 +291,17 @@ class CheckpointLease:
             self._take(seconds)
 
     def keep(self, seconds: float, *, renew_s: float) -> None:
-        """Renew the lease where that was last done `renew_s` ago. To be called now and then while somebody reads."""
+        """Renew the lease if the last renewal is `renew_s` ago. Call it repeatedly while reading."""
         if self._clock() > self._expires - seconds + renew_s:
             self.renew(seconds)
 
     def release(self) -> None:
-        """End the lease; more than once does no harm."""
+        """End the lease; may be called again."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def _take(self, seconds: float) -> None:
-        # Under a new name: whoever saw the old one run out may be about to remove it.
+        # Under a new name: a program that saw the old lease expire may be about to delete its file.
         self.release()
         name = f"{self.step}-{self.attempt}-{secrets.token_hex(8)}{_LEASE}"
         self._file = self.path.parent / LEASES / name
@@ -360,8 +359,9 @@ def lease_checkpoint(
 
     Args:
         root: the checkpoint folder.
-        reader: who reads, for people who look into the folder.
-        seconds: the lease ends by itself after so long; `CheckpointLease.renew` prolongs it.
+        step: the step.
+        reader: the reader's name, for people who look into the folder.
+        seconds: expiry; `CheckpointLease.renew` prolongs it.
         clock: Unix seconds.
 
     Raises:
@@ -381,12 +381,12 @@ def _pin_path(root: Path, step: int, attempt: int) -> Path:
 
 
 def _read_lease(path: Path) -> tuple[dict[str, object], float]:
-    """Return what the file of a lease says, and when it ends, in Unix seconds."""
+    """Return the contents of a lease's file, and its expiry in Unix seconds."""
     try:
         body = dict(json.loads(path.read_text(encoding="utf-8")))
         return body, float(body["expires"])
     except (ValueError, KeyError, TypeError):
-        # A lease is written in one step, so this is no reader of ours; let it go with its age.
+        # Leases are written atomically, so this file is none; it is deleted by its age.
         return {}, path.stat().st_mtime
 
 
@@ -398,22 +398,20 @@ def _files(folder: Path, suffix: str) -> list[Path]:
     return sorted(path for path in paths if path.suffix == suffix and not path.name.startswith("."))
 
 
-# Where weights and a model's config are read from, and where they may be written to. Needs no torch.
+# Where weights and a model's config are read from, and where an export may be written. Needs no torch.
 
 
 _CONFIG = "config.json"
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the folder that has the files of weights: ``actor`` of a step folder, else the folder itself."""
+    """Return the folder with the files of weights: ``actor`` of a step folder, else the folder itself."""
     return folder / "actor" if (folder / "actor").is_dir() else folder
 
 
 def find_config(folder: Path) -> Path | None:
-    """Find the folder with the model's config and tokenizer; None where there is none.
-
-    Weights-only checkpoints have none of their own: then it is that of the nearest other step, or the model that the
-    run made and started from.
+    """Find the folder with the model's config and tokenizer; None: there is none. A weights-only checkpoint has none of
+    its own: then it is that of the nearest other step, or of the run's initial model.
     """
     place = weights_folder(folder).absolute()
     candidates = [place / "huggingface", place / "model" / "huggingface", place]
@@ -432,10 +430,8 @@ def find_adapter_config(folder: Path) -> Path | None:
 
 
 def _others(place: Path) -> tuple[Path | None, list[Path]]:
-    """Return the folder of the run that has a step, and ``actor`` of its other steps, the nearest first.
-
-    Args:
-        place: the step's folder of weights. None, and none: it is in no step.
+    """Return the run's folder of a step, and ``actor`` of its other steps, the nearest first; (None, []) for a place in
+    no step.
     """
     step = place.parent if place.name == "actor" else place
     number = step_of(step.name)
@@ -449,10 +445,8 @@ def _others(place: Path) -> tuple[Path | None, list[Path]]:
 
 
 def check_free(output: Path) -> None:
-    """Check that a folder may be written at this place.
-
-    Raises:
-        ConfigError: something is there already, but for an empty folder, or the folder above may not be written to.
+    """Check that a folder may be written at this place: it is missing or empty, and the folder above is writable.
+    Raises ConfigError.
     """
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; name a folder that is not there yet")

@@ -1,12 +1,12 @@
-"""Who writes a checkpoint folder: one run at a time.
+"""Locks a checkpoint folder for one run at a time.
 
-An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names the
-run that writes, for the one who is refused.
+The lock is an flock on ``.lock``, as for the run's own folder; the kernel drops it with the process. The file names the
+run, for the message to a refused one.
 
-The monitor is a process of its own, which a killed driver leaves behind for a moment. So it has a second lock for as
-long as it lives, and a run that takes the folder over waits for it: else the monitor of the run before could commit a
-step, and let a tracker name it, while the resume puts the folder in order. A monitor that comes up only after that sees
-that another run writes in the folder, and ends.
+The monitor is a process of its own, and outlives a killed driver for a moment. So it has a second lock while it lives,
+and a run that takes the folder over waits for it. Otherwise the old monitor could commit a step and move a tracker
+while the resume puts the folder in order. A monitor that starts later sees that another run writes in the folder, and
+ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 
 
 class InUseError(ConfigError):
-    """Another run that lives writes in the folder."""
+    """Another live run writes in the folder."""
 
 
 _LOCK = ".lock"
@@ -35,7 +35,7 @@ _LOCK_S = 60.0
 
 
 class FolderLock:
-    """The lock of a checkpoint folder, while it is held.
+    """The lock of a checkpoint folder.
 
     Args:
         descriptor: of the open file.
@@ -47,14 +47,10 @@ class FolderLock:
         self._run = run
 
     def sign(self, word: str) -> None:
-        """Write what tells the run from all others, see `writer_of`.
-
-        Args:
-            word: lines of the run's own, see `word_of`.
-        """
+        """Write a word that identifies the run, see `writer_of` and `word_of`."""
         os.truncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"the run in {self._run} ({_this_process()})\n{word}".encode(), 0)
-        os.fsync(self._descriptor)  # other nodes look for it
+        os.fsync(self._descriptor)  # other nodes read it
 
 
 @contextlib.contextmanager
@@ -65,20 +61,21 @@ def locked(
     timeout_s: float = 60.0,
     word: Callable[[str], str] = lambda before: secrets.token_hex(8),
 ) -> Iterator[FolderLock]:
-    """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
+    """Lock the checkpoint folder inside the block; it is made if it is missing. No monitor writes in it meanwhile.
 
     Args:
+        root: the checkpoint folder.
         run: the run's folder, for the message to others.
-        timeout_s: how long to wait for the monitor of a run that was killed, seconds.
-        word: gives the run's word; gets that of the run that wrote here last.
+        timeout_s: limit of the wait for the monitor of a killed run, seconds.
+        word: called with the word of the last run; returns this run's word.
 
     Raises:
-        InUseError: another run that lives writes in it.
-        ConfigError: it is no folder, or cannot be written, or the monitor of a killed run does not end.
+        InUseError: another live run writes in it.
+        ConfigError: it is not a folder or cannot be written, or the monitor of a killed run does not end.
     """
     try:
         make_folder(root)
-        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who writes here
+        descriptor = open_lock(root / _LOCK, mode=0o644)  # readable for all, to name the writer
     except FileExistsError:
         raise ConfigError(f"checkpoint.dir={root} is a file; name a folder") from None
     except NotADirectoryError:
@@ -88,7 +85,7 @@ def locked(
     try:
         _take(descriptor, root)
         held = FolderLock(descriptor, run)
-        # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
+        # Before the monitor's lock: a monitor checks the two in the other order, so one of both sees the other.
         held.sign(word(_word(_content(descriptor))))
         try:
             _wait_for_monitor(root, timeout_s)
@@ -106,7 +103,7 @@ def locked(
 
 
 def writer_of(root: Path) -> str | None:
-    """Return what tells the run that writes in the folder, or did last, from all others; None: none did."""
+    """Return the identity of the run that writes in the folder, or did last; None: none did."""
     return _read(root / _LOCK) or None
 
 
@@ -116,7 +113,7 @@ def word_of(root: Path) -> str:
 
 
 def has_no_monitor(root: Path, timeout_s: float) -> bool:
-    """Wait until no monitor writes in the folder. False: one still does after that time.
+    """Wait until no monitor writes in the folder; return False if one still does after the timeout.
 
     Raises:
         ConfigError: the folder cannot be written or locked.
@@ -141,17 +138,18 @@ def _wait_for_monitor(root: Path, timeout_s: float) -> None:
 
 
 def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
-    """Tell runs to come that this process writes in the folder. For the monitor.
+    """Lock the folder for the monitor, so that later runs see that it writes there.
 
     Args:
-        expected: what `writer_of` has to return, None: anything.
+        root: the checkpoint folder.
+        expected: the identity that `writer_of` has to return, None: any.
 
     Returns:
-        A file to be kept open for as long as the process writes.
+        A file to keep open while the process writes.
 
     Raises:
-        RunError: another run writes in the folder by now, or it is not the folder that the run has locked.
-        WaitTimeout: somebody keeps the lock to themselves.
+        RunError: another run writes in the folder now, or it is not the folder that the run has locked.
+        WaitTimeout: another process has the lock exclusively.
     """
     if expected is not None and not (root / _LOCK).exists():
         raise RunError(
@@ -160,7 +158,7 @@ def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
         )
     make_folder(root)
     file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
-    # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
+    # Shared: it excludes only a run that takes the folder over, which holds it for an instant.
     try:
         wait_for_lock(file.fileno(), root / _MONITOR, _LOCK_S, shared=True)
     except WaitTimeout:
@@ -172,15 +170,15 @@ def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
         file.close()
         raise RunError(f"{root} has been taken over by {_first_line(writer_of(root) or 'another run')}")
     _open_to_readers(root)
-    with contextlib.suppress(OSError):  # a full disk: it is for a message only
+    with contextlib.suppress(OSError):  # a full disk: the text is only for a message
         file.truncate(0)
         file.write(_this_process().encode())
     return file
 
 
 def _open_to_readers(root: Path) -> None:
-    """Make the folder of leases before a reader of another user does, who may not let us write in it."""
-    with contextlib.suppress(OSError):  # who has to write there says so
+    """Make the folder of leases first: one made by another user's reader may be closed to us."""
+    with contextlib.suppress(OSError):  # a program that has to write there raises the error
         make_leases_folder(root)
 
 

@@ -1,7 +1,7 @@
-"""Whether a run may go on from a checkpoint, or from an exported adapter, as far as LoRA is concerned: the same thing
-is trained, on the same base.
+"""Checks that a run may continue from a checkpoint or an exported adapter: the same kind of weights, the same base and
+reference. The launcher calls it before anything starts.
 
-Needs no torch: what they hold stands in the manifest, in ``adapter_config.json``, in the header of an adapter's file.
+It reads manifests, ``adapter_config.json`` and the header of an adapter's file, and needs no torch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from trinity_sync.weights.wire import WireFormat
 
 
 def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
-    """Check that a run that trains an adapter goes on from one, and any other run from whole weights.
+    """Check that a run with an adapter resumes from one, and any other run from whole weights. Raises ConfigError.
 
     Args:
         folder: the step folder.
         manifest: its manifest.
         lora: the run trains an adapter.
-
-    Raises:
-        ConfigError: the checkpoint is of the other kind.
     """
     if lora and manifest.base is None:
         raise ConfigError(
@@ -44,16 +41,16 @@ def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
 def check_adapter(
     folder: Path, rank: int, alpha: float, targets: str | Collection[str] | None, *, rslora: bool = False
 ) -> None:
-    """Check that the adapter in a full checkpoint has the rank, scale and targets of the one that is to be trained.
+    """Check that the adapter in a full checkpoint has the rank, scale and targets of the run's adapter.
 
     Args:
         folder: the step folder.
-        rank, alpha: of the adapter to be trained.
-        targets: ends of the names of the modules that it is for; None: not compared.
-        rslora: it counts alpha / sqrt(rank) times, and not alpha / rank times.
+        rank, alpha: of the run's adapter.
+        targets: ends of the names of its modules; None: not compared.
+        rslora: the scale is alpha / sqrt(rank), not alpha / rank.
 
     Raises:
-        ConfigError: it has others, or nothing tells.
+        ConfigError: they differ, or are not known.
     """
     path = folder / "actor" / CONFIG_FILE
     try:
@@ -81,19 +78,14 @@ def check_adapter(
 
 
 def _alike(saved: Collection[str], asked: Collection[str]) -> bool:
-    """Whether each name on either side is the end of one on the other: with vision towers, longer ones are saved."""
+    """Return whether each name is the end of one on the other side: with vision towers, longer names are saved."""
     met = [(a, b) for a in saved for b in asked if f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}")]
     return {a for a, _ in met} == set(saved) and {b for _, b in met} == set(asked)
 
 
 def noted_base(folder: Path) -> Base | None:
-    """Return what an adapter that was exported here notes of its base; None: peft saved it, which notes nothing.
-
-    Args:
-        folder: what peft loads.
-
-    Raises:
-        ConfigError: the file cannot be read, or its note.
+    """Return the base noted in an adapter that was exported here; None: peft saved it, without a note. Raises
+    ConfigError if the file or its note cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -109,15 +101,15 @@ def noted_base(folder: Path) -> Base | None:
 
 
 def check_base(folder: Path, known: Base | None, base: Base) -> None:
-    """Check that an adapter goes on upon the base that it was trained on.
+    """Check that an adapter continues on the base on which it was trained.
 
     Args:
-        folder: where the adapter is from.
-        known: what stands there of its base; None: nothing.
-        base: that the run has loaded.
+        folder: of the adapter.
+        known: the noted base; None: none.
+        base: the base that the run has loaded.
 
     Raises:
-        ConfigError: it is another one, or cannot be told from another one.
+        ConfigError: it is another one, or that cannot be told.
     """
     if known is None or known.digest == base.digest:
         return
@@ -140,21 +132,21 @@ def _scale(rslora: bool) -> str:
     return "alpha / sqrt(rank)" if rslora else "alpha / rank"
 
 
-# Whether a run may go on from a checkpoint, as far as the reference is concerned that its policy is held near to.
+# The reference model.
 
 
 OF_ADAPTER = "base"
-"""In place of the digest where the reference is the base of the adapter, which has a check of its own."""
+"""Stands for the digest if the reference is the base of the adapter, which `check_base` checks."""
 
 
 def check_same(folder: Path, before: Compared | None, now: Compared | None) -> None:
-    """Check that a policy is held near to what it was held near to. One that was held near to nothing may begin with
-    it, and one may go on without.
+    """Check that a policy keeps its reference model. A policy without one may get one, and one with a reference may
+    drop it.
 
     Args:
         folder: the step folder.
-        before: what its manifest says.
-        now: of the run that goes on.
+        before: the manifest's note.
+        now: the run's reference.
 
     Raises:
         ConfigError: it is another one.

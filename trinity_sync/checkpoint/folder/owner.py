@@ -1,8 +1,8 @@
-"""Which run a checkpoint folder or a mirror belongs to: its mark says so.
+"""The mark of a checkpoint folder or a mirror: the run to which it belongs.
 
-Nothing in a place without the mark of this run is deleted, overwritten, or read as a checkpoint of this run. A mark
-that cannot be read now is not the mark of this run. Places of earlier releases have no mark: a run that is resumed puts
-its own there if its record lists every checkpoint in the place.
+Nothing in a place without this run's mark is deleted, overwritten, or read as a checkpoint of this run; an unreadable
+mark is not this run's. Places of earlier releases have no mark: a resumed run marks them if its record lists every
+checkpoint there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trinity_sync.host.durable import make_folder, replace_file
 from trinity_sync.host.locks import open_lock, try_lock
 
 MARK = ".run.json"
-#: What a run moves, overwrites or deletes in its checkpoint folder.
+# Files that a run moves, overwrites or deletes in its checkpoint folder.
 _MANAGED = ("*global_step_*", *TRACKERS.values(), f"{STAGING}/*", f"{VERSIONS}/*", f"{TRASH_PREFIX}*")
 
 Recorded: TypeAlias = Collection[tuple[object, object, object, object]]
@@ -42,11 +42,11 @@ Recorded: TypeAlias = Collection[tuple[object, object, object, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The run that a place belongs to.
+    """The run of a place.
 
     Attributes:
         run: the run id.
-        folder: the run's folder, absolute; the checkpoint folder of a program that has none.
+        folder: the run's folder, absolute; without one, the checkpoint folder.
         host: name of the driver's machine.
         session: unique to one start of the run.
     """
@@ -63,7 +63,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str, name: str | Path) -> Owner:
-        """Read the text of a mark in a file of this name; UnreadableError where it is not one."""
+        """Parse a mark; `name` is the file's. Raises UnreadableError if it is not a mark."""
         try:
             body = dict(json.loads(text))
             return cls(**{field: str(body[field]) for field in ("run", "folder", "host", "session")})
@@ -78,21 +78,21 @@ class Owner:
         return f"run {self.run} in {self.folder} on {self.host}"
 
     def is_of(self, folder: str) -> bool:
-        """Return whether this is the mark of a run in this folder, by whatever path."""
+        """Return whether this is the mark of a run in this folder, by any path."""
         try:
             return self.folder == folder or Path(self.folder).samefile(folder)
         except OSError:
             return False
 
     def may_run(self, own: Owner) -> bool:
-        """Return whether the run of this mark may be running, for another run, which has locked its own folder."""
+        """Return whether the marked run may be running; asked by another run, which has locked its own folder."""
         if self.host != own.host:
             return True
         return not self.is_of(own.folder) and _may_be_locked(Path(self.folder, ".lock"))
 
     def may_be_of_another_copy(self, own: Owner) -> bool:
-        """Return whether the run of this id that has put this mark may still be in another folder: it is there, or
-        cannot be looked for from here, or not now.
+        """Return whether the marked run's folder may still exist elsewhere: it is there, or cannot be checked from here
+        or now.
         """
         if self.is_of(own.folder):
             return False
@@ -107,7 +107,7 @@ class Owner:
         return isinstance(record, dict) and record.get("id") == self.run
 
     def unlisted(self, manifests: Iterable[Manifest], recorded: Recorded) -> Manifest | None:
-        """Return the first manifest that neither names this run nor stands in its record; None: there is none."""
+        """Return the first manifest that neither names this run nor is in its record; None: there is none."""
 
         def is_listed(one: Manifest) -> bool:
             return one.run == self.run or (
@@ -118,7 +118,7 @@ class Owner:
 
 
 def read_mark(root: Path) -> Owner | None:
-    """Read the mark of a checkpoint folder; None: it has none. UnreadableError where it cannot be read now."""
+    """Read the mark of a checkpoint folder; None: there is none. Raises UnreadableError."""
     path = root / MARK
     try:
         owner = Owner.parse(path.read_text(encoding="utf-8"), path)
@@ -130,12 +130,10 @@ def read_mark(root: Path) -> Owner | None:
 
 
 def write_mark(root: Path, owner: Owner) -> None:
-    """Put a run's mark on its checkpoint folder, durable. The caller has locked the folder and called `check`.
-
-    Raises:
-        ConfigError: the disk refuses.
+    """Write a run's mark into its checkpoint folder, durably. The caller has locked the folder and called `check`.
+    Raises ConfigError if the disk refuses.
     """
-    if _inside(root, owner.folder):  # moves and is copied with the run's folder
+    if _inside(root, owner.folder):  # it moves with the run's folder
         owner = replace(owner, folder=os.path.relpath(owner.folder, root.absolute()))
     try:
         make_folder(root)
@@ -145,10 +143,8 @@ def write_mark(root: Path, owner: Owner) -> None:
 
 
 def adopt(root: Path) -> str:
-    """Return the run id of a checkpoint folder; one without a mark gets a mark. For programs without a run folder.
-
-    Raises:
-        UnreadableError: the mark, or a checkpoint of a folder without one, cannot be read now.
+    """Return the run id of a checkpoint folder; a folder without a mark gets one. For programs without a run folder.
+    Raises UnreadableError if the mark, or a checkpoint without one, cannot be read now.
     """
     mark = read_mark(root)
     if mark is None:
@@ -162,12 +158,13 @@ def check(root: Path, owner: Owner, *, recorded: Recorded | None, named: bool = 
     """Check that a run may use a checkpoint folder. Writes nothing.
 
     Args:
+        root: the checkpoint folder.
         owner: the run, which has locked its folder.
-        recorded: commits in the record of a run that is resumed; None: it is a new one.
-        named: the user has just named the folder for a run that is resumed.
+        recorded: commits in the record of a resumed run; None: a new run.
+        named: the user has just named the folder for a resumed run.
 
     Raises:
-        ConfigError: it belongs to another run, or that cannot be read now, or a new run would touch what is there.
+        ConfigError: it belongs to another run, or may do so, or a new run would change existing checkpoints.
     """
     try:
         problem = _problem(root, owner, recorded, named)
@@ -178,7 +175,7 @@ def check(root: Path, owner: Owner, *, recorded: Recorded | None, named: bool = 
 
 
 def refusal(mark: Owner) -> str:
-    """Say why a place with the mark of another run is refused."""
+    """Return the reason why a place with another run's mark is refused."""
     return (
         f"belongs to another run: {mark}; name another place, or delete {MARK} there if that run is over and has saved "
         "nothing there"
@@ -186,10 +183,11 @@ def refusal(mark: Owner) -> str:
 
 
 def manifests(root: Path, *, skip_unreadable: bool = False) -> Iterator[Manifest]:
-    """Yield the valid manifests in a checkpoint folder, also those of abandoned steps.
+    """Yield the valid manifests in a checkpoint folder, including abandoned steps.
 
     Args:
-        skip_unreadable: pass over what cannot be read now; else it raises UnreadableError.
+        root: the checkpoint folder.
+        skip_unreadable: skip unreadable ones; otherwise they raise UnreadableError.
     """
     for path in (path for path in _listed(root) if STEP_PREFIX in path.name):
         try:
@@ -212,7 +210,7 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
         return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"
     if mark.run != owner.run:
-        # A start takes the lock of the place next, which a run without a folder of its own has.
+        # A run without a folder of its own locks the place itself next.
         ours = mark.is_of(str(root)) or (inside and mark.is_of(owner.folder))
         return refusal(mark) if (mark.may_run(owner) and not ours) or _managed(root) else None
     if not named and mark.may_be_of_another_copy(owner):
@@ -221,7 +219,7 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
 
 
 def _may_be_locked(lock: Path) -> bool:
-    """Return whether a process may have this lock, also where that cannot be seen now."""
+    """Return whether another process may have this lock; True if that cannot be checked."""
     try:
         with os.fdopen(open_lock(lock, create=False, writable=False), "rb") as file:
             return not try_lock(file.fileno(), shared=True)
@@ -233,7 +231,7 @@ def _may_be_locked(lock: Path) -> bool:
 
 def _managed(root: Path) -> str | None:
     for folder in (root, root / STAGING, root / VERSIONS):
-        _listed(folder)  # or it raises: `glob` takes a folder that cannot be listed for an empty one
+        _listed(folder)  # raises: `glob` takes an unreadable folder for an empty one
     return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
 
 

@@ -1,7 +1,7 @@
-"""Putting a checkpoint folder in order: what a crash left half done is finished or taken back, leftovers go.
+"""Puts a checkpoint folder in order after a crash: finishes or undoes half-done work, and removes leftovers.
 
-How that is done of a deletion or a replacement is known there (`deletion`, `replacement`). To *clean* a part of the
-folder is to delete what nobody needs any more of what is in it: staged files, weights beside the step folders.
+To *clean* a part of the folder is to delete files in it that are not needed any more: staged files, or weights next to
+the step folders. `deletion` and `commits` undo their own work.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def recover(
     attempt: int | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Put the folder in order after a crash: finish deletions and replacements, clean what was staged.
+    """Finish or undo deletions and replacements, and clean staged files.
 
     Args:
-        keep: (step, attempt) whose staging folders are still in use.
-        attempt: whose versions beside the step folders are still in use; None: nobody's.
-        clock: Unix seconds, by which leases end.
+        root: the checkpoint folder.
+        keep: (step, attempt) of staging folders in use.
+        attempt: the attempt whose weights next to the step folders are in use; None: none.
+        clock: Unix seconds, for the expiry of leases.
 
     Raises:
-        RunError: a link stands in the place of a folder of ours. Nothing has been touched then.
+        RunError: one of our folders is a link. Nothing has been changed then.
     """
     if not root.is_dir():
         return
@@ -70,7 +71,7 @@ def recover(
 
 
 def _check_links(root: Path) -> None:
-    """Refuse links in place of folders whose content is deleted: that would be the content of another folder."""
+    """Refuse links in place of our folders: deleting behind one would delete another folder's files."""
     folders = [root / name for name in (STAGING, VERSIONS, LEASES, PRUNED)]
     for path in [*folders, *(root / STAGING).glob("*"), *(root / VERSIONS).glob("*")]:
         if path.is_symlink():
@@ -78,8 +79,8 @@ def _check_links(root: Path) -> None:
 
 
 def finish_replacements(root: Path) -> None:
-    """Bring back what a crash left out of its place: while a fuller one was to take it, or it was about to be deleted.
-    Nothing goes by that. The caller has locked the folder.
+    """Put back checkpoints that a crash left out of their place during a replacement or a deletion. Deletes nothing.
+    The caller has locked the folder.
     """
     undo_deletions(root, now=time.time())
     for path in root.glob(f"{REPLACED_PREFIX}*"):
@@ -89,7 +90,7 @@ def finish_replacements(root: Path) -> None:
 
 
 def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
-    """Delete what is staged of a step; not what a commit that failed has left there in place of its own."""
+    """Delete the staged files of a step, except those that a failed commit has put there."""
     for path in (staging_dir(root, step, attempt), partial_staging_dir(root, step, attempt)):
         if path.is_dir():
             finish_exchange(root, path, clock)
@@ -101,11 +102,12 @@ def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], fl
 def clean_versions(
     root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
 ) -> None:
-    """Delete the weights that were committed beside the step folders; what somebody reads stays until the next time.
+    """Delete weights next to the step folders; leased ones stay until the next call.
 
     Args:
-        attempt: that is running. Its place stays, also an empty one: a commit may be about to move into it.
-        keep: told a step, whether to leave that attempt's weights of it alone.
+        root: the checkpoint folder.
+        attempt: the running attempt. Its folder stays, even if empty: a commit may be about to move into it.
+        keep: step -> whether this attempt's weights of it stay.
         now: Unix seconds.
 
     Raises:
@@ -122,5 +124,5 @@ def clean_versions(
         empty_trash(place)
         if place != running and not scan(place):
             delete_folder(root, place)
-    with suppress(OSError):  # not empty, or not there
+    with suppress(OSError):  # not empty, or missing
         (root / VERSIONS).rmdir()

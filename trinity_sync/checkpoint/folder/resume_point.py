@@ -1,8 +1,8 @@
-"""From which checkpoint a run goes on: from no older one than was committed, unless the user says so.
+"""Finds the checkpoint from which a run resumes, and sets the folder back to it.
 
-What was committed is known from the run's own record and from the checkpoint folder's (`tracker_files`). A checkpoint
-that is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it
-was, may be there tomorrow.
+A run never resumes silently from an older checkpoint than was committed, as its record and the folder's files
+(`contents`) say. A damaged checkpoint is skipped, as it stays damaged. One that is unreadable or missing now may be
+there tomorrow, so the resume is refused.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint:
-    """Where a verl program begins.
+    """The start of a verl program.
 
     Attributes:
-        attempt: 0 for a fresh folder, one more for each start on it.
+        attempt: 0 for a fresh folder, one more for each later start on it.
         step: 0: the initial weights.
-        verified: False: verl itself wrote the checkpoint, so nobody knows whether its files are as they were.
+        verified: False: verl itself wrote the checkpoint, so its files have no digests.
     """
 
     attempt: int
@@ -53,7 +53,7 @@ class StartPoint:
 
 
 class UnseenError(RunError):
-    """What was committed cannot be seen; the message says what, and where it was looked for."""
+    """A committed checkpoint cannot be seen; the message names it and the place."""
 
 
 def find(
@@ -67,11 +67,11 @@ def find(
     """Find the newest full checkpoint that verifies; None: there is none.
 
     Args:
-        root: the checkpoint folder; nobody writes in it meanwhile.
-        skip_unreadable: go on from an older one where a newer one cannot be read now.
-        of_verl: take one that verl itself wrote, too.
-        roles: places, such as ``actor``, that one of verl's needs to have.
-        say: gets a sentence for each one that is passed over.
+        root: the checkpoint folder; no other program writes in it.
+        skip_unreadable: accept an older one if a newer one cannot be read now.
+        of_verl: accept checkpoints that verl itself wrote.
+        roles: places, such as ``actor``, that a checkpoint of verl's has to have.
+        say: called with a sentence for each one that is skipped.
 
     Raises:
         UnseenError: a newer one cannot be read now.
@@ -84,7 +84,7 @@ def find(
 
 
 def look(root: Path) -> None:
-    """Check as `find` does, but by manifests alone and in silence: for a first look, before anything is written.
+    """Check as `find` does, by manifests alone and silently, before anything is written.
 
     Raises:
         UnseenError, NewerFormatError: as `find`.
@@ -109,15 +109,17 @@ def check_all_seen(
     places: str | None = None,
     skip_missing: bool = False,
 ) -> None:
-    """Compare what was found with what is known to have been committed.
+    """Check that no committed checkpoint newer than `found` is missing.
 
     Args:
-        recorded: steps of full checkpoints that the run's record says were committed, and not deleted since.
-        places: where was looked, for the user; None: the folder.
-        skip_missing: go on from `found` though newer ones are gone.
+        root: the checkpoint folder.
+        found: the result of `find`.
+        recorded: steps of full checkpoints that the run's record lists as committed and not deleted.
+        places: the places that were searched, for the message; None: the folder.
+        skip_missing: accept `found` although newer ones are gone.
 
     Raises:
-        UnseenError: nothing was found, or something newer is not there any more.
+        UnseenError: nothing was found, or a newer checkpoint is missing.
     """
     noted = read_committed(root)
     named = noted if noted is not None else read_tracker(root, FULL).step
@@ -134,17 +136,17 @@ def check_all_seen(
 
 
 def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = ()) -> StartPoint:
-    """Prepare a checkpoint folder for a verl program, a fresh one or one that verl or this program has saved to.
+    """Prepare a checkpoint folder for a verl program: a fresh one, or one with checkpoints of verl or of this program.
 
     Args:
-        root: the folder; nobody writes in it meanwhile.
-        resume_step: where the user wants to begin; None: at the newest full checkpoint.
-        roles: places in a step's folder without which one of verl's is not full: verl's trainer names a step when all
-            roles were asked to save, and one of them may have been killed since.
+        root: the folder; no other program writes in it.
+        resume_step: the step to resume after; None: the newest full checkpoint.
+        roles: places in a step's folder that a full checkpoint of verl's has to have: verl's tracker names a step when
+            all roles were asked to save, and one of them may have been killed since.
 
     Raises:
-        RunError: there is no such checkpoint; or what was committed cannot be seen, is of a newer version, or would be
-            in the way. Nothing was changed then, but for what a crash had left out of its place.
+        RunError: there is no such checkpoint; or a committed one is missing, of a newer version, or in the way. Nothing
+            was changed then, except that checkpoints were put back after a crash.
     """
     recovery.finish_replacements(root)
     before = catalog.newest_attempt(root)
@@ -185,7 +187,7 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
 
 
 def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
-    """Return the first of the roles that a full checkpoint has no file of; None: it has all."""
+    """Return the first role of which a full checkpoint has no file; None: all are there."""
     return next((role for role in roles if not any(path.startswith(f"{role}/") for path in manifest.paths)), None)
 
 
@@ -207,14 +209,16 @@ def _steps(steps: Collection[int]) -> str:
     return f"step {text} was" if len(steps) == 1 else f"steps {text} were"
 
 
-# Setting a checkpoint folder back to the step that a resume goes on from. Later checkpoints are set aside.
+# Setting a checkpoint folder back to the step of a resume.
 
 
 def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
-    """Check that a resume may go on after a step: all later ones, which it sets aside, are this program's own.
+    """Check that all later steps than that of the resume, which it sets aside, are this program's own.
 
     Args:
-        of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
+        root: the checkpoint folder.
+        step: the step of the resume.
+        of_verl: verl itself may have written here. Otherwise folders that look like verl's are ours without a manifest.
 
     Raises:
         RunError: a later one was written by a newer version of this program, by another run, or by verl.
@@ -224,26 +228,27 @@ def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
 
 
 def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:
-    """Prepare a resume: `attempt` goes on after `step`. Later folders become ``abandoned-*``, trackers are set back.
+    """Set a checkpoint folder back for a resume: later folders become ``abandoned-*``, trackers name `step`.
 
     Args:
-        step: the step that the resume starts from; 0: from the initial weights.
-        attempt: the new attempt; what is staged of others is removed.
+        root: the checkpoint folder.
+        step: the step of the resume; 0: the initial weights.
+        attempt: the new attempt; staged files of others are removed.
         of_verl: as for `check_start`.
 
     Returns:
         The new paths of the abandoned folders.
 
     Raises:
-        RunError: as `check_start`; nothing has been touched then.
+        RunError: as `check_start`; nothing has been changed then.
     """
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)
     unlink_notes(root, attempt)
     infos = scan(root)
-    # What the resume starts from may be verl's own.
+    # The step of the resume may be verl's own.
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
-    # Trackers first: a crash in between leaves them naming something that is there.
+    # Trackers first: after a crash in between they name an existing checkpoint.
     if root.is_dir():
         write_committed(root, max((of for of in full if of <= step), default=0))
     for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):

@@ -1,3 +1,3 @@
-"""A second place for committed full checkpoints: `storage` reaches it, `copies` knows what lies there, `process` keeps
-that work in a process of its own, and `run` is what the driver and the monitor of a run do with it.
+"""A second place for committed full checkpoints. `copies` reads and writes the place; `run_mirror` is called by the
+driver and the monitor of a run, and does that work in a child process.
 """

@@ -1,21 +1,20 @@
-"""A second place for committed full checkpoints, laid out as the checkpoint folder is::
+"""A mirror: a second place for committed full checkpoints, laid out as the checkpoint folder is::
 
     .run.json                                                   the mark of the run, see `owner`
     latest_checkpointed_iteration.txt
-    global_step_20/manifest.json, global_step_20/actor/...      a checkpoint, as here
-    global_step_30/.uploading.json, global_step_30/actor/...    on its way; no checkpoint
-    global_step_40/manifest.abandoned.json, ...                 later than what a resume began with; no checkpoint
+    global_step_20/manifest.json, global_step_20/actor/...      a checkpoint
+    global_step_30/.uploading.json, global_step_30/actor/...    being copied; not a checkpoint
+    global_step_40/manifest.abandoned.json, ...                 later than the step of a resume; not a checkpoint
 
-Of a checkpoint the manifest is written last, and the tracker after it, so a copy that broke off is none there. What
-has arrived is noted in ``.uploading.json`` together with the manifest's own digest: a copy that is tried again sends
-the rest, and one of another attempt starts over. Size alone would not do: clients that write blocks side by side leave
-a torn file of full length.
+The manifest is written after all files, and the tracker last, so a broken copy is not a checkpoint. ``.uploading.json``
+lists the files that have arrived, with the manifest's own digest: a retry sends the rest, and a copy of another attempt
+starts over. Sizes would not be enough, as clients that write blocks concurrently may leave a torn file of full length.
 
-A place belongs to the one run whose mark it has. A folder there is that run's where its manifest says so, or where it
-has none, its note of an upload; all else is left alone. (Neither names a run where an earlier release wrote it; `claim`
-has compared such manifests with the run's record.)
+A place belongs to the one run whose mark it has. A folder in it belongs to the run that its manifest names, or without
+one its note of an upload; other folders are left alone. (Files of earlier releases name no run; `claim` has compared
+their manifests with the run's record.)
 
-Blocking, one writer at a time.
+The calls block. One writer at a time.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from trinity_sync.checkpoint.folder.contents import (
     step_of,
     write_manifest,
 )
+from trinity_sync.checkpoint.folder.deletion import facts_of
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
-from trinity_sync.checkpoint.folder.prune import facts_of
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import digest_file, make_folder, replace_file, sync_folder
 from trinity_sync.host.urls import local_folder
@@ -70,21 +69,21 @@ _TICK_S = 1.0
 
 
 class DamagedError(RunError):
-    """A checkpoint is not what its manifest says, here or there; trying again would not help."""
+    """A checkpoint differs from its manifest, here or at the mirror; a retry would not help."""
 
 
 class ForeignError(RunError):
-    """The place, or a folder there, belongs to another run; trying again would not help."""
+    """The place, or a folder in it, belongs to another run; a retry would not help."""
 
 
 class Mirror:
     """The checkpoints at a place.
 
     Args:
-        open_storage: opens a connection to it; called once per thread that needs one.
-        owner: the run that copies there.
-        say: called with a sentence for each copy that is passed over or fetched.
-        progress: called with (bytes here, bytes in all) about once a second while one is fetched.
+        open_storage: opens a connection; called once per thread.
+        owner: the run that copies to the place.
+        say: called with a sentence for each copy that is skipped or fetched.
+        progress: called with (bytes here, bytes in all) about once a second during a download.
     """
 
     def __init__(
@@ -102,8 +101,8 @@ class Mirror:
     # ---- whose it is
 
     def claim(self, known: Recorded = (), *, again: bool = False, named: bool = False) -> None:
-        """Put the run's mark there. Of runs that try it at the same instant, one at most succeeds. For the arguments
-        and errors see `check`; RunError also where what is written there cannot be read back.
+        """Put the run's mark on the place; of runs that try it at the same time, at most one succeeds. Arguments and
+        errors as for `check`; RunError also if a written file cannot be read back.
         """
         own = f"{_CLAIM}{self._owner.session}"
         self.check(known, again=again, named=named)
@@ -122,27 +121,27 @@ class Mirror:
             self._storage.delete(own)
 
     def unmark(self) -> None:
-        """Delete the mark that this start of the run put there."""
+        """Delete the mark of this start of the run."""
         if self._owner_in(MARK) == self._owner:
             self._storage.delete(MARK)
 
     def _take_back(self, name: str) -> None:
-        """Delete what a start that was killed has left of its claim."""
+        """Delete the claim of a start that was killed."""
         claimant = self._owner_in(name)
         if claimant is not None and claimant.run != self._owner.run and claimant.may_run(self._owner):
             raise ForeignError(f"{claimant} is about to take it; start again, or delete {name} if that run is over")
         self._storage.delete(name)
 
     def check(self, known: Recorded = (), *, again: bool = False, named: bool = False) -> None:
-        """Check that the run may put its mark there. Writes nothing.
+        """Check that the run may put its mark on the place. Writes nothing.
 
         Args:
-            known: commits in the run's own record, or here.
-            again: the run has used the place before: one that has neither its mark nor checkpoints is a RunError.
+            known: commits in the run's own record, or in its checkpoint folder.
+            again: the run has used the place before, so RunError if it has neither the run's mark nor checkpoints.
             named: the user has just named the place for this run.
 
         Raises:
-            ForeignError: the place belongs to another run, or holds what this run has no record of.
+            ForeignError: the place belongs to another run, or has checkpoints that this run has no record of.
             UnreadableError: its mark cannot be read.
         """
         mark, steps, own = self._mark(), self.steps(), self._owner
@@ -177,7 +176,7 @@ class Mirror:
         return None if text is None else Owner.parse(text, name)
 
     def _check_mine(self) -> None:
-        """Check that the place has the mark that this start of the run put there: writing goes on only then."""
+        """Check that the place still has the mark of this start of the run, before a write."""
         mark = self._mark()
         if mark is None:
             raise RunError(_UNMARKED)
@@ -188,7 +187,9 @@ class Mirror:
         return manifest.run in (None, self._owner.run)
 
     def _unfinished(self, step: int) -> bool:
-        """Return whether this run has begun a folder without a valid manifest, or to delete it, or has abandoned it."""
+        """Return whether a folder without a valid manifest is this run's: being uploaded, being deleted, or
+        abandoned.
+        """
         note, abandoned = self._note(step), self._abandoned(step)
         noted = note is not None and note.get("run") in (None, self._owner.run)
         return noted or (abandoned is not None and self._is_ours(abandoned))
@@ -196,16 +197,11 @@ class Mirror:
     # ---- looking
 
     def steps(self) -> list[int]:
-        """List the steps of all folders there, whole or not, ascending."""
+        """List the steps of all folders at the place, complete or not, ascending."""
         return sorted(step for name in self._storage.folders() if (step := step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest | None:
-        """Read the manifest of a step there; None where there is none.
-
-        Raises:
-            NewerFormatError: a later version of this program wrote it.
-            ManifestError: it is damaged.
-        """
+        """Read the manifest of a step; None: there is none. Raises NewerFormatError, ManifestError."""
         name = f"{_folder(step)}/{MANIFEST}"
         try:
             text = self._storage.read(name)
@@ -214,8 +210,8 @@ class Mirror:
         return parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
-        """List those of the given steps of the local folder that are not there as they are here, or may not be,
-        ascending.
+        """List those of the steps of the local folder that the mirror does not have, or may not have, in the same
+        state, ascending.
         """
         found = []
         for step in sorted(steps):
@@ -234,21 +230,19 @@ class Mirror:
     # ---- sending
 
     def upload(self, root: Path, step: int, *, start: int | None = None) -> int:
-        """Copy a committed full checkpoint. The caller has a lease on it.
+        """Copy a committed full checkpoint, which the caller has leased. Returns the bytes sent; files that are there
+        already are not sent.
 
         Args:
             root: the local checkpoint folder.
-            step: which checkpoint.
-            start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None: not
-                known; those after `step` are.
-
-        Returns:
-            The bytes that were sent; files that were there already are not.
+            step: the checkpoint.
+            start: the step after which this attempt resumed: later steps of earlier attempts become abandoned. None:
+                not known; those after `step` do.
 
         Raises:
-            DamagedError: a local file is not as the manifest says.
-            ForeignError: the place, or the folder of the step there, is not this run's.
-            ManifestError: there is no such checkpoint here, or one of a newer version there.
+            DamagedError: a local file differs from the manifest.
+            ForeignError: the place, or the step's folder in it, is not this run's.
+            ManifestError: there is no such checkpoint here, or the place has one of a newer version.
         """
         self._check_mine()
         manifest = read_manifest(step_dir(root, step))
@@ -274,13 +268,13 @@ class Mirror:
         return sum(entry.bytes for entry in sent)
 
     def _noted(self, step: int, manifest: Manifest) -> set[str]:
-        """Return the files that an earlier try of this very checkpoint has brought there."""
+        """Return the files that an earlier try has sent of the same checkpoint."""
         note = self._note(step) or {}
         files = note.get("files")
         return {*map(str, files)} if isinstance(files, list) and note.get("self") == manifest.own_digest else set()
 
     def _note(self, step: int) -> dict[str, object] | None:
-        """Return what is noted of an upload that has not ended, or of a deletion; None: nothing is."""
+        """Return the note of an unfinished upload or deletion; None: there is none."""
         text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
         try:
             return None if text is None else dict(json.loads(text))
@@ -322,7 +316,7 @@ class Mirror:
                 raise OSError(f"{entry.path} arrived with {present.get(entry.path, 'no')} bytes, not {entry.bytes}")
 
     def _name_newest(self, manifest: Manifest, start: int | None) -> None:
-        """Take what this attempt left behind out of sight, and let the tracker name the newest of the rest."""
+        """Abandon later steps of earlier attempts, and set the tracker to the newest of the others."""
         after = manifest.step if start is None else min(start, manifest.step)
         newest = manifest.step
         for step in self.steps():
@@ -342,15 +336,16 @@ class Mirror:
     # ---- retention
 
     def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
-        """Delete what the policies give up of what is there, and torn copies of what is no longer here.
+        """Delete the checkpoints that the policies do not keep, and torn copies of checkpoints that are not here any
+        more.
 
         Args:
             policies: the retention policies.
-            root: the local checkpoint folder, whose pins count there too.
+            root: the local checkpoint folder, whose pins count too.
             now: Unix seconds.
 
         Returns:
-            The steps that were deleted, ascending.
+            The deleted steps, ascending.
 
         Raises:
             ForeignError: the place is not this run's.
@@ -383,21 +378,20 @@ class Mirror:
     # ---- fetching
 
     def download(self, root: Path, *, newer_than: tuple[int, int] | None = None) -> int | None:
-        """Bring the newest good full checkpoint into the local folder.
+        """Fetch the newest good full checkpoint into the local folder.
 
-        It is put together in the staging folder, every file checked against its digest, and made visible with one
-        rename; a folder of that step which is here already is renamed first. What was fetched by a try that broke off
-        is not fetched again.
+        It is written into the staging folder, every file is checked by its digest, and one rename makes it visible; an
+        existing folder of that step is renamed first. Files that an interrupted try has fetched are not fetched again.
 
         Args:
-            root: the local checkpoint folder; nobody else may use it meanwhile.
-            newer_than: (attempt, step) of the best one here; None: there is none.
+            root: the local checkpoint folder; no other program uses it.
+            newer_than: (attempt, step) of the best local one; None: there is none.
 
         Returns:
-            Its step; None where nothing newer than `newer_than` is good.
+            Its step; None: no newer one is good.
 
         Raises:
-            NewerFormatError: a later version of this program has saved a newer one there.
+            NewerFormatError: a later version of this program has saved a newer one.
         """
         for manifest in self._candidates(newer_than):
             self._say(
@@ -412,7 +406,9 @@ class Mirror:
         return None
 
     def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[Manifest]:
-        """Yield the manifests there, the newest of the latest attempt first. NewerFormatError where that is not all."""
+        """Yield the manifests, the newest of the latest attempt first. Raises NewerFormatError before one is skipped
+        that cannot be parsed.
+        """
         found: list[Manifest] = []
         unknown: dict[int, NewerFormatError] = {}
         for step in reversed(self.steps()):
@@ -467,10 +463,8 @@ class Mirror:
         entries: Sequence[FileEntry],
         tick: Callable[[], object] = lambda: None,
     ) -> None:
-        """Do something to several files at a time; the first error is raised and what has not begun is left.
-
-        Args:
-            tick: called about once a second meanwhile.
+        """Do work on several files concurrently, and call `tick` about once a second. Raises the first error; files
+        that have not begun are skipped.
         """
         lanes = threading.local()
 
@@ -492,7 +486,7 @@ class Mirror:
                 future.result()
 
     def _sound(self, step: int) -> Manifest | None:
-        """Read the manifest of a step there; None where there is none that is valid. NewerFormatError as `manifest`."""
+        """Read the manifest of a step; None: there is no valid one. Raises NewerFormatError."""
         try:
             return self.manifest(step)
         except NewerFormatError:
@@ -508,7 +502,7 @@ def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What has come of files so far, also of those that are under way."""
+    """Return the bytes of a folder's files, including those being written."""
     found = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -521,7 +515,7 @@ def _folder(step: int) -> str:
 
 
 def _problem(path: Path, entry: FileEntry, *, durable: bool) -> str | None:
-    """Say how a file differs from its entry; None where it does not."""
+    """Return how a file differs from its entry; None: it does not."""
     try:
         size, digest = digest_file(path, durable=durable)
     except FileNotFoundError:
@@ -537,7 +531,7 @@ def _problem(path: Path, entry: FileEntry, *, durable: bool) -> str | None:
 
 
 class _Info(TypedDict):
-    """What is used of what fsspec tells of a file or folder."""
+    """The fields of fsspec's file info that are used."""
 
     name: str
     type: str
@@ -545,11 +539,11 @@ class _Info(TypedDict):
 
 
 class Storage:
-    """A folder at a place, with a connection of its own. Not for several threads at a time. Writes to a path on this
-    machine are durable when the call returns.
+    """Files below a folder that fsspec reaches, with a connection of its own. Not thread-safe. Writes to a local path
+    are durable when the call returns.
 
-    Names are relative to the folder, with ``/``. Everything raises what the place's client raises: an `OSError`, or an
-    error of its own where the connection is lost.
+    Names are relative to the folder, with ``/``. Errors are those of the place's client: an `OSError`, or its own error
+    for a lost connection.
 
     Args:
         place: a path, or a URL that fsspec knows; it need not exist yet.
@@ -570,7 +564,7 @@ class Storage:
         self._folders: set[str] = set()
 
     def put(self, source: Path, name: str) -> None:
-        """Copy a file there; a file of that name is replaced."""
+        """Copy a local file to the place, over a file of that name."""
         path = self._writable(name)
         self._fs.put_file(str(source), path)
         if self._local:
@@ -582,16 +576,12 @@ class Storage:
             sync_folder(Path(path).parent)
 
     def get(self, name: str, target: Path) -> None:
-        """Copy a file from there.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Copy a file from the place. Raises FileNotFoundError."""
         target.parent.mkdir(parents=True, exist_ok=True)
         self._fs.get_file(self._path(name), str(target))
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file; on a path of this machine all of it or nothing."""
+        """Write a small file; atomic on a local path."""
         path = self._writable(name)
         if self._local:
             replace_file(Path(path), text)
@@ -599,11 +589,7 @@ class Storage:
             self._fs.pipe_file(path, text.encode())
 
     def read(self, name: str) -> str | None:
-        """Read a small file; None where there is none.
-
-        Raises:
-            UnicodeDecodeError: it holds no text.
-        """
+        """Read a small file; None: there is none. Raises UnicodeDecodeError if it is not text."""
         try:
             text: str = self._fs.cat_file(self._path(name)).decode()
         except FileNotFoundError:
@@ -611,19 +597,19 @@ class Storage:
         return text
 
     def files(self, name: str = "") -> dict[str, int]:
-        """List all files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
+        """List all files below a folder: name relative to it -> bytes. Empty if there is no such folder."""
         return dict(self._walk(self._path(name), ""))
 
     def names(self) -> list[str]:
-        """List the names of all files and folders that lie here directly."""
+        """List the names of the files and folders directly in the place."""
         return sorted(name for name, _ in self._children(self._base))
 
     def folders(self) -> list[str]:
-        """List the names of the folders that lie here directly."""
+        """List the names of the folders directly in the place."""
         return sorted(name for name, info in self._children(self._base) if info["type"] == "directory")
 
     def delete(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing where there is none."""
+        """Delete a file, or a folder with its contents, if it is there."""
         try:
             self._fs.invalidate_cache()
             path = self._path(name)

@@ -1,4 +1,6 @@
-"""The mirror of a run: the driver asks it before a run and before a resume, the monitor fills it in the background."""
+"""The mirror of a run: the driver checks it and fetches from it before the run, the monitor fills it in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,14 @@ def _say(text: str) -> None:
 
 @dataclass
 class RunMirror:
-    """Where committed checkpoints are copied to, as the driver sees it.
+    """The mirror, for the driver.
 
     Args:
         place: an absolute path, or a URL that fsspec knows.
-        settings: `checkpoint.mirror_*`; `marked` once this driver has put the mark there.
+        settings: `checkpoint.mirror_*`; `marked` once this driver has put its mark there.
         owner: the run.
-        log: gets the words of the copying processes that the driver starts; None: they go to standard error.
-        say: gets a sentence for all that the user should know.
+        log: file for the output of the child processes; None: standard error.
+        say: called with a sentence for the user.
     """
 
     place: str
@@ -74,11 +76,11 @@ class RunMirror:
 
     @property
     def name(self) -> str:
-        """The place as it may be shown."""
+        """The place without secrets."""
         return shown(self.place)
 
     def check(self, root: Path, recorded: Recorded = ()) -> None:
-        """Find out before a run whether the place can be written and is this run's, and put its mark there.
+        """Check before a run that the place can be written and is this run's, and put its mark there.
 
         Args:
             root: the local checkpoint folder.
@@ -91,11 +93,11 @@ class RunMirror:
         self.settings = replace(self.settings, marked=True)
 
     def look(self, root: Path) -> None:
-        """Check what a new run needs, as `check`, and write nothing."""
+        """Check a new run's place as `check` does, and write nothing."""
         self._ask(root, Mirror.check)
 
     def unmark(self) -> None:
-        """Delete the mark that `check` put there, if it did; MirrorError where that cannot be done."""
+        """Delete the mark of `check`, if there is one. Raises MirrorError."""
         if self.settings.marked:
             self._call(Mirror.unmark)
 
@@ -121,23 +123,22 @@ class RunMirror:
         progress: Callable[[int, int], object] = lambda done, total: None,
         recorded: Recorded = (),
     ) -> int | None:
-        """Bring the newest good checkpoint there into the local folder where it is newer than the best one here.
+        """Fetch the newest good checkpoint into the local folder if it is newer than the best local one.
 
         Args:
-            root: the local checkpoint folder, used by nobody else meanwhile.
-            best: the newest good one here; None: there is none.
-            least: nothing older than this step would do.
-            progress: called with (bytes here, bytes in all) while it is fetched.
+            root: the local checkpoint folder; no other program uses it.
+            best: the newest good local one; None: there is none.
+            least: fetch nothing older than this step.
+            progress: called with (bytes here, bytes in all) during the download.
             recorded: commits in the run's own record.
 
         Returns:
-            The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached
-            and there is a `best`.
+            The step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a `best`.
 
         Raises:
             ConfigError: the mirror belongs to another run, or is the checkpoint folder itself.
-            NewerFormatError: what is newer there was written by a later version of this program.
-            RunError: the mirror cannot be reached and there is nothing here.
+            NewerFormatError: the newer checkpoint was written by a later version of this program.
+            RunError: the mirror cannot be reached and there is no local checkpoint.
         """
         self._check_apart(root)
         here = best.step if best is not None else 0
@@ -168,12 +169,7 @@ class RunMirror:
         return found
 
     def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
-        """Wait for the copies that are under way, and tell the user, also as a fault, what did not get there.
-
-        Args:
-            monitor: the checkpoint monitor.
-            limit_s: limit of the wait, seconds.
-        """
+        """Wait for the copies under way, at most `limit_s` seconds; report missing ones to the user and as a fault."""
         try:
             missing = monitor.wait_mirrored(limit_s).result(
                 interrupts.left(limit_s + _ANSWER_S, interrupts.REST_S - 2.0)
@@ -192,20 +188,20 @@ class RunMirror:
 
 
 class Uploads:
-    """Copies committed full checkpoints to a mirror, oldest first.
+    """Copies committed full checkpoints to a mirror, oldest first, on a thread of its own.
 
-    One that retention has deleted here before its turn came is skipped, with an event. One whose tries are used up is
-    put off until another has got through. While a step is being copied, between its tries too, it is leased.
+    A step that retention has deleted locally before its turn is skipped, with an event. A step whose tries are used up
+    is put off until another step has been copied. A step is leased from its first try to its last.
 
     Args:
         root: the local checkpoint folder.
         place: the mirror: a path, or a URL that fsspec knows.
-        settings: `checkpoint.mirror_*`. The first copy puts the mark of the run there, unless it is `marked`.
+        settings: `checkpoint.mirror_*`. The first copy puts the run's mark there, unless it is `marked`.
         owner: the run.
         policies: retention, for a mirror that keeps the same.
-        start: the step after which this attempt goes on; None: it is the first, or not known.
-        report: gets the events, in the queue's thread.
-        on_idle: called there when there is nothing left to do.
+        start: the step after which this attempt resumed; None: it is the first, or not known.
+        report: called with the events, on the thread.
+        on_idle: called there when no work is left.
         clock: Unix seconds.
     """
 
@@ -238,21 +234,21 @@ class Uploads:
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
     def add(self, step: int) -> None:
-        """Queue a step that was committed."""
+        """Queue a committed step."""
         with self._changed:
             if step not in self._waiting:
                 self._waiting.append(step)
             self._changed.notify()
 
     def catch_up(self, steps: Collection[int]) -> None:
-        """Queue steps that are here already: those of them that the mirror does not have are copied first."""
+        """Queue local steps: those that the mirror does not have are copied first."""
         with self._changed:
             self._unsure = sorted(steps)
             self._changed.notify()
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being copied or waits for it."""
+        """Whether a step is being copied or queued."""
         with self._changed:
             return bool(self._working or self._waiting or self._unsure)
 
@@ -263,7 +259,7 @@ class Uploads:
             return dict(sorted((self._lost | self._given_up | waiting).items()))
 
     def stop(self) -> None:
-        """Break off what is under way."""
+        """Cancel the work under way."""
         self._stop.set()
         with self._changed:
             self._changed.notify()
@@ -346,7 +342,7 @@ class Uploads:
 
         Raises:
             MirrorError: it cannot be read or leased now.
-            RunError: it is damaged, or somebody has been about to delete it for long.
+            RunError: it is damaged, or its deletion has been under way for long.
         """
         try:
             return lease_checkpoint(self._root, step, reader="mirror", seconds=_LEASE_S, clock=self._clock)
@@ -358,7 +354,7 @@ class Uploads:
             return None
 
     def _call(self, work: Callable[[Mirror], T], where: str, lease: CheckpointLease | None = None) -> T:
-        """Have it done, in several tries; each one that fails is a fault, and the lease is renewed meanwhile."""
+        """Do work in several tries, and renew the lease meanwhile; each failed try is a fault event."""
 
         def tick() -> None:
             if lease is not None:
@@ -368,7 +364,7 @@ class Uploads:
         return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)
 
     def _settle(self, step: int | None, problem: str | None = None, *, final: bool = False) -> None:
-        """End a step's turn. What failed for good is not tried again, and stays among what is left."""
+        """End a step's turn. A final failure is not tried again, and stays in `left`."""
         with self._changed:
             if step is not None and step in self._waiting:
                 self._waiting.remove(step)
@@ -422,7 +418,7 @@ def _copy(
 def _fetch(
     mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: Mapping[str, Any]
 ) -> int | NewerFormatError | None:
-    """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
+    """Call `Mirror.download`, and return a NewerFormatError, which would not change in a retry."""
     mirror.claim(**claim)
     try:
         return mirror.download(root, newer_than=newer_than)

@@ -1,7 +1,7 @@
-"""The weights of any checkpoint, tensor by tensor, without a training engine. Needs torch; opens files only.
+"""Reads the weights of any checkpoint, tensor by tensor, without a training engine. Needs torch; only opens files.
 
-`open_weights` tells the formats apart by what lies in the folder. A tensor is put together when it is read, so memory
-stays near the size of one. Called by export and diff, and for use as a library::
+`open_weights` recognises the format by the files in the folder. A tensor is assembled when it is read, so memory stays
+near the size of one tensor. Export and diff call it, and so may other programs::
 
     weights = open_weights(Path("checkpoints/global_step_20"))
     for name in weights:
@@ -39,22 +39,22 @@ from trinity_sync.weights.wire import WireFormat
 __all__ = ["TensorInfo", "Weights", "WeightsError", "open_weights"]
 
 _MODEL_PREFIX = "model."
-"""Of the model's tensors in a checkpoint of torch.distributed.checkpoint; the optimizer's begin with another one."""
+"""Prefix of the model's tensors in a checkpoint of torch.distributed.checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors that ``save_pretrained`` would write, under the names it would use; of an adapter, peft's. Iterates
-    over the names.
+    """The tensors that ``save_pretrained`` would write, under the names that it would use; for an adapter, peft's
+    names. Iterates over the names.
 
     Attributes:
-        folder: what was opened.
+        folder: the opened folder.
         format: how the weights are stored, for people.
-        config: folder with the model's config and tokenizer; None where none was found. The names are then those that
-            are stored, and tied tensors may appear twice.
-        manifest: the checkpoint's manifest, None where it has none.
+        config: folder with the model's config and tokenizer; None: not found. The names are then those that are stored,
+            and tied tensors may appear twice.
+        manifest: the checkpoint's manifest; None: there is none.
         adapter: these are a LoRA adapter, without its base.
-        adapter_config: what the adapter's ``adapter_config.json`` says; None where none was found.
+        adapter_config: the adapter's ``adapter_config.json``; None: not found.
     """
 
     folder: Path
@@ -79,7 +79,7 @@ class Weights:
         return self._sources[name].info
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor to the CPU, in the dtype it is stored in. Do not write to it: it may be the mapped file.
+        """Read a whole tensor to the CPU, in its stored dtype. Do not write to it: it may be a mapped file.
 
         Raises:
             KeyError: an unknown name.
@@ -88,22 +88,22 @@ class Weights:
         return self._sources[name].read()
 
     def digest(self, wire: WireFormat | str | None) -> str:
-        """Compute the version digest (hex) of the weights; reads all of them.
+        """Return the version digest (hex) of the weights; reads all of them.
 
         Args:
-            wire: the dtypes that tensors are cast to, or the one dtype of all floating ones; None: as they are.
+            wire: the dtypes to which tensors are cast, or one dtype for all floating ones; None: not cast.
         """
         return version_digest([digest_entry(name, self.read(name), wire) for name in self])
 
     def without(self, names: Collection[str]) -> Weights:
-        """Return these weights but for some tensors, of which there need be none."""
+        """Return these weights without some names, which may be unknown."""
         return replace(self, _sources={name: source for name, source in self._sources.items() if name not in names})
 
     def merged_into(self, base: Weights) -> Weights:
         """Return the base with this adapter added, computed in float32 when a tensor is read.
 
         Raises:
-            WeightsError: they do not belong together, or nothing tells how the adapter is scaled.
+            WeightsError: they do not belong together, or the adapter's scale is not known.
         """
         if self.adapter_config is None:
             raise WeightsError(f"no adapter_config.json was found in or beside {self.folder}, by which it is scaled")
@@ -118,11 +118,11 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
 
     Args:
         folder: a step folder (with ``actor/``), such an ``actor`` folder, or a Hugging Face folder.
-        config: folder with the model's ``config.json``, where it does not lie beside the weights.
+        config: folder with the model's ``config.json``, if it is not next to the weights.
 
     Raises:
-        WeightsError: there are no weights of a format that is read; a file is missing or damaged, or files contradict
-            each other. A file whose bytes were changed in place shows in its digest only: see `verification.verify`.
+        WeightsError: there are no weights of a known format; a file is missing or damaged, or files contradict each
+            other. A file whose bytes were changed in place is found by its digest only: see `catalog.verify`.
         ManifestError: the folder's manifest is damaged.
     """
     if not folder.is_dir():
@@ -136,7 +136,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
         _check_sizes(folder, manifest)
     given, config = config, config or find_config(folder)
     sources: Mapping[str, TensorReader]
-    saved = False  # under the names of `save_pretrained`
+    saved = False  # the names are not those of `save_pretrained`
     if files := shard_files(place):
         name, sources = f"verl's files of {len(files)} ranks", open_shards(files)
     elif (place / "dcp").is_dir():
@@ -161,7 +161,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
 
 
 def _config_of(folder: Path, manifest: Manifest | None) -> Mapping[str, object] | None:
-    """What the manifest says of an adapter, else a file in or beside the folder."""
+    """Return an adapter's config from the manifest, or from a file in or near the folder."""
     if manifest is not None and manifest.base is not None and manifest.base.adapter is not None:
         return manifest.base.adapter
     path = find_adapter_config(folder)
@@ -169,7 +169,7 @@ def _config_of(folder: Path, manifest: Manifest | None) -> Mapping[str, object] 
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that the model's files are there as they were committed, as far as that shows without reading them."""
+    """Check that the model's files have the sizes in the manifest."""
     for entry in manifest.files:
         if not entry.path.startswith(("actor/model_", "actor/weights_", "actor/dcp/", "actor/model/dist_ckpt/")):
             continue
@@ -182,7 +182,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _nothing(place: Path) -> str:
-    """Say why a folder cannot be read."""
+    """Return the error for a folder without weights."""
     binary = next(iter(sorted(place.glob("pytorch_model*.bin"))), None)
     if binary is not None:
         return f"{binary} is a pickle; of Hugging Face folders only those with safetensors are read"

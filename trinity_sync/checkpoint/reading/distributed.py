@@ -1,8 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint: ``.metadata`` and ``__R_N.distcp``, the model below a prefix.
+"""Reads checkpoints of torch.distributed.checkpoint: ``.metadata`` and ``__R_N.distcp``, with the model below a prefix.
 
-``.metadata`` is a pickle. It is read by an unpickler that knows the few classes which belong there, by stand-ins that
-only keep fields; anything else in it is an error. Each chunk of a tensor is a small torch file inside a ``.distcp``
-file, loaded by torch's weights-only loader when it is needed.
+``.metadata`` is a pickle. Its unpickler knows the few classes that belong there, through stand-ins that only keep
+fields, and refuses others. Each chunk of a tensor is a small torch file inside a ``.distcp`` file, loaded by torch's
+weights-only loader when it is needed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from trinity_sync.checkpoint.reading.pieces import (
     TensorReader,
     WeightsError,
     assembled,
-    loading_fault,
 )
 from trinity_sync.models.files import CONFIG
-from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.tensors import from_torch, loading_fault
 
 METADATA = ".metadata"
 
@@ -58,7 +57,7 @@ _KNOWN: dict[str, type[object]] = {
             "filesystem._StorageInfo",
         )
     },
-    # of what FSDP1 shards without a device mesh
+    # by FSDP1 without a device mesh
     **{
         f"torch.distributed._shard.{name}": Record
         for name in (
@@ -90,11 +89,11 @@ def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
     """Open the tensors whose keys begin with a prefix, under the rest of their keys.
 
     Args:
-        folder: a folder of torch's distributed checkpoints, with ``.metadata``.
-        prefix: what the keys begin with, such as ``"model."``.
+        folder: of a torch distributed checkpoint, with ``.metadata``.
+        prefix: such as ``"model."``.
 
     Raises:
-        WeightsError: a file is missing or damaged, or the chunks of a tensor do not make it up.
+        WeightsError: a file is missing or damaged, or the chunks of a tensor do not cover it.
     """
     path = folder / METADATA
     try:
@@ -103,7 +102,7 @@ def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
         tensors, places = _contents(metadata)
     except FileNotFoundError:
         raise WeightsError(f"{path} is missing, without which {folder} cannot be read") from None
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle raises nearly any error
         raise WeightsError(f"{path} cannot be read, it is damaged: {type(error).__name__}: {error}") from error
     chosen = {key: entry for key, entry in tensors.items() if key.startswith(prefix)}
     if not chosen:
@@ -160,7 +159,7 @@ def _load(file: Path, key: str, offset: int, length: int) -> torch.Tensor:
             stream.seek(offset)
             data = stream.read(length)
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises nearly anything for a damaged file
+    except Exception as error:  # torch raises nearly any error for a damaged file
         raise WeightsError(
             f"{file}: {key} at byte {offset} cannot be read, it is damaged: {loading_fault(error)}"
         ) from error
@@ -169,7 +168,7 @@ def _load(file: Path, key: str, offset: int, length: int) -> torch.Tensor:
     return tensor.detach()
 
 
-# The weights in a Megatron checkpoint (``model/dist_ckpt``), whatever layout of ranks saved it.
+# The weights in a Megatron checkpoint (``model/dist_ckpt``), saved by any layout of ranks.
 
 
 _LAYERS = "decoder.layers."
@@ -193,7 +192,7 @@ _TOP = {
 
 
 def megatron_folder(place: Path) -> Path | None:
-    """Find the folder of the model's weights: in an ``actor`` folder, or that folder itself; None: there is none."""
+    """Return the folder of the model's weights: in an ``actor`` folder, or that folder itself; None: there is none."""
     for folder in (place / "model" / "dist_ckpt", place):
         if (folder / METADATA).is_file() and (folder / "metadata.json").is_file():
             return folder
@@ -204,11 +203,11 @@ def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
     """Open the tensors of a model that Megatron saved, under their Hugging Face names.
 
     Args:
-        folder: a folder of torch's distributed checkpoints, with ``.metadata`` and ``metadata.json``.
-        config: folder with the model's ``config.json``: heads and the size of the vocabulary are not in the weights.
+        folder: of a torch distributed checkpoint, with ``.metadata`` and ``metadata.json``.
+        config: folder with the model's ``config.json``, for heads and vocabulary, which the weights do not show.
 
     Raises:
-        WeightsError: a file is missing or damaged, or the weights are not those of a model that is known here.
+        WeightsError: a file is missing or damaged, or the model is not a known one.
     """
     try:
         fields = json.loads((config / CONFIG).read_text(encoding="utf-8"))
@@ -247,7 +246,7 @@ def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tens
 
 
 def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
-    """Yield the tensors that lie along the first dimension of one; each of its pieces lies in one of them."""
+    """Yield the tensors along the first dimension of one tensor; each of its pieces lies in one of them."""
     if any(piece.sizes[0] != 1 for piece in stored.pieces):
         raise WeightsError(f"{stored.name} is stored in pieces of several {what}s, which is not read")
     count, *shape = stored.info.shape
@@ -264,7 +263,7 @@ def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
 
 
 def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, TensorReader]]:
-    """Yield the tensors that one tensor of a layer is made of: (Hugging Face name below the layer, source)."""
+    """Yield the tensors in one stored tensor of a layer: (Hugging Face name below the layer, source)."""
     rows, *rest = layer.info.shape
     if key in _WHOLE:
         yield _WHOLE[key], layer

@@ -1,4 +1,4 @@
-"""A whole tensor from pieces in files: what every reader makes of its format, and the checks that all formats share."""
+"""Tensors assembled from pieces in files, and the checks that all formats share. The readers of the formats use it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,18 @@ from trinity_sync.weights.tensors import from_torch, to_torch
 
 
 class WeightsError(RunError):
-    """Files of a checkpoint are missing, damaged or contradict each other; the message names the file and the fault."""
-
-
-def loading_fault(error: Exception) -> str:
-    """Return what torch's weights-only loader says about a file, without the advice around it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    telling = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
-    return telling.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
+    """Files of a checkpoint are missing, damaged or contradictory; the message names the file and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read.
-
-    Attributes:
-        dtype: safetensors name, such as ``"BF16"``.
-        shape: its whole shape.
-    """
+    """Dtype (safetensors name, such as ``"BF16"``) and whole shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -54,11 +41,11 @@ class TensorReader(Protocol):
 
     @property
     def info(self) -> TensorInfo:
-        """Known without reading."""
+        """Dtype and shape, without reading."""
         ...
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor to the CPU. It may lie in a mapped file: do not write to it."""
+        """Read the whole tensor to the CPU. Do not write to it: it may be a mapped file."""
         ...
 
 
@@ -67,10 +54,10 @@ class FileBox:
     """A box of a tensor, in one file.
 
     Attributes:
-        file: where it is, for messages.
+        file: its path, for messages.
         start: first index in each dimension.
         sizes: extent in each dimension.
-        load: gives the box: elements in order, of the tensor's dtype, of any shape.
+        load: reads the box: elements in order, of the tensor's dtype, of any shape.
     """
 
     file: Path
@@ -86,12 +73,12 @@ class FileBox:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A tensor that is put together from pieces when it is read.
+    """A tensor that is assembled from pieces when it is read.
 
     Attributes:
         name: the tensor's name, for messages.
-        info: the tensor's dtype and shape.
-        grid: the shape in which the pieces' boxes are given; it has as many elements as the tensor.
+        info: its dtype and shape.
+        grid: the shape in which the pieces' boxes are given, with as many elements as the tensor.
         pieces: boxes that cover the grid exactly; see `assembled`.
     """
 
@@ -101,10 +88,10 @@ class Assembled:
     pieces: tuple[FileBox, ...]
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor, a new one unless it is a single piece.
+        """Read the whole tensor; it is a copy unless it has one piece.
 
         Raises:
-            WeightsError: a piece does not have the dtype or the number of elements that was announced.
+            WeightsError: a piece has another dtype or number of elements than announced.
         """
         if len(self.pieces) == 1:
             return self._box(self.pieces[0]).reshape(self.info.shape)
@@ -127,16 +114,16 @@ class Assembled:
 def assembled(
     name: str, info: TensorInfo, pieces: Sequence[FileBox], *, grid: Sequence[int] | None = None
 ) -> Assembled:
-    """Make a tensor of pieces, which have to cover it exactly once. Of equal boxes (replicas) the first is taken.
+    """Make a tensor of pieces, which have to cover it exactly once; of equal boxes (replicas) the first is used.
 
     Args:
         name: the tensor's name, for messages.
-        info: the tensor's dtype and shape.
+        info: its dtype and shape.
         pieces: boxes with their files.
         grid: the shape in which the boxes are given; None: the tensor's own.
 
     Raises:
-        WeightsError: a piece leaves the tensor, two overlap, or elements are in none.
+        WeightsError: a piece is outside the tensor, two overlap, or an element is in none.
     """
     shape = tuple(info.shape if grid is None else grid)
     chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], FileBox] = {}
@@ -162,12 +149,12 @@ def assembled(
 
 
 def _first_fault(pieces: Sequence[FileBox], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Find the first element, in row-major order, that is not in exactly one of the pieces; None: there is none.
+    """Return the first element, in row-major order, that is not in exactly one piece; None: all are.
 
-    Takes n log n, whichever way boxes are cut: a model with experts has a tensor of 100 000 pieces. How often elements
-    are held is a sum of boxes, and its differences along all dimensions are not zero at corners of boxes only. They
-    determine it: where they are those of the whole box everywhere, each element is held once; the first element at
-    which they are not is the first that is not.
+    It takes n log n for boxes of any cut: a model with experts has a tensor of 100 000 pieces. The number of pieces
+    that hold an element is a sum of boxes, whose differences along all dimensions are non-zero at corners of boxes
+    only, and determine it. Where they are those of the whole box everywhere, each element is held once; otherwise the
+    first place where they differ is the first fault.
     """
     boxes = [((0,) * len(shape), shape), *((piece.start, piece.stop) for piece in pieces)]
     ends = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, len(shape))
@@ -187,11 +174,11 @@ def _holds(piece: FileBox, element: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor that lies in another one, such as a single expert in a layer's experts that are stored as one.
+    """A view of a stored tensor, such as one expert in a layer's experts that are stored as one.
 
     Attributes:
         base: the stored tensor, contiguous.
-        shape, stride, offset: where the view lies in it, in elements.
+        shape, stride, offset: of the view, in elements.
     """
 
     base: TensorReader
@@ -201,18 +188,19 @@ class View:
 
     @property
     def info(self) -> TensorInfo:
-        """The view's dtype and shape."""
         return TensorInfo(self.base.info.dtype, self.shape)
 
     def read(self) -> torch.Tensor:
         return self.base.read().contiguous().as_strided(self.shape, self.stride, self.offset).contiguous()
 
 
-# Stand-ins for classes that checkpoints name in their pickles: they keep the fields, and run nothing.
+# Stand-ins for classes in checkpoints' pickles: they keep the fields, and run nothing.
 
 
 class Record:
-    """An object of a class that is not loaded: its fields as attributes; what is no set of fields as ``state``."""
+    """An object of a class that is not loaded: its fields as attributes; a state that is not a set of fields as
+    ``state``.
+    """
 
     def __new__(cls, *args: object) -> Record:
         return super().__new__(cls)
@@ -223,10 +211,10 @@ class Record:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return a field of the pickle, whatever its name."""
+            """Return any field of the pickle."""
 
     def __setstate__(self, state: object) -> None:
-        # dataclasses with slots are pickled as a pair of their (empty) dict and their slots
+        # Dataclasses with slots are pickled as a pair of their (empty) dict and their slots.
         fields = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if all(part is None or isinstance(part, dict) for part in fields):
             for part in fields:

@@ -1,10 +1,10 @@
-"""verl's per-rank files ``model_world_size_W_rank_R.pt``, of FSDP and FSDP2, as verl, Trinity and this program write
-them.
+"""Reads weights in the files of verl (``model_world_size_W_rank_R.pt``), of Hugging Face folders, and of weights-only
+checkpoints; and adapters, alone or merged.
 
-Each file is a pickled state dict of DTensors (cut over a device mesh, maybe with replicas), ShardedTensors (FSDP1
-without a mesh) or whole tensors. The files are unpickled by torch's weights-only loader, which makes objects of an
-allow-list only, and their bytes are mapped, not read. A process group is not needed: of a DTensor its local part and
-the rank's place in the mesh are enough, and ShardedTensor, which asks for a process group, has a stand-in here.
+Each file of verl's is a pickled state dict of DTensors (cut over a device mesh, maybe with replicas), ShardedTensors
+(FSDP1 without a mesh) or whole tensors. torch's weights-only loader unpickles it, which makes only objects of an
+allow-list, and the bytes are mapped, not read. No process group is needed: a DTensor is read through its local part and
+the rank's place in the mesh, and ShardedTensor, which asks for a process group, has a stand-in.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from trinity_sync.checkpoint.reading.pieces import (
     View,
     WeightsError,
     assembled,
-    loading_fault,
 )
 from trinity_sync.errors import RunError
 from trinity_sync.models.files import CONFIG
@@ -41,15 +40,15 @@ from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights import lora, shards
 from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
-from trinity_sync.weights.tensors import byte_tensor, from_torch, saved_tensors, to_torch
+from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, to_torch
 
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOADING = threading.Lock()
-"""torch's allow-list is one for the process: what one load adds, another must not take away."""
+"""torch's allow-list is global to the process: one load must not remove what another has added."""
 
 
 class _ShardedTensor(torch.Tensor):
-    """Stands in for torch's ShardedTensor, which cannot be unpickled without a process group."""
+    """Stands in for torch's ShardedTensor, which needs a process group to be unpickled."""
 
     local: list[Record]
     announced: Record
@@ -88,10 +87,8 @@ _STAND_INS: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """List the model files in a folder, by rank; empty where it has none.
-
-    Where files of several numbers of ranks lie side by side (a job that was started again with another number),
-    ``fsdp_config.json`` says which are the ones.
+    """List the model files in a folder, by rank; empty if there are none. With files of several numbers of ranks (a job
+    that was restarted with another number), ``fsdp_config.json`` decides.
 
     Raises:
         WeightsError: a rank's file is missing, or it is not known which files belong together.
@@ -131,7 +128,7 @@ def open_shards(files: list[Path]) -> dict[str, Assembled]:
         files: one file per rank, see `shard_files`.
 
     Raises:
-        WeightsError: a file is damaged or holds something else, or the ranks' files contradict each other.
+        WeightsError: a file is damaged or has other contents, or the ranks' files contradict each other.
     """
     infos: dict[str, tuple[TensorInfo, Path]] = {}
     pieces: dict[str, list[FileBox]] = {}
@@ -153,7 +150,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
     try:
         with _LOADING, _quiet_meshes(), torch.serialization.safe_globals(_STAND_INS):
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises nearly anything for a damaged file
+    except Exception as error:  # torch raises nearly any error for a damaged file
         raise WeightsError(
             f"{file} cannot be read, it is damaged or no file of weights: {loading_fault(error)}"
         ) from error
@@ -167,7 +164,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
 
 @contextmanager
 def _quiet_meshes() -> Iterator[None]:
-    """Keep a mesh that is unpickled from logging that it misses its process groups, which are not needed to read."""
+    """Silence the warning of an unpickled mesh that it has no process groups, which are not needed here."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -202,11 +199,8 @@ def _pieces(file: Path, name: str, value: torch.Tensor) -> tuple[TensorInfo, lis
 
 
 def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (start, sizes) of the local part. torch cuts chunks of the rounded-up size, the last ones smaller or
-    empty.
-
-    Raises:
-        ValueError: a placement that FSDP does not make.
+    """Return (start, sizes) of the local part. torch cuts chunks of the rounded-up size, and the last ones are smaller
+    or empty. Raises ValueError for a placement that FSDP does not make.
     """
     mesh_sizes, coordinate = _place(tensor.device_mesh)
     start, sizes = [0] * tensor.ndim, list(tensor.shape)
@@ -223,7 +217,7 @@ def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (sizes of the mesh, the rank's place in it). Releases of torch before 2.9 kept the mesh as a tensor."""
+    """Return (sizes of the mesh, the rank's place in it). Before 2.9, torch kept the mesh as a tensor."""
     kept = vars(mesh).get("mesh")
     sizes = kept.shape if isinstance(kept, torch.Tensor) else mesh.shape
     coordinate = vars(mesh)["_coordinate_on_dim"]
@@ -232,20 +226,20 @@ def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(coordinate)
 
 
-# LoRA adapters: their tensors under the names that peft saves, and the two together with their base.
+# LoRA adapters: their tensors under peft's names, and adapters merged into their base.
 
 
 def adapter_form(sources: Mapping[str, TensorReader], place: Path) -> dict[str, TensorReader] | None:
-    """Return an adapter's tensors by the names that peft saves; None: these are of no adapter.
+    """Return an adapter's tensors by peft's names; None: the tensors are not an adapter's.
 
     Args:
-        sources: what is stored, by name.
-        place: where, for errors.
+        sources: the stored tensors, by name.
+        place: their place, for errors.
 
     Raises:
         WeightsError: adapter and base are stored together.
     """
-    # A model that peft has not wrapped may have layers of such names itself.
+    # A model that is not wrapped by peft may have layers of such names itself.
     adapter = [name for name in sources if name.startswith(lora.PREFIX) and lora.is_adapter(name)]
     if not adapter:
         return None
@@ -257,11 +251,7 @@ def adapter_form(sources: Mapping[str, TensorReader], place: Path) -> dict[str, 
 
 
 def read_adapter_config(path: Path) -> dict[str, object]:
-    """Read an ``adapter_config.json``.
-
-    Raises:
-        WeightsError: it cannot be read, or is none of LoRA.
-    """
+    """Read an ``adapter_config.json``. Raises WeightsError if it cannot be read, or is not of LoRA."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -281,12 +271,12 @@ def merge(
 
     Args:
         adapter: see `adapter_form`.
-        config: what the ``adapter_config.json`` says.
-        base: the whole model's tensors by the names it is saved by.
+        config: the ``adapter_config.json``.
+        base: the whole model's tensors by the names under which it is saved.
         folder: with the base's config.json; None: there is none.
 
     Raises:
-        WeightsError: the adapter is not one of this model, or not of a kind that is merged here.
+        WeightsError: the adapter does not fit the model, or its kind cannot be merged.
     """
     try:
         scale, pairs = lora.scaling(config), lora.pairs(adapter)
@@ -315,7 +305,9 @@ def merge(
 
 
 def _not_apart(name: str, base: Mapping[str, TensorReader], folder: Path | None) -> str | None:
-    """Why the base saves no tensor of this name, although its model has the layer; None: it has none."""
+    """Return why the base saves no tensor of this name although its model has the layer; None: the model does not have
+    it.
+    """
     layer, advice = name.removesuffix(".weight").removesuffix(".base_layer"), "export it with --adapter"
     if any(other.startswith(f"{layer}.") for other in base):
         return f"the adapter is for {layer}, which is fused experts: merge it with peft, or {advice}"
@@ -332,7 +324,7 @@ def _not_apart(name: str, base: Mapping[str, TensorReader], folder: Path | None)
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """A weight with its adapter; `info` has the dtype of the weight, what is read is in float32."""
+    """A weight with its adapter added: read in float32; `info` has the weight's dtype."""
 
     info: TensorInfo
     weight: TensorReader
@@ -375,9 +367,9 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def open_hugging_face(folder: Path) -> dict[str, Stored]:
-    """Open the tensors of a model, under the names they are stored by, of the files that transformers would load: one
-    with the usual name goes before an index, and this before all others. Of a tensor that several files hold, the copy
-    that the index names.
+    """Open the tensors of a model, under their stored names, of the files that transformers would load: one with the
+    usual name goes before an index, and an index before all other files. If several files have a tensor, the index
+    decides.
 
     Raises:
         WeightsError: a file is missing or damaged, or the index and the files contradict each other.
@@ -429,15 +421,13 @@ def _infos(file: Path) -> dict[str, TensorInfo]:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """List the files of the parts in a folder, by name; empty where it has none."""
+    """List the files of the parts in a folder, by name; empty if there are none."""
     return sorted(folder.glob("weights_*.safetensors"))
 
 
 def open_parts(files: list[Path]) -> dict[str, Assembled]:
-    """Open the tensors that the parts together make up, under their Hugging Face names.
-
-    Raises:
-        WeightsError: a file is damaged, or the parts contradict each other or leave something out.
+    """Open the tensors of all parts together, under their Hugging Face names. Raises WeightsError if a file is damaged,
+    or the parts contradict each other or are incomplete.
     """
     infos: dict[str, tuple[TensorInfo, Path]] = {}
     pieces: dict[str, list[FileBox]] = {}
@@ -472,15 +462,14 @@ def _piece(file: Path, info: TensorInfo, rect: Rect, local: memoryview) -> FileB
 
 
 def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, TensorReader]:
-    """Map what is stored to the tensors that ``save_pretrained`` would write.
+    """Map stored tensors to the tensors that ``save_pretrained`` would write, by their names there.
+
+    Sources of an architecture that transformers does not know (the model's own code, which is not run) are returned
+    unchanged.
 
     Args:
-        sources: what is stored, by name in the state dict or by that under which it would be saved.
+        sources: the stored tensors, by name in the state dict or by the saved name.
         config: folder with the model's ``config.json``.
-
-    Returns:
-        The tensors by the name under which they would be saved. The sources as they are where transformers does not
-        know the architecture (code of the model's own, which is not run).
 
     Raises:
         WeightsError: the config cannot be read, or the tensors are not those of its architecture.
@@ -520,13 +509,8 @@ def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, T
 
 
 def renamed(config: Path) -> dict[str, str]:
-    """Return the parameters that ``save_pretrained`` writes under another name, whole: saved name by name in the model.
-
-    Args:
-        config: folder with the model's ``config.json``.
-
-    Raises:
-        WeightsError: as of `made_of`.
+    """Return the parameters that ``save_pretrained`` writes whole under another name: saved name -> name in the model.
+    Raises WeightsError as `made_of`.
     """
     model = made_of(config)
     if model is None:
@@ -537,13 +521,8 @@ def renamed(config: Path) -> dict[str, str]:
 
 
 def made_of(config: Path) -> torch.nn.Module | None:
-    """Build the architecture that a config names, without storage; None where transformers has none of that name.
-
-    Args:
-        config: folder with the model's ``config.json``.
-
-    Raises:
-        WeightsError: the config cannot be read, or no model can be made of it.
+    """Build the architecture of a config without storage; None: transformers does not know it. Raises WeightsError if
+    the config cannot be read, or no model can be made of it.
     """
     path = config / CONFIG
     try:
