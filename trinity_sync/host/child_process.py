@@ -342,8 +342,7 @@ def _is_pipe(number: int) -> bool:
     return stat.S_ISFIFO(os.fstat(number).st_mode)
 
 
-# A process that ends with all of its descendants, whatever their sessions. Its parent, the keeper, ends them and runs no
-# other code.
+# A process that ends with all of its descendants, whatever their sessions. Its parent, the keeper, ends them.
 
 
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
