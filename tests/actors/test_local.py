@@ -409,7 +409,7 @@ def test_the_death_of_a_caller_is_noticed_though_a_fork_of_it_lives(served: Serv
         call(handle, "add", 1).result(LIMIT)
         pid = os.fork()
         if pid == 0:
-            with pytest.raises(RunError, match="by a fork"):
+            with pytest.raises(RunError, match="for a fork"):
                 call(handle, "add", 1).result(LIMIT)
             os.write(tells, b"%d" % os.getpid())
             signal.pause()
