@@ -49,9 +49,6 @@ class CheckpointDisk:
 
     Args:
         root: the folder; None: commits are only counted.
-        attempt: the run's attempt.
-        policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
-        fsync: whether commits are durable.
         clock: Unix seconds.
         writer: the run that may write in the folder, see `lock.lock_as_writer`; None: any.
         of_run: the run id; None: that of the folder.
@@ -143,14 +140,8 @@ class CheckpointDisk:
         }
 
     def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
-        """Return a commit that an earlier process of the monitor, or an earlier attempt, made.
-
-        Args:
-            step: the step.
-            kind: the kind that was asked for; weights may be next to the step's folder.
-
-        Raises:
-            RunError: the step is not on disk.
+        """Return a commit that an earlier process of the monitor, or an earlier attempt, made. Raises RunError if the
+        step is not on disk.
         """
         if self.root is None:
             raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
@@ -209,10 +200,6 @@ class CheckpointDisk:
     def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
         """Move the checkpoints that no policy keeps to the trash; return them, and warnings. `empty_trash` frees the
         bytes.
-
-        Args:
-            saving: steps that are being saved.
-            extra: policies for this call, in addition to the configured ones.
         """
         if self.root is None:
             return [], []
@@ -277,14 +264,11 @@ class CheckpointDisk:
                 (self.root / STAGING).rmdir()
 
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
-        """Put the folder in order and make the book of its state.
+        """Put the folder in order and make the book of its state. Raises RunError if another run writes in the folder
+        now.
 
         Args:
             make_book: gets the committed (step, attempt, kind).
-            restarted: continue the open steps; else staged files are of an earlier run and are removed.
-
-        Raises:
-            RunError: another run writes in the folder now.
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
@@ -368,11 +352,6 @@ class CheckpointDisk:
     ) -> list[str]:
         """Set the trackers to what is committed, as a crash may have come between a commit and its tracker; return
         problems.
-
-        Args:
-            book: knows the commits.
-            trackers: the trackers as they were before the folders were read.
-            others: steps of folders without a manifest of ours that may be checkpoints.
         """
         assert self.root is not None
         problems = []
@@ -400,9 +379,6 @@ class Rebuilt:
     """The result of `CheckpointDisk.rebuild`.
 
     Args:
-        book: knows the committed and the open steps.
-        decisions: to be carried out now.
-        problems: sentences for the log; none is fatal.
         lock: keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder.
     """
 

@@ -34,10 +34,6 @@ class Execution:
     """Carries out decisions.
 
     Args:
-        disk: the checkpoint folder.
-        book: makes the decisions, and gets the results.
-        events: gets what happens apart from saves.
-        changes: announced after each change.
         clock: Unix seconds.
 
     Attributes:
@@ -70,10 +66,7 @@ class Execution:
         """Copy committed full checkpoints to a mirror from now on, after those that are missing there.
 
         Args:
-            place: a path, or a URL that fsspec knows.
-            settings: of the mirror.
             owner: the run; None: there is no driver.
-            resumed: the run continues from a checkpoint in this folder.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
@@ -305,7 +298,6 @@ class EventLog:
     `wait_committed` returns it.
 
     Args:
-        attempt: the run's attempt.
         clock: Unix seconds.
     """
 

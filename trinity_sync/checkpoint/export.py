@@ -259,10 +259,6 @@ def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
 def _check_links(config: Path, opened: Path) -> None:
     """Check that files next to the weights are in the checkpoint, so that its maker cannot choose files to copy from
     here. A Hugging Face folder that the user named may consist of links, as its cache does.
-
-    Args:
-        config: the folder whose files are to be copied.
-        opened: the folder that the user named.
     """
     step = next((place for place in (config, *config.parents) if step_of(place.name) is not None), None)
     if step is None and config == opened:
@@ -302,17 +298,11 @@ def _usual(weights: Weights) -> list[WireFormat]:
 
 
 def check_digest(weights: Weights, wire_digest: str) -> str | None:
-    """Check that weights have the manifest's digest, in its dtypes or else in one of the wire dtypes.
-
-    Args:
-        weights: of a checkpoint.
-        wire_digest: their digest by the first of `wires_of`.
+    """Check that weights have the manifest's digest, in its dtypes or else in one of the wire dtypes. Raises RunError
+    if the digest differs.
 
     Returns:
         The manifest's digest; None if it has none.
-
-    Raises:
-        RunError: the digest differs.
     """
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
@@ -330,16 +320,10 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
 
 def open_base(adapter: Weights, given: Path | None) -> Weights:
     """Open the base of an adapter, without the draft heads in its manifest, and check it by its digest. For an adapter
-    without such a manifest, as verl's, the whole folder is opened.
+    without such a manifest, as verl's, the whole folder is opened. Raises ConfigError, WeightsError, RunError.
 
     Args:
-        adapter: of a checkpoint.
         given: the folder that the user named; None: the manifest's.
-
-    Raises:
-        ConfigError: it is not there.
-        WeightsError: the manifest does not identify the base, and the folder lacks tensors of its model.
-        RunError: the adapter or the base is not what was committed.
     """
     check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
     manifest = adapter.manifest
@@ -409,6 +393,7 @@ def tower_in(weights: Weights) -> list[str]:
 
 def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """Open the tensors that the model's folder has and the trained model has not, such as draft heads. Reads them.
+    Raises WeightsError if a file of the folder is damaged.
 
     Args:
         told: the manifest's note of them; None: there are none.
@@ -417,9 +402,6 @@ def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, S
     Returns:
         The tensors; and the names of those that are missing or changed. One digest is of all of them, so one of the two
         is empty.
-
-    Raises:
-        WeightsError: a file of the folder is damaged.
     """
     if told is None:
         return {}, ()
@@ -470,11 +452,8 @@ def write_file(
     """Write one safetensors file, durably.
 
     Args:
-        folder: of the file.
-        file: its name.
         infos: dtype and shape of each tensor in the file, in the order of their bytes.
         read: returns a tensor by name; a floating one is cast to the dtype in `infos`.
-        notes: texts for the file's header, by key.
     """
     with (folder / file).open("wb", buffering=0) as opened:
         write_all(opened.fileno(), header(infos, notes))

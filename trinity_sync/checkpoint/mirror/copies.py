@@ -81,7 +81,6 @@ class Mirror:
 
     Args:
         open_storage: opens a connection; called once per thread.
-        owner: the run that copies to the place.
         say: called with a sentence for each copy that is skipped or fetched.
         progress: called with (bytes here, bytes in all) about once a second during a download.
     """
@@ -133,17 +132,7 @@ class Mirror:
         self._storage.delete(name)
 
     def check(self, known: Recorded = (), *, again: bool = False, named: bool = False) -> None:
-        """Check that the run may put its mark on the place. Writes nothing.
-
-        Args:
-            known: commits in the run's own record, or in its checkpoint folder.
-            again: the run has used the place before, so RunError if it has neither the run's mark nor checkpoints.
-            named: the user has just named the place for this run.
-
-        Raises:
-            ForeignError: the place belongs to another run, or has checkpoints that this run has no record of.
-            UnreadableError: its mark cannot be read.
-        """
+        """Check that the run may put its mark on the place. Writes nothing. Raises ForeignError, UnreadableError."""
         mark, steps, own = self._mark(), self.steps(), self._owner
         if mark is None:
             if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
@@ -231,18 +220,11 @@ class Mirror:
 
     def upload(self, root: Path, step: int, *, start: int | None = None) -> int:
         """Copy a committed full checkpoint, which the caller has leased. Returns the bytes sent; files that are there
-        already are not sent.
+        already are not sent. Raises DamagedError, ForeignError, ManifestError.
 
         Args:
-            root: the local checkpoint folder.
-            step: the checkpoint.
             start: the step after which this attempt resumed: later steps of earlier attempts become abandoned. None:
                 not known; those after `step` do.
-
-        Raises:
-            DamagedError: a local file differs from the manifest.
-            ForeignError: the place, or the step's folder in it, is not this run's.
-            ManifestError: there is no such checkpoint here, or the place has one of a newer version.
         """
         self._check_mine()
         manifest = read_manifest(step_dir(root, step))
@@ -337,18 +319,13 @@ class Mirror:
 
     def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete the checkpoints that the policies do not keep, and torn copies of checkpoints that are not here any
-        more.
+        more. Raises ForeignError if the place is not this run's.
 
         Args:
-            policies: the retention policies.
-            root: the local checkpoint folder, whose pins count too.
             now: Unix seconds.
 
         Returns:
             The deleted steps, ascending.
-
-        Raises:
-            ForeignError: the place is not this run's.
         """
         self._check_mine()
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
@@ -382,16 +359,13 @@ class Mirror:
 
         It is written into the staging folder, every file is checked by its digest, and one rename makes it visible; an
         existing folder of that step is renamed first. Files that an interrupted try has fetched are not fetched again.
+        Raises NewerFormatError if a later version of this program has saved a newer one.
 
         Args:
-            root: the local checkpoint folder; no other program uses it.
             newer_than: (attempt, step) of the best local one; None: there is none.
 
         Returns:
             Its step; None: no newer one is good.
-
-        Raises:
-            NewerFormatError: a later version of this program has saved a newer one.
         """
         for manifest in self._candidates(newer_than):
             self._say(
@@ -544,10 +518,6 @@ class Storage:
 
     Names are relative to the folder, with ``/``. Errors are those of the place's client: an `OSError`, or its own error
     for a lost connection.
-
-    Args:
-        place: a path, or a URL that fsspec knows; it need not exist yet.
-        options: options of the fsspec class of the place.
     """
 
     def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:

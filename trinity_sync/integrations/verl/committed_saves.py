@@ -64,20 +64,11 @@ class SaveCopies(Protocol):
     """Copies one rank's state, save after save, and writes the copies."""
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
-        """Copy this rank's contents; the copies of the save before are dropped. Collective.
-
-        Args:
-            step: for errors.
-            todo: names of contents.
-            folder: where the files go.
-            staging: the step's staging folder; file entries are relative to it.
-            durable: fsync the files.
+        """Copy this rank's contents; the copies of the save before are dropped. Collective. Raises RunError: on every
+        rank, when one rank failed.
 
         Returns:
             A writer for each content of this rank, by name. Errors of a copy in the background are raised there.
-
-        Raises:
-            RunError: on every rank, when one rank failed.
         """
         ...
 
@@ -489,11 +480,7 @@ _POLL_S = 0.2
 
 
 def trainer_file_names(files: Iterable[str | None]) -> list[str | None]:
-    """Name the part of each rank's trainer file; None: its trainer writes nothing. Rank 0 always has a part.
-
-    Args:
-        files: `CommittedSaves.trainer_file` of each rank.
-    """
+    """Name the part of each rank's trainer file; None: its trainer writes nothing. Rank 0 always has a part."""
     return [
         beside_part(None) if rank == 0 else None if file is None else beside_part(file)
         for rank, file in enumerate(files)
@@ -504,9 +491,6 @@ class Beside:
     """This rank's part of the trainer's files, for the newest save.
 
     Args:
-        monitor: the checkpoint monitor.
-        attempt: the run's attempt.
-        root: the checkpoint folder.
         timeout_s: limit of each wait, seconds.
     """
 
@@ -543,11 +527,7 @@ class Beside:
 
         On rank 0 they are whole if the tracker, which the trainer writes last, names the step; on other ranks if the
         rank's file is whole. Rank 0 reports for all ranks, since it may have failed in a step for which the others
-        wait. An unreadable tracker is left to the end of the monitor.
-
-        Raises:
-            RunError: the monitor is gone.
-            WaitTimeout: it does not answer, or another rank does not write its file.
+        wait. An unreadable tracker is left to the end of the monitor. Raises RunError, WaitTimeout.
         """
         if self._awaited is None:
             return
@@ -590,8 +570,6 @@ class Commits:
     """Commits that one process waits for.
 
     Args:
-        monitor: the checkpoint monitor.
-        attempt: the run's attempt.
         timeout_s: limit of each wait, seconds.
     """
 
@@ -634,12 +612,7 @@ class Commits:
             raise errors[0]
 
     def wait(self) -> None:
-        """Wait for all commits and the work that follows them. Raises the first error.
-
-        Raises:
-            RunError: a step failed, on any rank; says why.
-            WaitTimeout: names what is missing.
-        """
+        """Wait for all commits and the work that follows them. Raises the first error. Raises RunError, WaitTimeout."""
         waiting, self._open = list(self._open), {}
         for step, kind in waiting:
             try:

@@ -50,16 +50,11 @@ class _Role:
 def findings(
     get: Get, environment: Mapping[str, str], version: str | None, installed: Collection[str] = ()
 ) -> Iterator[PackageFinding]:
-    """Check a configuration of one of verl's trainers.
+    """Check a configuration of one of verl's trainers. Raises ConfigError.
 
     Args:
-        get: reads it.
-        environment: of the program's processes.
         version: of verl, as installed; None: it is not installed.
         installed: names under which the plug-in is an entry point of the group ``verl.plugins``.
-
-    Raises:
-        ConfigError: the configuration is of an unknown trainer, or a value of a key is not valid; says which.
     """
     ppo = get("actor_rollout_ref") is not None
     if not ppo and get("engine") is None:

@@ -268,10 +268,7 @@ class MegatronCopies:
     """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
 
     Args:
-        manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the wait for a copy, and of each stage in which the ranks write together, seconds.
-        saved_of: step -> contents that are saved already.
-        lazily: `take` returns while the state is still being copied; not for a model with buffers.
 
     Attributes:
         meeting: the meeting of the newest save's ranks; None before the first save.
@@ -434,10 +431,8 @@ _RNG = "rng_state"
 
 
 def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
-    """Check that the contents to load are there and fit this layout. No collective call.
-
-    Raises:
-        RunError: something is missing, or the layout differs; says what to do.
+    """Check that the contents to load are there and fit this layout. No collective call. Raises RunError: something is
+    missing, or the layout differs; says what to do.
     """
     folder = Path(local_path)
     if not folder.is_dir():
@@ -453,10 +448,8 @@ def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
 
 def load(manager: VerlCheckpointManager, local_path: str) -> None:
     """Load `load_contents` as verl would; the schedule only with ``use_checkpoint_opt_param_scheduler``. Each rank gets
-    its own random generators back if as many ranks saved theirs, else those of its place in the model.
-
-    Raises:
-        RunError: a file holds something that may not be loaded; nothing that is pickled runs.
+    its own random generators back if as many ranks saved theirs, else those of its place in the model. Raises RunError:
+    a file holds something that may not be loaded; nothing that is pickled runs.
     """
     folder = Path(local_path)
     with nothing_runs(folder):
