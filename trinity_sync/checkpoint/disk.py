@@ -145,8 +145,8 @@ class CheckpointDisk:
         """
         if self.root is None:
             raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
-        beside = kind == STATE_DICT and step in self._steps_beside()
-        place = self._beside if beside and self._beside is not None else self.root
+        is_beside = kind == STATE_DICT and step in self._steps_beside()
+        place = self._beside if is_beside and self._beside is not None else self.root
         try:
             manifest = read_manifest(step_dir(place, step))
         except NoManifestError:
@@ -154,7 +154,7 @@ class CheckpointDisk:
             if deleted is None:
                 raise
             return deleted
-        return self.describe(manifest, beside=beside)
+        return self.describe(manifest, beside=is_beside)
 
     def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
         """Return a commit of this attempt and kind that retention has deleted; None: there is no note of one."""
@@ -192,8 +192,8 @@ class CheckpointDisk:
         if self.root is not None:
             recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
             if self.named_by_verl() == step != read_committed(self.root):
-                there = [info.step for info in catalog.scan(self.root) if info.kind == FULL or info.state == "verl"]
-                write_tracker(self.root, FULL, max((one for one in there if one < step), default=None))
+                steps = [info.step for info in catalog.scan(self.root) if info.kind == FULL or info.state == "verl"]
+                write_tracker(self.root, FULL, max((one for one in steps if one < step), default=None))
 
     # ---- afterwards
 
@@ -287,11 +287,11 @@ class CheckpointDisk:
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
         others = {info.step for info in infos if info.manifest is None and info.state != "damaged"}
         problems += self._repair_trackers(book, trackers, others)
-        beside = self._steps_beside()
-        for step in beside:
+        versions = self._steps_beside()
+        for step in versions:
             book.restore_beside(step)
-        own = beside | {step: one for step, one in manifests.items() if one.attempt == self.attempt}
-        for step, manifest in own.items():
+        committed = versions | {step: one for step, one in manifests.items() if one.attempt == self.attempt}
+        for step, manifest in committed.items():
             book.restore_files(step, [entry.as_tuple() for entry in manifest.files])
         for step, error in failures.items():
             book.restore_failure(step, error)
@@ -301,7 +301,7 @@ class CheckpointDisk:
         for dumped in journals:
             step = dumped["step"]
             try:
-                decisions += book.restore(dumped, own[step].paths if step in own else ())
+                decisions += book.restore(dumped, committed[step].paths if step in committed else ())
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"the journal of step {step} cannot be used: {error}")
                 self.clean(step)

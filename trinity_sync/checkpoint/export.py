@@ -132,13 +132,13 @@ def export_checkpoint(
     target = WireFormat(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
     manifest = opened.manifest
-    told = manifest.left_out if manifest is not None and not weights.adapter else None
-    beside, missing = open_left_out(told, base)
-    still = frozenset(tower_in(weights)) if told is not None and told["tower"] else frozenset[str]()
-    if told is not None and still:
-        beside = {name: source for name, source in beside.items() if name not in told["tower"]}
-        missing = tuple(name for name in missing if name not in told["tower"])
-    infos |= {name: source.info for name, source in beside.items()}
+    note = manifest.left_out if manifest is not None and not weights.adapter else None
+    untrained, missing = open_left_out(note, base)
+    tower = frozenset(tower_in(weights)) if note is not None and note["tower"] else frozenset[str]()
+    if note is not None and tower:
+        untrained = {name: source for name, source in untrained.items() if name not in note["tower"]}
+        missing = tuple(name for name in missing if name not in note["tower"])
+    infos |= {name: source.info for name, source in untrained.items()}
     # peft reads one file
     files = {WEIGHTS_FILE: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
     output = output.absolute()
@@ -157,8 +157,8 @@ def export_checkpoint(
             if dtype_name is not None:
                 files_beside = files_beside.with_dtype(str(to_torch(dtype_name)).removeprefix("torch."))
             files_beside.write(temporary)
-        digest, wire_digest = _write_weights(weights, wire, beside, still, infos, files, temporary, progress)
-        checked = check_digest(weights.without(still), wire_digest) if weights is opened else None
+        digest, wire_digest = _write_weights(weights, wire, untrained, tower, infos, files, temporary, progress)
+        checked = check_digest(weights.without(tower), wire_digest) if weights is opened else None
         sync_folder(temporary)
         temporary.rename(output)  # takes the place of an empty folder, and of nothing else
         sync_folder(output.parent)
@@ -176,7 +176,7 @@ def export_checkpoint(
         files=tuple(files),
         digest=digest,
         checked=checked,
-        left_out=tuple(beside),
+        left_out=tuple(untrained),
         missing=missing,
     )
 
@@ -190,8 +190,8 @@ def _check_room(output: Path, wanted: int) -> None:
 
 def _wire(opened: Weights, weights: Weights) -> WireFormat:
     """Return the dtypes of the digests; for a merged adapter those of its base."""
-    known = opened.manifest.base if opened.manifest is not None and weights is not opened else None
-    return (known.wire if known is not None else None) or wires_of(weights)[0]
+    noted_base = opened.manifest.base if opened.manifest is not None and weights is not opened else None
+    return (noted_base.wire if noted_base is not None else None) or wires_of(weights)[0]
 
 
 def _write_adapter_config(weights: Weights, folder: Path) -> None:
@@ -207,8 +207,8 @@ def _write_adapter_config(weights: Weights, folder: Path) -> None:
 def _write_weights(
     weights: Weights,
     wire: WireFormat,
-    beside: Mapping[str, Stored],
-    still: Container[str],
+    untrained: Mapping[str, Stored],
+    tower: Container[str],
     infos: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[str]],
     folder: Path,
@@ -222,11 +222,11 @@ def _write_weights(
 
     def read(name: str) -> torch.Tensor:
         nonlocal done
-        if name in beside:
+        if name in untrained:
             done += nbytes(infos[name])
-            return beside[name].read()
+            return untrained[name].read()
         tensor = weights.read(name)
-        if name not in still:
+        if name not in tower:
             add(name, tensor)
         done += nbytes(infos[name])
         if progress is not None:
@@ -238,8 +238,8 @@ def _write_weights(
         same = infos[name].dtype == wire.of(name, infos[name].dtype)
         in_wire.append(written[-1] if same else digest_entry(name, tensor, wire))
 
-    known = weights.manifest.base if weights.manifest is not None else None
-    notes = {BASE_NOTE: json.dumps(known.to_json())} if known is not None else {}
+    noted_base = weights.manifest.base if weights.manifest is not None else None
+    notes = {BASE_NOTE: json.dumps(noted_base.to_json())} if noted_base is not None else {}
     for file, names in files.items():
         write_file(folder, file, {name: infos[name] for name in names}, read, notes)
     if len(files) > 1:
@@ -286,8 +286,8 @@ def wires_of(weights: Weights) -> list[WireFormat]:
     """Return the dtypes that the weights' version digest may have: the manifest's, or else the usual ones, with the
     tensors that the model's class keeps in fp32. Raises WeightsError if no model can be made of the config.
     """
-    told = weights.manifest.wire if weights.manifest is not None else None
-    return [told] if told is not None else _usual(weights)
+    wire = weights.manifest.wire if weights.manifest is not None else None
+    return [wire] if wire is not None else _usual(weights)
 
 
 def _usual(weights: Weights) -> list[WireFormat]:
@@ -327,20 +327,20 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
     """
     check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
     manifest = adapter.manifest
-    known = manifest.base if manifest is not None else None
-    place = given or (Path(known.path) if known is not None else None)
+    noted = manifest.base if manifest is not None else None
+    place = given or (Path(noted.path) if noted is not None else None)
     if place is None or not place.is_dir():
         what = "nothing tells which it is" if place is None else f"{place} is no folder"
-        digest = "" if known is None else f" with the digest {known.digest}"
+        digest = "" if noted is None else f" with the digest {noted.digest}"
         raise ConfigError(
             f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
         )
     opened = open_weights(place)
-    if known is None:
+    if noted is None:
         return _whole(opened)
-    told = manifest.left_out if manifest is not None else None
-    opened = _saved(opened).without(told["names"] if told is not None else ())
-    _check_base(adapter, opened, known)
+    note = manifest.left_out if manifest is not None else None
+    opened = _saved(opened).without(note["names"] if note is not None else ())
+    _check_base(adapter, opened, noted)
     return opened
 
 
@@ -406,10 +406,10 @@ def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, S
     if told is None:
         return {}, ()
     folder, names = given or Path(told["path"]), tuple(told["names"])
-    there = open_hugging_face(folder) if folder.is_dir() and is_hugging_face(folder) else {}
-    if not there.keys() >= set(names) or digest_left_out(there, names) != told["digest"]:
+    tensors = open_hugging_face(folder) if folder.is_dir() and is_hugging_face(folder) else {}
+    if not tensors.keys() >= set(names) or digest_left_out(tensors, names) != told["digest"]:
         return {}, names
-    return {name: there[name] for name in names}, ()
+    return {name: tensors[name] for name in names}, ()
 
 
 # Writing Hugging Face safetensors files, tensor by tensor.

@@ -153,8 +153,8 @@ class AgentSaver(Saver):
         """Wait until the agent has written the save before: there is one segment. The agent was asked in the background
         after the hand-over, so its answer is usually here.
         """
-        asked, self._written = self._written, None
-        if asked is not None and asked.is_answered():
+        answer, self._written = self._written, None
+        if answer is not None and answer.is_answered():
             return
         self._ask_written(hurry=True).result(self._timeout_s + ANSWER_S)
 
@@ -175,8 +175,8 @@ class AgentSaver(Saver):
             files += [(str(path.relative_to(folder)), ()) for path in written]
         if self._writes_metadata:
             files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]
-        given = StatePart(part=self._part, step=step, folder=str(folder), files=files)
-        self._agent.take_state(given).result(self._timeout_s + ANSWER_S)
+        state = StatePart(part=self._part, step=step, folder=str(folder), files=files)
+        self._agent.take_state(state).result(self._timeout_s + ANSWER_S)
         self._written = self._ask_written(hurry=False)
 
     def _reserve(self, planned: StatePlan) -> None:

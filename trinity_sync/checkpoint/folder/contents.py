@@ -532,8 +532,8 @@ def write_committed(root: Path, step: int) -> None:
 def newest_finished(root: Path, tracker: TrackerFile | None = None) -> int | None:
     """Return the newest step that verl or this program has finished; None: not known."""
     tracker = tracker or read_tracker(root, FULL)
-    known = [step for step in (tracker.step, read_committed(root)) if step is not None]
-    return max(known, default=None) if tracker.problem is None else None
+    steps = [step for step in (tracker.step, read_committed(root)) if step is not None]
+    return max(steps, default=None) if tracker.problem is None else None
 
 
 def _read(path: Path) -> TrackerFile:

@@ -424,8 +424,8 @@ def _others(place: Path) -> tuple[Path | None, list[Path]]:
     number = step_of(step.name)
     if number is None:
         return None, []
-    beside = step.parent.parent
-    root = beside.parent if beside.name == VERSIONS else step.parent
+    run_checkpoints = step.parent.parent
+    root = run_checkpoints.parent if run_checkpoints.name == VERSIONS else step.parent
     others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
     nearest = sorted(others, key=lambda of: (abs(of - number), of))
     return root.parent, [others[of] / "actor" for of in nearest]

@@ -74,9 +74,9 @@ def locked(
         raise ConfigError(f"checkpoint.dir={root} cannot be written: {error.strerror}") from error
     try:
         _take(descriptor, root)
-        held = FolderLock(descriptor, run)
+        lock = FolderLock(descriptor, run)
         # Before the monitor's lock: a monitor checks the two in the other order, so one of both sees the other.
-        held.sign(word(_word(_content(descriptor))))
+        lock.sign(word(_word(_content(descriptor))))
         try:
             _wait_for_monitor(root, timeout_s)
         except WaitTimeout as late:
@@ -87,7 +87,7 @@ def locked(
                 "machine is gone, or name another folder"
             ) from late
         _open_to_readers(root)
-        yield held
+        yield lock
     finally:
         os.close(descriptor)
 

@@ -193,8 +193,9 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         go_on = "name another folder, or go on with that run: trinity-sync resume RUN_DIR"
         return f"holds checkpoints of another run already ({found}); {go_on}"
     if mark is None:
-        there = [one for one in manifests(root, skip_unreadable=inside) if one.run is not None or not (named or inside)]
-        if (other := owner.unlisted(there, recorded or ())) is None:
+        present = manifests(root, skip_unreadable=inside)
+        foreign = [one for one in present if one.run is not None or not (named or inside)]
+        if (other := owner.unlisted(foreign, recorded or ())) is None:
             return None
         whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
         return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"

@@ -108,14 +108,16 @@ def check_all_seen(
     """
     noted = read_committed(root)
     named = noted if noted is not None else read_tracker(root, FULL).step
-    known = sorted({*recorded, *([named] if named else [])})
-    if known and found is None:
-        raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places or root}")
-    there = {info.step for info in catalog.scan(root)}
-    gone = [step for step in known if found is not None and step > found.step and step not in there]
-    if gone and found is not None and not skip_missing:
+    committed = sorted({*recorded, *([named] if named else [])})
+    if committed and found is None:
         raise UnseenError(
-            f"{_steps(gone)} committed, but the newest checkpoint found in {places or root} is that of step "
+            f"{_steps(committed)} committed, but no checkpoint that verifies was found in {places or root}"
+        )
+    present = {info.step for info in catalog.scan(root)}
+    missing = [step for step in committed if found is not None and step > found.step and step not in present]
+    if missing and found is not None and not skip_missing:
+        raise UnseenError(
+            f"{_steps(missing)} committed, but the newest checkpoint found in {places or root} is that of step "
             f"{found.step}"
         )
 

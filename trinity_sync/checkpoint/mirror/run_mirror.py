@@ -125,9 +125,9 @@ class RunMirror:
             The step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a `best`.
         """
         self._check_apart(root)
-        here = best.step if best is not None else 0
-        known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
-        work = partial(_fetch, root=root, newer_than=known, claim=_claim(root, self.settings, recorded))
+        local_step = best.step if best is not None else 0
+        newer_than = ((best.attempt or 0) if best is not None else 0, max(local_step, least - 1))
+        work = partial(_fetch, root=root, newer_than=newer_than, claim=_claim(root, self.settings, recorded))
         try:
             found = try_again(
                 self.settings,
@@ -140,8 +140,8 @@ class RunMirror:
             if error.final:
                 raise self._unusable(error) from error
             if best is not None:
-                then = f"; going on from step {here}, which is here" if here >= least else ""
-                self.say(f"the mirror cannot be asked for a newer checkpoint{then}")
+                consequence = f"; going on from step {local_step}, which is here" if local_step >= least else ""
+                self.say(f"the mirror cannot be asked for a newer checkpoint{consequence}")
                 return None
             raise RunError(
                 f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
@@ -359,8 +359,8 @@ class Uploads:
 
 def _claim(root: Path, settings: MirrorSettings, recorded: Recorded = ()) -> dict[str, Any]:
     """Return the arguments of `Mirror.claim`; the commits in the checkpoint folder count as recorded."""
-    here = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
-    return {"known": {*recorded, *here}, "again": settings.marked, "named": settings.named}
+    local = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
+    return {"known": {*recorded, *local}, "again": settings.marked, "named": settings.named}
 
 
 def _copy(

@@ -138,10 +138,10 @@ def _parameters(engine: Engine) -> Pairs:
 
 def each_once(tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name once: Megatron yields tied tensors for the first and the last pipeline stage."""
-    seen = set()
+    names = set()
     for name, tensor in tensors:
-        if name not in seen:
-            seen.add(name)
+        if name not in names:
+            names.add(name)
             yield name, tensor
 
 

@@ -62,11 +62,11 @@ def finish_saves_of_workers(timeout_s: float) -> None:
     """Wait until the engines' saves under way are committed, in the driver of a program under Ray. Returns at once if
     no engine has saved through us. Raises RunError, WaitTimeout.
     """
-    said = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
-    if said is not None:
-        wait_until_ended(said.decode(), timeout_s=timeout_s, on_wait=say)
-        if service.find(Path(said.decode())) is not None:
-            join_alone(said.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
+    root = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
+    if root is not None:
+        wait_until_ended(root.decode(), timeout_s=timeout_s, on_wait=say)
+        if service.find(Path(root.decode())) is not None:
+            join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
 
 
 def internal_kv() -> Any:
@@ -118,9 +118,11 @@ def join_run(
         return mark.name
 
     # Rank 0 first: if it fails, the others have nothing to wait for.
-    seen = together("open the checkpoint folder", begin if first else str)[0]
+    shared_mark = together("open the checkpoint folder", begin if first else str)[0]
     try:
-        together("see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), seen))
+        together(
+            "see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), shared_mark)
+        )
     finally:
         if first:
             with suppress(OSError):  # else the others would wait for rank 0
@@ -208,16 +210,16 @@ def this_program() -> Program:
     """
     grouped = dist.is_available() and dist.is_initialized()
     mine = (_drawn(os.getpid()), _machine(), socket.gethostname(), _job())
-    said = together("name the program", lambda: mine) if grouped else [mine]
-    job = said[0][3]
-    if job is not None and all(other == job for *_, other in said):  # not if some processes use Ray for other work
+    answers = together("name the program", lambda: mine) if grouped else [mine]
+    job = answers[0][3]
+    if job is not None and all(other == job for *_, other in answers):  # not if some processes use Ray for other work
         return Program(word=job, address=sys.modules["ray"].util.get_node_ip_address())
     if not grouped:
         raise RunError("this process belongs to no program: it has no process group, and does not run under Ray")
-    elsewhere = [host for _, machine, host, _ in said if machine != _machine()]
+    elsewhere = [host for _, machine, host, _ in answers if machine != _machine()]
     master = os.environ.get("MASTER_ADDR")
     address = _reached_by([*([master] if master else []), *elsewhere]) if elsewhere else _LOOPBACK
-    return Program(word=said[0][0], address=address)
+    return Program(word=answers[0][0], address=address)
 
 
 def under_ray() -> bool:

@@ -125,14 +125,14 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
             return
         wanted = [
             name
-            for name, asked in (
+            for name, is_wanted in (
                 (MODEL, self.should_save_model),
                 (METADATA, True),
                 (OPTIMIZER, self.should_save_optimizer),
                 (EXTRA, self.should_save_extra),
                 (EXPORT, self.should_save_hf_model or save_as_hf),
             )
-            if asked
+            if is_wanted
         ]
         self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         if self.rank == 0:

@@ -63,8 +63,8 @@ def model_files(config: PretrainedConfig, processing: Processing | None) -> Mode
     if processing is not None:
         files = _with_tokenizer(files, folder, processing)
     tokenizer = getattr(processing, "tokenizer", processing)
-    given = type(config).from_pretrained(folder).to_dict()
-    return files.with_values(dict(_changes(files.config, given, config.to_dict(), tokenizer)))
+    original = type(config).from_pretrained(folder).to_dict()
+    return files.with_values(dict(_changes(files.config, original, config.to_dict(), tokenizer)))
 
 
 def _changes(
@@ -99,8 +99,8 @@ def _with_tokenizer(files: ModelFiles, folder: Path, processing: Processing) -> 
     else:
         others = _written(processing)
     kept = {name: data for name, data in files.contents.items() if not _OF_TOKENIZER.match(name)}
-    taken = {name: data for name, data in others.contents.items() if _OF_TOKENIZER.match(name)}
-    return ModelFiles({**kept, **taken}, files.too_large)
+    replaced = {name: data for name, data in others.contents.items() if _OF_TOKENIZER.match(name)}
+    return ModelFiles({**kept, **replaced}, files.too_large)
 
 
 def _is_as_it_came(processing: Processing, tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
@@ -207,8 +207,8 @@ def full_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 @contextmanager
 def _on_device(model: torch.nn.Module) -> Iterator[None]:
     """Move offloaded parameters to the device inside the block: FSDP1 gathers there."""
-    here = next(model.parameters()).device.type
-    moved = fsdp_version(model) == 1 and here == "cpu" and get_device_name() != "cpu"
+    device = next(model.parameters()).device.type
+    moved = fsdp_version(model) == 1 and device == "cpu" and get_device_name() != "cpu"
     if moved:
         load_fsdp_model_to_gpu(model)
     try:

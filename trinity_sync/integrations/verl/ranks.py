@@ -102,12 +102,12 @@ def use_on_first_rank(what: str, tensors: Pairs, use: Callable[[Pairs], T]) -> T
     result: list[T] = []
 
     def work() -> None:
-        left = Drained(tensors)
+        pairs = Drained(tensors)
         try:
             if dist.get_rank() == 0:
-                result.append(use(left))
+                result.append(use(pairs))
         finally:
-            left.finish()
+            pairs.finish()
 
     together(what, work)
     return result[0] if result else None

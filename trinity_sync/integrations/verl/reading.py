@@ -32,7 +32,7 @@ def check_files(local_path: str, names: Sequence[str]) -> None:
         raise RunError(f"{local_path} has no {', '.join(missing)}{found}")
 
 
-def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: ExitStack) -> None:
+def hold(root: Path | None, local_path: str, holder: str, seconds: float, stack: ExitStack) -> None:
     """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile.
 
     Args:
@@ -41,7 +41,7 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: 
     """
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():
-        held.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
+        stack.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
 
 
 @contextmanager
