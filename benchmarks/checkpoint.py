@@ -39,7 +39,7 @@ from checkpoint_worker import LIMIT_S, BenchWorker, run_on
 
 from trinity_sync.actors.calls import Call, ended, results
 from trinity_sync.actors.rank_client import RankClient, RankInfo
-from trinity_sync.config import compose
+from trinity_sync.config import RunConfig, compose
 from trinity_sync.host.hardware import peak_rss
 from trinity_sync.launch import launcher
 from trinity_sync.launch.job import Job
@@ -100,7 +100,7 @@ class BenchJob(Job):
         """Of each rank."""
         if not self._writes_itself:
             return self._call("state_bytes")
-        newest = max(self._folder.checkpoints.glob("global_step_*"), key=lambda folder: folder.stat().st_mtime)
+        newest = max(self._start.checkpoints.glob("global_step_*"), key=lambda folder: folder.stat().st_mtime)
         written = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
         ranks = len(self.actors.trainer.ranks)
         return [written // ranks] * ranks
@@ -341,7 +341,7 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
     ]
     BenchJob.rounds, BenchJob.place, BenchJob.only_lost = options.rounds, folder, options.lost
     with contextlib.redirect_stdout(sys.stderr):  # the run's own summary
-        code = launcher.run(compose(overrides), folder / "run", job=BenchJob)
+        code = launcher.run(RunConfig(compose(overrides)), folder / "run", job=BenchJob)
     assert code == 0
     found = BenchJob.found
     if options.lost:

@@ -501,7 +501,7 @@ def measure_control(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_engine(backend: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A real run for each mode, as a user would start it: what its own events say."""
-    from trinity_sync.config import compose
+    from trinity_sync.config import RunConfig, compose
     from trinity_sync.launch import launcher
 
     found: dict[str, Any] = {}
@@ -526,7 +526,7 @@ def measure_engine(backend: str, options: argparse.Namespace, folder: Path) -> d
         ]
         run = folder / f"{backend}-{mode}-{schedule}"
         with contextlib.redirect_stdout(sys.stderr):
-            code = launcher.run(compose(overrides), run)
+            code = launcher.run(RunConfig(compose(overrides)), run)
         assert code == 0, f"{backend} with {name} ended with {code}"
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         publishes = [event for event in events if event["event"] == "publish"][1:]

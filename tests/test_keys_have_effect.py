@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from tests.explorer.helpers import ARCHITECTURE
 from tests.trainer.losses import LENGTHS, drawn, jagged, step
 from trinity_sync import config
-from trinity_sync.config import typed
+from trinity_sync.config import Config, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.explorer_spec import explorer_spec
 from trinity_sync.launch.job import Job
@@ -173,7 +173,7 @@ def built(cfg: DictConfig, folder: Path) -> Any:
         parts += [vars(explorer) | {"task": None, "member": None}]
     task, validating = config.build_task(cfg.task, cfg.seed), config.validation_task(cfg)
     asked = () if validating is None else config.validation_items(cfg, validating)
-    return content([*parts, task, loop_of(cfg, model, Scanned(task, None, asked)), trained(worker)])
+    return content([*parts, task, loop_of(run, model, Scanned(task, None, asked)), trained(worker)])
 
 
 def trained(spec: WorkerSpec) -> Any:
@@ -206,15 +206,17 @@ def trained(spec: WorkerSpec) -> Any:
     )
 
 
-def loop_of(cfg: DictConfig, model: str, scanned: Scanned) -> Any:
+def loop_of(cfg: Config, model: str, scanned: Scanned) -> Any:
     job = Job.__new__(Job)
     free = cfg.trainer.schedule == "free"
     explores = cfg.algorithm.kind != "sft"
     pool = SimpleNamespace(clients={"explorer-0": None}) if explores else None
-    job._scanned = scanned
-    job._cfg, job._last_step, job._stop = cfg, cfg.trainer.steps, threading.Event()
+    folder = SimpleNamespace(metrics=Path("metrics.jsonl"))
+    job._setup = SimpleNamespace(  # type: ignore[assignment]
+        scanned=scanned, last_step=cfg.trainer.steps, stop=threading.Event(), folder=folder
+    )
+    job._cfg = cfg
     job._recorder = SimpleNamespace(attempt=0, event=None, fault=None)  # type: ignore[assignment]
-    job._folder = SimpleNamespace(metrics=Path("metrics.jsonl"))  # type: ignore[assignment]
     job._start = Start(0, False, Path("checkpoints"), None)
     nothing = dict.fromkeys(("trainer", "synchronizer", "published_base"))
     job.actors = SimpleNamespace(**nothing, infos=[], pool=pool, explores=explores, free=free, model_path=model)  # type: ignore[assignment]

@@ -579,7 +579,7 @@ def test_a_backend_of_ones_own_checks_the_configuration_as_ours_do(tiny: Path) -
 def test_a_checkpoint_goes_on_with_an_engine_that_reads_it_and_else_with_its_weights(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours, theirs = config.compose(), composed(tiny, "backend=tiny")
+    ours, theirs = map(config.typed, (config.compose(), composed(tiny, "backend=tiny")))
     assert _check_engine(theirs, tmp_path, "tiny", 9)
     assert _check_engine(ours, tmp_path, "fsdp2", 2)
     assert capsys.readouterr().err == ""

@@ -37,7 +37,7 @@ from trinity_sync.checkpoint.folder.lock import locked
 from trinity_sync.checkpoint.folder.owner import MARK
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
 from trinity_sync.launch.row_scan import NOTHING
@@ -637,7 +637,7 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
     make_actor: Callable[..., Any], root: Path, tmp_path: Path
 ) -> None:
     cfg = compose(["checkpoint.mirror_keep=all", f"checkpoint.mirror={tmp_path / 'far'}"])
-    mirror = run_mirror(cfg, OWNER)
+    mirror = run_mirror(typed(cfg), OWNER)
     assert mirror is not None
     monitor = make_actor(default_hdfs_dir=mirror.place, policies={"keep_last": {"n": 1}}, mirror=mirror.settings)
     for step in (10, 20):
@@ -666,7 +666,7 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/far"
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
         made_of: Any = SimpleNamespace(
-            cfg=cfg,
+            cfg=typed(cfg),
             scanned=NOTHING,
             folder=folder,
             start=start,
@@ -677,10 +677,10 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
             last_step=1,
             stop=None,
             owner=None,
-            mirror=run_mirror(cfg, OWNER),
+            mirror=run_mirror(typed(cfg), OWNER),
         )
         run: Any = job.Job(made_of)
-        monitor = make_actor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        monitor = make_actor(default_hdfs_dir=place, mirror=made_of.mirror.settings)
         run.actors.monitor = MonitorClient(monitor)
         for step in (10, 20):
             save(monitor, step)

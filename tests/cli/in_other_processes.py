@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import trinity_sync.launch
+from trinity_sync.config import RunConfig
 from trinity_sync.errors import RunError
 from trinity_sync.host.interrupts import finishing_steps, interruptible
 from trinity_sync.launch import app
@@ -27,8 +28,9 @@ def job(cfg: Any) -> float:
     return app.job(cfg)
 
 
-def _run(cfg: Any, run_dir: Path, *, resume: Any, until: int | None, settings: Any) -> int:
+def _run(checked: RunConfig, run_dir: Path, *, resume: Any, until: int | None, settings: Any) -> int:
     """By its name a run fails, is preempted, or waits for its interrupt; others complete. The reward is the rate."""
+    cfg = checked.settings
     _record(run_dir, "running", resume)
     stop = threading.Event()
     with interruptible():

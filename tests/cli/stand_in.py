@@ -34,8 +34,15 @@ class StandIn:
     refuses: bool = False
 
     def run(
-        self, cfg: Any, run_dir: Path, *, resume: Any = None, until: int | None = None, settings: Any = None
+        self,
+        checked: config.RunConfig,
+        run_dir: Path,
+        *,
+        resume: Any = None,
+        until: int | None = None,
+        settings: Any = None,
     ) -> int:
+        cfg: Any = checked.composed
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, until=until, command=list(sys.argv)))
         with nullcontext() if self.refuses or settings is None else settings:
             if resume is None:
@@ -44,7 +51,7 @@ class StandIn:
         self.leave(cfg, run_dir, until)
         return code
 
-    def look(self, cfg: Any, run_dir: Path) -> None:
+    def look(self, checked: config.RunConfig, run_dir: Path) -> None:
         """What a dry run does: nothing."""
 
     def leave(self, cfg: Any, run_dir: Path, until: int | None) -> None:

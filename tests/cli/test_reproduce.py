@@ -19,7 +19,7 @@ from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config.saved_config import EARLIER_LOCATIONS, bundled
+from trinity_sync.config.comparison import EARLIER_LOCATIONS, bundled
 from trinity_sync.errors import RunError
 
 

@@ -229,7 +229,7 @@ def test_settings_are_composed_no_more_often_than_needed(
         ("--info=all --cfg=job", "Only one of "),
         (
             "hydra.run.dir=/proc/none",
-            "/proc/none does not take writes: .*choose another folder by hydra.run.dir",
+            "/proc/none does not take writes: .*choose another folder with hydra.run.dir",
         ),
         ("hydra.run.dir=${oops}", "Interpolation key 'oops' not found"),
     ],
@@ -703,15 +703,15 @@ def test_a_resume_uses_the_places_that_were_recorded(
 ) -> None:
     monkeypatch.setenv("KEPT", f"{tmp_path}/kept")
     folder = first_run("checkpoint.dir=${oc.env:KEPT}", "checkpoint.mirror=${oc.env:KEPT}/far")
-    places = written_places(launcher.calls[0].cfg, folder.absolute())
+    places = written_places(config.typed(launcher.calls[0].cfg), folder.absolute())
     assert places == {"checkpoint.dir": f"{tmp_path}/kept", "checkpoint.mirror": f"{tmp_path}/kept/far"} | BEGUN
     record(folder, places=places)
     for change in (lambda: monkeypatch.setenv("KEPT", "/elsewhere"), lambda: monkeypatch.delenv("KEPT")):
         change()
         assert cli.main(["resume", str(folder)]) == 0
-        assert written_places(launcher.calls[-1].cfg, folder.absolute()) == places
+        assert written_places(config.typed(launcher.calls[-1].cfg), folder.absolute()) == places
     assert cli.main(["resume", str(folder), "checkpoint.dir=new", "checkpoint.mirror=null"]) == 0
-    assert written_places(launcher.calls[-1].cfg, folder.absolute()) == {
+    assert written_places(config.typed(launcher.calls[-1].cfg), folder.absolute()) == {
         "checkpoint.dir": f"{tmp_path}/new",
         "checkpoint.mirror": None,
         **BEGUN,
@@ -720,7 +720,7 @@ def test_a_resume_uses_the_places_that_were_recorded(
 
 def test_a_recorded_place_inside_the_runs_folder_moves_with_it(launcher: StandIn, tmp_path: Path) -> None:
     folder = first_run(f"checkpoint.dir={tmp_path}/run/kept", folder="run")
-    record(folder, places=written_places(launcher.calls[0].cfg, folder.absolute()))
+    record(folder, places=written_places(config.typed(launcher.calls[0].cfg), folder.absolute()))
     folder.rename("moved")
     assert cli.main(["resume", "moved"]) == 0
     assert launcher.calls[-1].cfg.checkpoint.dir == f"{tmp_path}/moved/kept"
@@ -729,7 +729,7 @@ def test_a_recorded_place_inside_the_runs_folder_moves_with_it(launcher: StandIn
 def test_a_place_with_a_password_is_not_recorded(launcher: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAR", "ftp://me:secret@host/run")
     folder = first_run("checkpoint.mirror=${oc.env:FAR}")
-    places = written_places(launcher.calls[0].cfg, folder.absolute())
+    places = written_places(config.typed(launcher.calls[0].cfg), folder.absolute())
     assert "checkpoint.mirror" not in places
     record(folder, places=places)
     assert cli.main(["resume", str(folder)]) == 0

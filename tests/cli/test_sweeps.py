@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync.cli import main as cli
+from trinity_sync.config import RunConfig
 from trinity_sync.errors import RunError
 
 SWEEP = Path("multirun/x/y")
@@ -22,9 +23,9 @@ class Jobs(StandIn):
 
     ends: dict[int, str] = {}  # noqa: RUF012 - replaced, never changed
 
-    def run(self, cfg: Any, run_dir: Path, **given: Any) -> int:
-        super().run(cfg, run_dir, **given)
-        end = self.ends.get(cfg.seed, "completed")
+    def run(self, checked: RunConfig, run_dir: Path, **given: Any) -> int:
+        super().run(checked, run_dir, **given)
+        end = self.ends.get(checked.settings.seed, "completed")
         status = "failed" if end == "failed" else "completed" if end == "completed" else "running"
         (run_dir / "run.json").write_text(json.dumps({"attempt": 0, "status": status}))
         if end == "interrupt":

@@ -19,7 +19,7 @@ from tests.cli.test_list import leave
 from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.cli import main as cli
-from trinity_sync.cli import watch_run
+from trinity_sync.cli import watchers
 from trinity_sync.tracking import follow, run_record
 from trinity_sync.tracking.run_record import RunFolder
 
@@ -36,7 +36,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
                 raise AssertionError("it goes on watching, though nothing more happens")
 
         next(script)
-        monkeypatch.setattr(watch_run, "sleep", pause)
+        monkeypatch.setattr(watchers, "sleep", pause)
 
     return playing
 
@@ -168,8 +168,8 @@ def test_a_run_that_does_not_begin_is_waited_for_so_long(
 ) -> None:
     synthetic.hydra(tmp_path / "run", [])
     clock = Clock(0.0)
-    monkeypatch.setattr(watch_run, "monotonic", clock)
-    monkeypatch.setattr(watch_run, "sleep", clock.pass_)
+    monkeypatch.setattr(watchers, "monotonic", clock)
+    monkeypatch.setattr(watchers, "sleep", clock.pass_)
     assert watch("--wait", "30", tmp_path / "run") == 1
     assert clock.now == 30.0
     assert f"error: the run in {tmp_path / 'run'} did not begin within 30 s" in capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch_run, "sleep", interrupt)
+    monkeypatch.setattr(watchers, "sleep", interrupt)
     script = run(tmp_path / "run")
     for _ in range(5):
         next(script)
@@ -311,13 +311,13 @@ def test_without_a_folder_it_is_what_runs_here_or_ran_last(here: Path, capsys: p
 
 def sweep(place: str, jobs: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a sweep that is to have so many jobs, of which none has begun."""
-    from trinity_sync.cli import watch_run
+    from trinity_sync.cli import watchers
 
     folder = Path(place).absolute()
     folder.mkdir(parents=True)
     (folder / "multirun.yaml").write_text("")
     planned = [SimpleNamespace(invocation=SimpleNamespace(overrides=(f"seed={number}",))) for number in range(jobs)]
-    monkeypatch.setattr(watch_run, "read_jobs", lambda sweep: planned)
+    monkeypatch.setattr(watchers, "read_jobs", lambda sweep: planned)
     return folder
 
 
@@ -371,8 +371,8 @@ def test_a_sweep_whose_next_job_does_not_begin_is_over(
     for _ in job(folder, 0):
         pass
     clock = Clock(0.0)
-    monkeypatch.setattr(watch_run, "monotonic", clock)
-    monkeypatch.setattr(watch_run, "sleep", clock.pass_)
+    monkeypatch.setattr(watchers, "monotonic", clock)
+    monkeypatch.setattr(watchers, "sleep", clock.pass_)
     assert watch("--wait", "20", folder) == 1
     assert clock.now == 20.0
     assert "multirun/try/x: 1 completed, 2 to come" in said(capsys)

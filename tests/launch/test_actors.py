@@ -14,7 +14,7 @@ import trinity_sync.trainer.worker_spec
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.rank_client import Digested, RankInfo, Untrained
 from trinity_sync.checkpoint.folder.lock import locked, writer_of
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import actors as module
 from trinity_sync.launch.actors import Actors, Setup
@@ -47,7 +47,8 @@ class Rank:
 def setup(tmp_path: Path, model: str) -> Setup:
     """Of a run without explorers, that has a file of pairs to learn."""
     found: Any = {
-        "cfg": compose(["algorithm=sft", "task=pairs", "task.path=none", f"model.path={model}"]),
+        "cfg": typed(compose(["algorithm=sft", "task=pairs", "task.path=none", f"model.path={model}"])),
+        "config_digest": "",
         "folder": SimpleNamespace(logs=tmp_path, model=tmp_path, slots=tmp_path),
         "start": Start(0, False, tmp_path / "checkpoints", None),
         "recorder": SimpleNamespace(attempt=0, phase=lambda what: None),
@@ -79,8 +80,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         trainer.all = lambda ask, timeout_s: [ask(rank).result(timeout_s) for rank in ranks]
         made: Any = Actors(setup(tmp_path, "org/name"))
         made._make_trainer = lambda: trainer
-        made._make_monitor = lambda mirror: SimpleNamespace(describe=lambda: Answer(monitor), handle=None)
-        made.start(None)
+        made._make_monitor = lambda: SimpleNamespace(describe=lambda: Answer(monitor), handle=None)
+        made.start()
 
     monkeypatch.setattr(trinity_sync.sync.Synchronizer, "get_actor", lambda *_: SimpleNamespace(client=None))
     monkeypatch.setattr(trinity_sync.trainer.worker_spec, "check_whole", lambda *_: None)

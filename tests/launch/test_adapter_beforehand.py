@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.families import EXPERTS
 from tests.model_folders import bare_model
-from trinity_sync.config import compose, plain
+from trinity_sync.config import compose, plain, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.launcher import check_beforehand
 from trinity_sync.models.architecture import architecture_config
@@ -22,7 +22,7 @@ RANK = "model.lora.rank=4"
 
 
 def looked(*overrides: str) -> None:
-    check_beforehand(compose([*overrides]))
+    check_beforehand(typed(compose([*overrides])))
 
 
 @pytest.fixture

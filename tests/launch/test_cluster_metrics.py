@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e.runs import launch
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.launch.cluster import ClusterMetrics
 from trinity_sync.launch.launcher import run_trackers
 from trinity_sync.tracking.trackers import TrackedRun
@@ -33,7 +33,7 @@ Gauges = dict[tuple[str, str, str], float]
     [([], False), (["cluster.metrics=true"], False), (EXISTING, True), ([*EXISTING, "cluster.metrics=false"], False)],
 )
 def test_only_a_cluster_that_runs_already_is_told_unless_it_is_not_to_be(overrides: list[str], told: bool) -> None:
-    assert any(isinstance(tracker, ClusterMetrics) for tracker in run_trackers(compose(overrides))) is told
+    assert any(isinstance(tracker, ClusterMetrics) for tracker in run_trackers(typed(compose(overrides)))) is told
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.launch.sample_source import _numbering, validation_times
 from trinity_sync.launch.start import Start
 from trinity_sync.samples.position import GroupId, Numbering, Position
@@ -79,9 +79,9 @@ def test_a_run_that_goes_on_validates_what_it_begins_with_where_that_is_missing(
     """Each second step is due, and the last, which is 6 here."""
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({"step": step, "val/reward/mean": 0.5}) + "\n" for step in on_record))
-    cfg = compose(["task.validation.prompts=4", "task.validation.interval=2"])
+    cfg = typed(compose(["task.validation.prompts=4", "task.validation.interval=2"]))
     begun = Start(start, start > 0, tmp_path, tmp_path / "global_step" if start else None)
     times = validation_times(cfg, begun, metrics, 6)
     assert times is not None
     assert times.at_start is validates
-    assert validation_times(compose([]), Start(0, False, tmp_path, None), metrics, 6) is None
+    assert validation_times(typed(compose([])), Start(0, False, tmp_path, None), metrics, 6) is None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.checkpoint.folder.owner import MARK
-from trinity_sync.config import compose
+from trinity_sync.config import RunConfig, compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Setup
@@ -35,7 +35,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
 
     monkeypatch.setattr(launcher, "cluster", failing)
     with pytest.raises(RunError, match="what really happened"):
-        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run")
+        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path / "run")
     assert read_record(tmp_path / "run" / "run.json")["error"] == "what really happened"
     assert f"{lock} cannot be locked" in capsys.readouterr().err
 
@@ -48,7 +48,7 @@ def test_samples_of_some_tokens_only_are_warned_of(
     overrides: list[str], keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(launcher, "cluster", lambda *_, **__: nullcontext())
-    assert launcher.run(compose(["trainer.steps=1", "live=off", *overrides]), tmp_path, job=Idle) == 0  # type: ignore[arg-type]
+    assert launcher.run(RunConfig(compose(["trainer.steps=1", "live=off", *overrides])), tmp_path, job=Idle) == 0  # type: ignore[arg-type]
     warned = [line for line in capsys.readouterr().err.splitlines() if "not on-policy" in line]
     assert [line.split()[1] for line in warned] == keys
 
@@ -84,7 +84,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[..., None]
 
     monkeypatch.setattr(launcher, "cluster", cluster)
     monkeypatch.setattr(Idle, "loop", loop)
-    return launcher.run(compose(["trainer.steps=1", "live=off"]), folder, job=Idle)  # type: ignore[arg-type]
+    return launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), folder, job=Idle)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_run_that_has_a_record_has_its_settings(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(launcher, "cluster", lambda *args, **given: nullcontext())
     with pytest.raises(KeyboardInterrupt):
-        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path, settings=interrupted())
+        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path, settings=interrupted())
     assert not (tmp_path / "run.json").exists()
 
 
@@ -127,7 +127,7 @@ def test_a_run_whose_folder_is_gone_at_its_end_keeps_its_mark(tmp_path: Path, mo
 
     monkeypatch.setattr(launcher, "cluster", lambda *args, **given: nullcontext())
     monkeypatch.setattr(Idle, "loop", loop)
-    cfg = compose(["trainer.steps=1", "live=off", f"checkpoint.dir={tmp_path}/saved"])
+    cfg = RunConfig(compose(["trainer.steps=1", "live=off", f"checkpoint.dir={tmp_path}/saved"]))
     with suppress(RunError):
         launcher.run(cfg, tmp_path / "run", job=Idle)  # type: ignore[arg-type]
     assert (tmp_path / "saved" / MARK).exists()
@@ -143,7 +143,7 @@ def test_what_ends_a_program_on_the_spot_is_recorded(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(launcher, "cluster", fail)
     with pytest.raises(End):
-        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path)
+        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path)
     record = read_record(tmp_path / "run.json")
     assert (record["status"], record["error"]) == ("failed", "Ray has given up this node")
 
@@ -169,7 +169,7 @@ def test_a_run_that_ends_early_does_one_step_at_least(
     monkeypatch.setattr(launcher.Start, "find", lambda *_, **__: Start(began, False, tmp_path / "checkpoints", None))
     monkeypatch.setattr(launcher, "cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(Idle, "loop", lambda job: seen.append(job.setup.last_step))
-    cfg = compose(["trainer.steps=20", "live=off"])
+    cfg = RunConfig(compose(["trainer.steps=20", "live=off"]))
     assert launcher.run(cfg, tmp_path, until=until, job=Idle) == 0  # type: ignore[arg-type]
     assert seen == [last]
 
@@ -177,7 +177,7 @@ def test_a_run_that_ends_early_does_one_step_at_least(
 def test_the_command_is_recorded_as_a_shell_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr("sys.argv", ["launch.py", "task.path=my rows.jsonl"])
-    assert launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path, job=Idle) == 0  # type: ignore[arg-type]
+    assert launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path, job=Idle) == 0  # type: ignore[arg-type]
     assert read_record(tmp_path / "run.json")["command"] == "launch.py 'task.path=my rows.jsonl'"
 
 
@@ -218,7 +218,7 @@ def test_settings_hear_of_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(launcher, "cluster", refusing)
     with pytest.raises(ConfigError):
-        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run", settings=settings())
+        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path / "run", settings=settings())
     assert seen == [refusal]
 
 
@@ -233,5 +233,5 @@ def test_a_refused_start_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(launcher, "run_trackers", refuse)
     places = [f"checkpoint.dir={tmp_path}/saved", f"checkpoint.mirror={tmp_path}/copies"]
     with pytest.raises(ConfigError, match="no such tracker"):
-        launcher.run(compose(["trainer.steps=1", "live=off", *places]), tmp_path / "run")
+        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off", *places])), tmp_path / "run")
     assert not list(tmp_path.rglob(MARK))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from trinity_sync.config import check, compose
+from trinity_sync.config import RunConfig, check, compose
 from trinity_sync.launch import launcher
 from trinity_sync.launch.job import Job
 
@@ -63,7 +63,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     folder: Path = tmp_path_factory.mktemp("run")
     cfg = compose(["trainer.steps=2", "checkpoint.interval=1", "live=off", "cluster.forks=false"])
     check(cfg)
-    assert launcher.run(cfg, folder, job=Asking) == 0
+    assert launcher.run(RunConfig(cfg), folder, job=Asking) == 0
     return Asking.loaded
 
 

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.tasks.chat import TEMPLATE, chat_tokenizer, said
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import row_scan
 from trinity_sync.launch.row_scan import RowCounts, Scanned, scanned_task
@@ -26,7 +26,7 @@ def scanned(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Scanne
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("task.prompt_length=10", "task.response_length=4", *overrides)
-    return scanned_task(compose(["task=jsonl", f"task.path={path}", *given]))
+    return scanned_task(typed(compose(["task=jsonl", f"task.path={path}", *given])))
 
 
 def asked(*prompts: Any) -> list[dict[str, Any]]:
@@ -139,11 +139,13 @@ def test_pairs_and_conversations_are_looked_through_too(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     given = ["algorithm=sft", f"task={task}", f"task.path={path}", chat_model(tmp_path)]
-    assert scanned_task(compose([*given, f"task.max_length={longest}"])).counts == RowCounts(1, 0, longest, "refuse")
+    assert scanned_task(typed(compose([*given, f"task.max_length={longest}"]))).counts == RowCounts(
+        1, 0, longest, "refuse"
+    )
     with pytest.raises(
         ConfigError, match=rf"rows\.jsonl:1 has {longest} tokens; task\.max_length allows {longest - 1}"
     ):
-        scanned_task(compose([*given, f"task.max_length={longest - 1}"]))
+        scanned_task(typed(compose([*given, f"task.max_length={longest - 1}"])))
 
 
 @pytest.mark.usefixtures("here")
@@ -184,7 +186,7 @@ def test_a_model_that_is_here_and_cannot_be_read_is_refused_in_one_line(
 
 def test_a_model_that_is_here_needs_a_tokenizer_for_a_task_without_a_file_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path={tmp_path} has no tokenizer; copy its files"):
-        scanned_task(compose([f"model.path={tmp_path}"]))
+        scanned_task(typed(compose([f"model.path={tmp_path}"])))
 
 
 @pytest.mark.usefixtures("here")
@@ -193,7 +195,7 @@ def test_a_value_that_rewards_do_not_get_is_told(tmp_path: Path, capsys: pytest.
     table = pyarrow.table({"prompt": [SHORT] * 3, "answer": ["7"] * 3, "when": when})
     parquet.write_table(table, tmp_path / "rows.parquet")
     given = [f"task.path={tmp_path}/rows.parquet", "task.prompt_length=10", "task.response_length=4"]
-    found = scanned_task(compose(["task=jsonl", *given]))
+    found = scanned_task(typed(compose(["task=jsonl", *given])))
     assert found.counts == RowCounts(3, 0, 4, "refuse")
     told = [line for line in capsys.readouterr().err.splitlines() if "'when'" in line]
     assert len(told) == 1
@@ -204,14 +206,14 @@ def test_a_model_without_an_end_is_refused_also_where_the_task_has_no_file(tmp_p
     model = chat_model(tmp_path)
     edit(tmp_path / "model" / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ConfigError, match=r"^model\.path=.* names no end-of-sequence token"):
-        scanned_task(compose([model]))
+        scanned_task(typed(compose([model])))
 
 
 @pytest.mark.usefixtures("here")
 def test_ends_that_differ_are_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = chat_model(tmp_path)
     edit(tmp_path / "model" / "config.json", eos_token_id=5)
-    scanned_task(compose([model]))
+    scanned_task(typed(compose([model])))
     assert "note: the model names its end-of-sequence tokens in several ways (" in capsys.readouterr().err
 
 
@@ -230,14 +232,14 @@ def test_the_config_of_a_model_is_looked_at_where_transformers_reads_it(
     model = chat_model(tmp_path)
     edit(tmp_path / "model" / "config.json", **fields)
     with pytest.raises(ConfigError, match=told):
-        scanned_task(compose([model]))
+        scanned_task(typed(compose([model])))
 
 
 @pytest.mark.usefixtures("here")
 def test_heads_that_vllm_does_not_take_are_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_scan, "accelerator_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"^explorer\.kind: vLLM cannot run a model with heads of 24 on a CPU"):
-        scanned_task(compose(["explorer=vllm", "model.architecture.head_dim=24"]))
+        scanned_task(typed(compose(["explorer=vllm", "model.architecture.head_dim=24"])))
 
 
 @pytest.mark.usefixtures("here")
@@ -246,7 +248,7 @@ def test_a_class_that_vllm_would_choose_otherwise_is_refused(tmp_path: Path, exp
     model = chat_model(tmp_path)
     edit(tmp_path / "model" / "config.json", architectures=["LlamaForCausalLM"])
     with pytest.raises(ConfigError, match=r"^explorer\.kind: vLLM goes by architectures \[LlamaForCausalLM\]"):
-        scanned_task(compose([model, f"explorer={explorer}"]))
+        scanned_task(typed(compose([model, f"explorer={explorer}"])))
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -254,9 +256,9 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def test_a_task_without_a_file_is_not_looked_through() -> None:
-    task, counts, validation = scanned_task(compose([]))
+    task, counts, validation = scanned_task(typed(compose([])))
     assert (type(task).__name__, counts, validation) == ("CopyDigits", None, ())
-    assert scanned_task(compose(["workload=bytes"])) == (None, None, ())
+    assert scanned_task(typed(compose(["workload=bytes"]))) == (None, None, ())
 
 
 @pytest.mark.usefixtures("here")
@@ -292,9 +294,9 @@ def test_the_driver_loads_nothing_heavy_for_it(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt": SHORT, "answer": "7"}) + "\n")
     script = f"""
 import sys
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.launch.row_scan import scanned_task
-assert scanned_task(compose(["task=jsonl", "task.path={path}", "task.response_length=4"])).counts.rows == 1
+assert scanned_task(typed(compose(["task=jsonl", "task.path={path}", "task.response_length=4"]))).counts.rows == 1
 print(sorted({{"torch", "transformers", "ray", "verl"}} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

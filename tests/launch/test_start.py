@@ -24,7 +24,7 @@ from trinity_sync.checkpoint.folder.contents import Base, Manifest, write_tracke
 from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.folder.owner import MARK, write_mark
-from trinity_sync.config import compose
+from trinity_sync.config import Config, RunConfig, compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Actors, Setup
@@ -33,8 +33,12 @@ from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.run_record import RunFolder
 
 
-def config(*overrides: str) -> Any:
-    return compose(["trainer.steps=100", *overrides])
+def composed(*overrides: str) -> RunConfig:
+    return RunConfig(compose(["trainer.steps=100", *overrides]))
+
+
+def config(*overrides: str) -> Config:
+    return composed(*overrides).settings
 
 
 def saved(
@@ -360,7 +364,7 @@ def test_a_run_that_is_given_the_folder_of_another_one_leaves_it_as_it_is(
     with locked(theirs, tmp_path / "other"):
         write_mark(theirs, OTHER)
     before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
-    cfg = config(f"checkpoint.dir={theirs}", f"hydra.run.dir={run}")
+    cfg = composed(f"checkpoint.dir={theirs}", f"hydra.run.dir={run}")
     with pytest.raises(ConfigError, match=rf"checkpoint\.dir={theirs} (belongs to|holds checkpoints of) another run"):
         launcher.run(cfg, run, resume=resume)
     assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
@@ -376,7 +380,7 @@ def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
     unreadable(saved(run / "checkpoints", 20) / "actor" / "model_world_size_2_rank_0.pt")
     entered: list[bool] = []
     with pytest.raises(ConfigError, match="cannot be read now"):
-        launcher.run(config(), run, resume=Resume(), settings=settings(entered))
+        launcher.run(composed(), run, resume=Resume(), settings=settings(entered))
     assert entered == []
     assert (run / "metrics.jsonl").read_text() == '{"step": 15}\n'
     assert [info.step for info in catalog.scan(run / "checkpoints")] == [10, 20]
@@ -439,9 +443,9 @@ def test_a_run_that_does_not_go_on_makes_its_model_anew(
         (Path(folder) / "config.json").touch()
         made.append(seed)
 
-    def begin(cfg: Any, start: Start) -> None:
+    def begin(cfg: Config, start: Start) -> None:
         others: Any = dict.fromkeys(("recorder", "cluster", "run_key", "use_gpu", "last_step", "stop"))
-        actors = Actors(Setup(cfg=cfg, folder=folder, start=start, **others))
+        actors = Actors(Setup(cfg=cfg, config_digest="", folder=folder, start=start, **others))
         actors.trainer = SimpleNamespace(make_model=make_model)  # type: ignore[assignment]
         actors._make_model()
 

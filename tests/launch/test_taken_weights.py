@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_export import committed, with_drafts
-from trinity_sync.config import compose
+from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.actors import Actors
 from trinity_sync.launch.start import Start
@@ -21,11 +21,13 @@ def test_draft_heads_are_not_lost_when_the_engine_changes(tmp_path: Path) -> Non
     drafts = with_drafts(tmp_path / "drafts")
     step = committed(tmp_path / "checkpoints", left_out=drafts)
     setup: Any = SimpleNamespace(
-        cfg=compose(["model.path=org/name"]),
+        cfg=typed(compose(["model.path=org/name"])),
+        config_digest="",
         folder=SimpleNamespace(logs=tmp_path, model=tmp_path / "model"),
         start=Start(3, True, tmp_path / "checkpoints", step, weights_only=True),
         recorder=None,
         owner=None,
+        mirror=None,
         cluster=None,
         run_key="run",
         use_gpu=False,

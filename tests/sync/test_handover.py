@@ -117,7 +117,9 @@ def test_a_version_on_disk_is_named_by_its_folder(
 def test_damaged_bytes_are_not_handed_out(make_synchronizer: Callable[..., Synchronizer]) -> None:
     synchronizer = make_synchronizer()
     published, other = (state_dicts.put(random_weights(seed)) for seed in (1, 2))
-    synchronizer.client._ask("put_state", Version(0, 1), replace(published, buckets=other.buckets)).result(LIMIT)
+    ray.get(
+        synchronizer.actor.put_state.remote(Version(0, 1), replace(published, buckets=other.buckets)), timeout=LIMIT
+    )
     with pytest.raises(RunError, match="bucket 0 of version 1 is damaged"):
         synchronizer.get_model_state_dict()
 

@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_read_now_is_not_taken_for_an_empty_one(tmp_path
     (tmp_path / "latest_state_dict_iteration.txt").write_text("2")
     (tmp_path / what).unlink(missing_ok=True)
     (tmp_path / what).mkdir(parents=True)  # reading it is an OSError
-    with pytest.raises(RunError, match=f"what was committed in {tmp_path} cannot be read now"):
+    with pytest.raises(RunError, match=f"the newest commit in {tmp_path} cannot be read now"):
         SynchronizerActor(SynchronizerConfig(checkpoint_dir=str(tmp_path)))
 
 

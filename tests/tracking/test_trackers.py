@@ -64,7 +64,7 @@ def test_trackers_are_built_by_name_or_target() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mine": {}}, r"tracker\.mine is none of tensorboard, wandb"),
+        ({"mine": {}}, r"tracker\.mine is not one of tensorboard, wandb"),
         ({"mine": {"_target_": "no.such.Thing"}}, r"tracker\.mine\._target_=no\.such\.Thing cannot be imported"),
         ({"mine": {"_target_": f"{__name__}.Nothing"}}, "cannot be imported"),
         ({"mine": {"_target_": "Thing"}}, "cannot be imported"),

@@ -1,4 +1,4 @@
-"""Client of the node agent, and what travels between it and its callers."""
+"""Client of the node agent, and the messages of its calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class Coordinator(Protocol):
-    """Through whom an agent saves: `CheckpointCoordinator`."""
+    """The part of `CheckpointCoordinator` that an agent uses to save."""
 
     def save_sync(
         self, save_fn: Callable[[], object], global_step: int, *, part: str | None = None, queues: bool = False
@@ -29,32 +29,20 @@ class Coordinator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """What an agent has made.
+    """The slots of a node."""
 
-    Attributes:
-        paths: slot -> part -> file.
-        notes: sentences that the user should read, such as a fallback from shared memory.
-    """
-
-    paths: Mapping[int, Mapping[str, str]]
-    notes: Sequence[str]
+    paths: Mapping[int, Mapping[str, str]]  # slot -> part -> file
+    notes: Sequence[str]  # sentences for the user, such as a fallback from shared memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """A rank's part of a full checkpoint, as it hands it over.
+    """A rank's part of a full checkpoint, handed over to the agent."""
 
-    Attributes:
-        part: the part's name, such as ``"rank-00000"``.
-        step: the checkpoint's step.
-        folder: the step's staging folder.
-        files: of each file its path below `folder`, and where its holes are filled from; one without holes is complete.
-    """
-
-    part: str
+    part: str  # such as "rank-00000"
     step: int
-    folder: str
-    files: Sequence[tuple[str, Sequence[Extent]]]
+    folder: str  # the step's staging folder
+    files: Sequence[tuple[str, Sequence[Extent]]]  # path below `folder`, sources of the holes; no holes: complete
 
 
 class AgentClient(RayClient):

@@ -1,6 +1,5 @@
-"""Calls to actors: every wait has a name, a limit and a clear word for what went wrong.
-
-A dead actor is noticed at once, because a call to it that was under way fails when its process does.
+"""Calls to Ray's actors. Each wait has a timeout, and its error names the actor, the task and the cause. A running call
+fails as soon as the actor's process ends, so deaths are noticed at once.
 """
 
 from __future__ import annotations
@@ -38,25 +37,23 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def this_process(name: str) -> RoundMember:
-    """Name the calling process; the same member whenever it is asked for, as long as it stays in Ray."""
+    """Return the calling process as a member; always the same one until the process leaves Ray."""
     return RoundMember(name, _life(os.getpid(), ray.get_runtime_context().get_worker_id()))
 
 
 @functools.cache
 def _life(pid: int, worker: str) -> str:
-    """Draw the word of one process: a fork, which inherits the drawn ones, has another number, and one that has left
-    Ray, which is dead to actors, another worker.
+    """Draw the random word of one process. The cache keys differ in a fork (pid), and after the process has left Ray
+    and joined it again (worker), since actors take it for dead then.
     """
     return RoundMember.new(str(pid)).life
 
 
 class Call(Pending[T_co]):
-    """A call to one of Ray's actors that is under way.
+    """A call to one of Ray's actors; see `Pending`.
 
     Args:
         reference: Ray's reference to the answer.
-        who: who was asked, such as ``"trainer rank 1"``.
-        what: what it is to do, such as ``"train step 12"``.
     """
 
     def __init__(self, reference: ObjectRef[T_co], who: str, what: str) -> None:
@@ -65,16 +62,13 @@ class Call(Pending[T_co]):
 
     @property
     def owned(self) -> Sequence[ObjectRef[T_co]]:
-        """The reference, in a list, so that Ray does not wait for it in the receiver's place."""
+        """The reference, in a list, since Ray would wait for a bare one before it delivers the call."""
         return [self.reference]
 
     def result(self, timeout_s: float) -> T_co:
-        """Wait for the answer; errors as for `results`."""
         return results([self], timeout_s)[0]
 
     async def answer(self, timeout_s: float) -> T_co:
-        """As `result`, on an event loop."""
-
         async def wait() -> T_co:
             answer: T_co = await self.reference
             return answer
@@ -88,7 +82,6 @@ class Call(Pending[T_co]):
             raise WaitTimeout(self.who, self.what, timeout_s) from None
 
     def is_answered(self) -> bool:
-        """Tell whether it has ended well by now."""
         try:
             ray.get(self.reference, timeout=0)
         except Exception:
@@ -96,11 +89,6 @@ class Call(Pending[T_co]):
         return True
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait until it has ended, well or not, or the time is over; tell whether it has.
-
-        Raises:
-            RunError: Ray itself broke the wait off.
-        """
         try:
             done, _ = ray.wait([self.reference], timeout=timeout_s)
         except RayError as error:
@@ -109,21 +97,16 @@ class Call(Pending[T_co]):
 
 
 class RayTransport(CallTransport):
-    """To an actor of Ray's.
-
-    Args:
-        handle: Ray's handle of the actor.
-    """
+    """Calls to one of Ray's actors."""
 
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
     def call(self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Call[Any]:
-        """Begin a call; see `Transport`."""
         return Call(getattr(self._handle, method).remote(*args, **kwargs), who, what)
 
     def caller(self) -> tuple[str, str]:
-        """Name this process: Ray's ids of its node and its worker."""
+        """Return Ray's ids of this process's node and worker."""
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_worker_id())
 
@@ -136,27 +119,24 @@ def results(
     on_answer: Callable[[Call[T]], object] | None = None,
     reserve_s: float = REST_S,
 ) -> list[T]:
-    """Wait for the answers of calls that run side by side.
+    """Wait for the answers of concurrent calls, and return them in the order of the calls.
 
-    The first failure ends the wait, for the others may be waiting for the one that failed. A death, or an error
-    of ours, is reported before what a peer saw of it, and an error that nobody foresaw also names the members that are
-    still silent, so the message names the cause.
+    The first failure ends the wait, since the other members may depend on the one that failed. The error names the
+    cause: a death or a `TrinityError` is preferred to its effect on a peer, and any other error also names the members
+    that have not answered.
 
     Args:
         calls: the calls, at most one to each member.
         timeout_s: limit for all of them together, seconds.
-        what: what they do together, where that is not what each of them does.
+        what: their common task, for errors; None: the task of each call.
         on_answer: told of each call when it has ended well.
-        reserve_s: of the time after a signal to the driver, what is for the rest. A member that stands still does not
-            keep the run from its end.
-
-    Returns:
-        The answers, in the order of the calls.
+        reserve_s: after a signal to the driver, the seconds that are left for other work: a hung member cannot block
+            the end of the run.
 
     Raises:
         MemberDied: a member's process ended.
-        WaitTimeout: somebody was not done in time; names who.
-        TrinityError: what a member raised, with its name; or Ray itself broke the wait off.
+        WaitTimeout: members did not answer in time; names them.
+        TrinityError: a member's error, with its name; or Ray itself ended the wait.
     """
     timeout_s = left(timeout_s, reserve_s)
     by_reference = {call.reference: call for call in calls}
@@ -173,7 +153,7 @@ def results(
             if failed is None and on_answer is not None:
                 on_answer(by_reference[done[0]])
         if failed is None:
-            # they are there, but Ray may have moved them to its disk
+            # the answers exist, but Ray may have spilled them to disk
             answers: list[T] = ray.get(
                 [call.reference for call in calls], timeout=max(ANSWER_S, deadline - time.monotonic())
             )
@@ -189,7 +169,7 @@ def _failure(call: Call[T]) -> tuple[Call[T], Exception] | None:
     try:
         ray.get(call.reference, timeout=0)
     except GetTimeoutError as error:
-        # of this look, or what the member itself ran into
+        # the member's own timeout, or only that of this poll
         return (call, error) if isinstance(error, RayTaskError) else None
     except Exception as error:
         return call, error
@@ -197,14 +177,13 @@ def _failure(call: Call[T]) -> tuple[Call[T], Exception] | None:
 
 
 def _broken_off(calls: Collection[Call[T]], error: RayError, what: str | None = None) -> RunError:
-    """A wait was broken off by Ray itself, as it does where its raylet is dead, not by what one of them answered."""
+    """Return the error of a wait that Ray itself ended, such as after the death of the raylet."""
     what = what or next(iter(calls)).what
     return RunError(f"{_names(calls)} could not {what}: {type(error).__name__}: {error}")
 
 
-# How long to look for what is behind an error that a peer reported, a death or an error of ours: the peer sees the
-# closed connection a moment before we are told.
 _GRACE_S = 3.0
+"""Wait for the cause of a peer's error: the peer notices a closed connection before Ray reports the death."""
 
 
 def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | None) -> Exception:
@@ -214,7 +193,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
             rest = max(0.0, deadline - time.monotonic())
             try:
                 done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=rest)
-            except RayError:  # there is no more to be learnt
+            except RayError:
                 break
             ended = [other for other in pending if other.reference in done]
             pending = [other for other in pending if other.reference not in done]
@@ -224,7 +203,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
                 break
     what = what or call.what
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        # Ray flattens what the constructor raised into text whose last line is the exception.
+        # Ray gives the constructor's error as text, whose last line is the exception
         return RunError(f"{call.who} could not start: {str(error).strip().splitlines()[-1]}")
     if isinstance(error, DEATHS):
         died = MemberDied(call.who, what, why_gone(error))
@@ -234,7 +213,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     if expected is not None:
         return expected
     cause = error.cause if isinstance(error, RayTaskError) else error
-    # Who still says nothing may be what the error is about: a hung peer is seen as a timeout by those it keeps waiting.
+    # a member without an answer may be the cause: its peers report a timeout
     note = f" (no answer from {_names(pending)})" if pending else ""
     wrapped = RunError(f"{call.who} could not {what}: {told(cause)}{note}")
     wrapped.__cause__ = error
@@ -250,14 +229,14 @@ def _expected(error: Exception) -> TrinityError | None:
     return cause if isinstance(cause, TrinityError) else None
 
 
-# Whether an error of Ray's tells of a process that is gone, and why it is.
+# The reason of a process's death.
 
 
 DEATHS = (RayActorError, OutOfMemoryError)
-"""What a call to an actor fails of whose process is gone; the second where Ray ended it for want of memory."""
+"""Errors of a call to a dead actor; the second means out of memory."""
 
 _MOST = 300
-"""Characters of a reason."""
+"""Longest reason, characters."""
 
 _NOTED_S, _LOOK_S = 1.0, 0.02
 
@@ -272,7 +251,7 @@ _AROUND = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 _EMPTIED = re.compile(r" \(\)|(?<=\(),\s*")
-"""What is left of parentheses that an id stood in."""
+"""Remains of parentheses around an id."""
 _PID = re.compile(r"^\tpid: (\d+)$", re.MULTILINE)
 
 _notes: list[Path] = []
@@ -280,10 +259,10 @@ _notes: list[Path] = []
 
 @contextmanager
 def ends_noted_in(log: Path) -> Iterator[None]:
-    """For the length of the block, `why_gone` also says how the system ended a process, which Ray does not know.
+    """Let `why_gone` read in the block how the system ended a process, which Ray does not know.
 
     Args:
-        log: of `host.fork_server`, which begins all of Ray's workers: ``PID how`` in a line.
+        log: of `host.fork_server`, the parent of all of Ray's workers: a line ``PID how`` for each that ended.
     """
     _notes.append(log)
     try:
@@ -293,11 +272,8 @@ def ends_noted_in(log: Path) -> Iterator[None]:
 
 
 def why_gone(error: Exception) -> str:
-    """Say in one line why a process is gone, in Ray's words without ids and advice, and how it ended where that was
-    noted; empty where nobody tells.
-
-    Args:
-        error: one of `DEATHS`.
+    """Return the reason of a death (one of `DEATHS`) in one line: Ray's words without ids and advice, and the logged
+    end of the process. Empty where neither is known.
     """
     text = " ".join(_EMPTIED.sub("", _AROUND.sub("", str(error))).split()).strip(" .,:")
     text = text if len(text) <= _MOST else f"{text[:_MOST].rstrip()} ..."
@@ -307,7 +283,7 @@ def why_gone(error: Exception) -> str:
 
 
 def _noted(pid: str) -> str | None:
-    """How a process ended; waits a moment for it to be noted, for Ray may see the closed connection before."""
+    """Return how a process ended. Ray may notice the closed connection before the log has the line."""
     deadline = time.monotonic() + _NOTED_S
     while (how := _read(pid)) is None and _notes and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -318,7 +294,7 @@ def _read(pid: str) -> str | None:
     for log in reversed(_notes):
         try:
             lines = log.read_text(errors="replace").splitlines()
-        except OSError:  # it goes with the folder that it is in
+        except OSError:  # the folder is deleted at the end of the run
             continue
         for line in reversed(lines):
             if line.startswith(f"{pid} "):
@@ -326,17 +302,16 @@ def _read(pid: str) -> str | None:
     return None
 
 
-# What an actor of Ray's has to know of Ray.
+# The process of one of Ray's actors.
 
 
 _ORPHAN_S = 20.0
-"""A process that is left by its raylet has so long to end by itself, seconds."""
+"""Time for a process to end by itself after its raylet has died, seconds."""
 
 
 def end_with_raylet() -> None:
-    """Kill this process, one of Ray's workers, some time after its raylet is gone. Ray only asks it to end, and a task
-    that does not return hears nothing of it. Nothing in a Ray of a run's own, whose workers end with the driver, and
-    may be forks, see `host.process.end_with_driver`.
+    """Kill this process, one of Ray's workers, some time after its raylet has died: Ray's own request to end is not
+    read while a task runs. Does nothing in a run's own Ray, whose workers end with the driver (`end_with_driver`).
     """
     if DRIVER in os.environ:
         return
@@ -352,22 +327,19 @@ def end_with_raylet() -> None:
 
 
 class RayHost:
-    """Ray, as the `hosting.Host` of the actor in this process, which ends with its raylet."""
+    """Ray as the `Host` of the actor in this process, which ends with its raylet."""
 
     def __init__(self) -> None:
         end_with_raylet()
 
     @property
     def restarted(self) -> bool:
-        """Whether Ray has started the actor again."""
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def call_id(self) -> str:
-        """Return Ray's id of the current task."""
         return str(ray.get_runtime_context().get_task_id())
 
     async def outlived(self, owned: Sequence[object]) -> bool:
-        """Wait for a reference, which fails with the process that it belongs to."""
         try:
             await owned[0]  # type: ignore[misc]
         except RayError:
@@ -377,8 +349,8 @@ class RayHost:
 
 def prepare_worker() -> None:
     """Prepare one of Ray's workers for this run: it ends with the driver or with its raylet, finds the user's modules,
-    and leaves signals that end a run to the driver (Ray's own handler would end the worker). Ray calls it in the main
-    thread, before all else.
+    and ignores signals that end a run, which are the driver's (Ray's own handler would end the worker). Ray calls it
+    first, in the main thread.
     """
     end_with_driver()
     look_there()

@@ -1,4 +1,4 @@
-"""Client of an explorer, and what travels between it and its callers."""
+"""Client of an explorer, and the messages of its calls."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ else:
 
 
 Beside = tuple[tuple[float, "LoadReport"], ...]
-"""Loads while samples were made: seconds after that began, and the load."""
+"""Loads during the generation of samples: seconds from its start to the load, and the load."""
 
 
 LOAD_TRIES = 3
-"""Loads in a row that may fail before an explorer, or what a version was to be loaded for, is taken for lost."""
+"""Failed loads in a row after which the explorer, or the task of the load, is given up."""
 
 
 class LoadFailed(RunError):  # noqa: N818 - it says what happened
-    """The explorer could not take the newest version, and holds none until a load succeeds.
+    """The explorer could not load the newest version, and holds none until a load succeeds.
 
     Args:
-        why: in words.
-        load: the load that came before what it was doing, where one did.
-        beside: those that came while it did that.
+        why: the reason.
+        load: the load before its current work, if there was one.
+        beside: the loads during that work.
     """
 
     def __init__(self, why: str, load: LoadReport | None = None, beside: Beside = ()) -> None:
@@ -45,88 +45,57 @@ class LoadFailed(RunError):  # noqa: N818 - it says what happened
         return str(self.args[0])
 
     def after(self, load: LoadReport | None, beside: Iterable[tuple[float, LoadReport]]) -> LoadFailed:
-        """The same, with the loads that had gone well."""
+        """Return the same error with the loads that had succeeded."""
         return LoadFailed(str(self), load, tuple(beside))
 
 
 class EngineDied(RunError):  # noqa: N818 - it says what happened
-    """A process of the explorer's engine is gone. The explorer can do nothing any more and ends with it, as a run knows
-    what to do about explorers that died.
-    """
+    """A process of the explorer's engine has died. The explorer ends too, so that the run replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What an explorer tells of a load.
-
-    Attributes:
-        explorer: the explorer's name.
-        version: the version that it holds now.
-        digest: the digest of what it holds, computed from that; None where `sync.verify` is not ``full``.
-        bytes_moved: payload that was applied.
-        total_s: seconds from the call to the last check.
-        paused_s: seconds in which it held no version and refused to generate.
-        peak_rss: peak resident bytes of its process.
-        began: when it was asked, in Unix seconds by the clock of who asked; None where nobody says.
-        base: digest of the base that the version, an adapter, is held upon; None: the version is whole.
-    """
+    """A load, as the explorer reports it."""
 
     explorer: str
     version: Version
-    digest: str | None
+    digest: str | None  # computed from the loaded weights; None unless `sync.verify` is full
     bytes_moved: int
-    total_s: float
-    paused_s: float
-    peak_rss: int
-    began: float | None = None
-    base: str | None = None
+    total_s: float  # from the call to the last check
+    paused_s: float  # without a version, and so without generation
+    peak_rss: int  # of its process, bytes
+    began: float | None = None  # time of the call by the caller's clock, Unix seconds
+    base: str | None = None  # digest of an adapter's base; None: the version is whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """When an explorer made samples, by the clock of who asked.
-
-    Attributes:
-        explorer: the explorer's name.
-        step: the step for whose prompts it was asked; the first of several.
-        version: the step of the version that it held.
-        began: Unix seconds.
-        total_s: seconds until the samples were there.
-    """
+    """The times of a generation by the caller's clock."""
 
     explorer: str
-    step: int
-    version: int
-    began: float
+    step: int  # of the prompts; the first of several
+    version: int  # step of the version that it held
+    began: float  # Unix seconds
     total_s: float
 
 
 @dataclass(frozen=True)
 class Produced:
-    """Samples of whole groups, and how versions came in.
-
-    Attributes:
-        batch: the samples.
-        load: what came before them, where a load did.
-        beside: loads while they were made.
-        failed: why a version could not be taken meanwhile, where the one before it was held still.
-    """
+    """Samples of whole groups, and the loads of versions."""
 
     batch: SampleBatch
-    load: LoadReport | None
-    beside: Beside = ()
-    failed: str | None = None
+    load: LoadReport | None  # before the generation
+    beside: Beside = ()  # during the generation
+    failed: str | None = None  # error of a load that left the earlier version in place
 
 
 class ExplorerProcess(TypedDict):
-    """Which process an explorer is: its pid, Ray's id of its node, its engine's `base_digest`, and whether that has
-    something to `close`.
-    """
+    """The process of an explorer."""
 
     pid: int
-    node: str
-    base: str | None
-    closes: bool
+    node: str  # Ray's id
+    base: str | None  # the engine's `base_digest`
+    closes: bool  # the engine has resources to `close`
 
 
 class ExplorerClient(RayClient):
@@ -135,7 +104,7 @@ class ExplorerClient(RayClient):
     Args:
         handle: Ray's handle of the explorer.
         name: the explorer's name, such as ``"explorer-0"``.
-        processes: how many of its processes receive weights.
+        processes: number of its processes that receive weights.
 
     Attributes:
         receivers: names of these processes.

@@ -1,4 +1,4 @@
-"""Handles of actors whose methods are called plainly, and then wait, or as Ray's with `.remote`, for a reference."""
+"""Public handles of actors: a plain call of a method waits for the answer, `.remote` returns Ray's reference to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Method(Generic[P, R]):
-    """A method of one handle: called, it waits for the answer; `remote` returns Ray's reference to it."""
+    """A method of one handle."""
 
     def __init__(self, wait: Callable[P, R], remote: Callable[P, Any]) -> None:
         self._wait, self.remote = wait, remote
@@ -28,7 +28,7 @@ class Method(Generic[P, R]):
 
 
 class HandleMethod(Generic[P, R]):
-    """A method of a client as its class has it; `bind` makes the one of a handle."""
+    """A method in the class of a handle; `bind` makes the `Method` of one handle."""
 
     def __init__(self, of: Callable[..., object], bind: Callable[[Any], Method[P, R]]) -> None:
         functools.update_wrapper(self, of)  # type: ignore[arg-type]
@@ -39,8 +39,8 @@ class HandleMethod(Generic[P, R]):
 
 
 def asked(begin: Callable[Concatenate[Any, P], Call[R]]) -> HandleMethod[P, R]:
-    """Make a client's method of one that begins a call. Plainly it waits for as long as `timeout_s` says, the method's
-    argument or else the client's attribute.
+    """Make a handle's method of a function that begins a call. A plain call waits for `timeout_s`: the method's
+    argument, else the handle's attribute.
     """
 
     def bind(handle: Any) -> Method[P, R]:
@@ -55,7 +55,7 @@ def asked(begin: Callable[Concatenate[Any, P], Call[R]]) -> HandleMethod[P, R]:
 
 
 def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> HandleMethod[P, R]:
-    """Make a client's method of the actor's; an enum's member goes as its value."""
+    """Make a handle's method of the actor's. Members of enums are sent as their values."""
 
     @functools.wraps(method)
     def begin(handle: Any, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
@@ -69,8 +69,8 @@ def forwarded(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> 
 def fetched(
     fetch: Callable[Concatenate[Any, P], R], put: Callable[[R], Any] = lambda found: ray.put(found)
 ) -> HandleMethod[P, R]:
-    """Make a client's method of one whose answer is made in the calling process, from what the actor and the object
-    store have. `.remote` makes it, too (errors are raised there), and puts it into the object store.
+    """Make a handle's method of a function that builds the answer in the calling process. `.remote` does so too (and
+    raises its errors), and puts the answer into the object store.
     """
 
     def bind(handle: Any) -> Method[P, R]:
@@ -83,9 +83,13 @@ def fetched(
 
 
 def plainly(handle: ActorHandle, body: type, who: str, timeout_s: float) -> ActorHandle:
-    """Let the methods of a handle be called plainly in this process, too, within `timeout_s` where they name no limit.
-    It stays Ray's: sent to another process, it has `.remote` only. `body` is the actor's class, `who` what errors call
-    the actor.
+    """Add plain calls to the methods of Ray's handle, in this process only: a handle that is sent on has `.remote`
+    alone.
+
+    Args:
+        body: the actor's class.
+        who: the actor's name in errors.
+        timeout_s: limit of calls that name none, seconds.
     """
 
     def method(name: str) -> Method[..., Any]:
@@ -102,7 +106,7 @@ def plainly(handle: ActorHandle, body: type, who: str, timeout_s: float) -> Acto
 
 
 def _limit(method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], timeout_s: float) -> float:
-    """The actor ends its own waits at the limit that it was given, and says more of them than we could."""
+    """Return the caller's limit: that of the actor, whose error says more, and the time for its answer."""
     given = {**dict(zip(list(inspect.signature(method).parameters)[1:], args, strict=False)), **kwargs}
     named = given.get("timeout_s", given.get("timeout"))  # Trinity-RFT's word is the second
     return (timeout_s if named is None else float(named)) + ANSWER_S

@@ -1,4 +1,4 @@
-"""Client of the checkpoint monitor, and what it answers."""
+"""Client of the checkpoint monitor, and the types of its answers."""
 
 from __future__ import annotations
 
@@ -31,28 +31,23 @@ class PrunedStep(TypedDict):
 
 
 class Committed(TypedDict):
-    """A commit.
-
-    `written_s` (until all parts were in) and `total_s` count from when the save was first heard of; `path` is that
-    of the folder, None without a checkpoint folder; `beside`: these weights lie beside the step's folder, whose place
-    was taken; `pruned`: after it; `base`: digest of the base of an adapter, None where weights are whole.
-    """
+    """A commit. Times count from the first call about the save."""
 
     step: int
     attempt: int
     kind: Kind
     digest: str | None
     bytes: int
-    written_s: float
+    written_s: float  # until all parts were complete
     total_s: float
-    path: str | None
-    beside: bool
-    pruned: list[PrunedStep]
-    base: str | None
+    path: str | None  # the folder; None without a checkpoint folder
+    beside: bool  # the step's folder existed, and these weights are next to it
+    pruned: list[PrunedStep]  # deleted after the commit
+    base: str | None  # digest of an adapter's base; None: the weights are whole
 
 
 class Facts(TypedDict):
-    """What the monitor was made with."""
+    """The monitor's settings and process."""
 
     root: str | None
     attempt: int
@@ -63,20 +58,20 @@ class Facts(TypedDict):
 
 
 class StepReport(TypedDict):
-    """Where a step stands; `missing` is for people, `awaited` the names of announced parts that are not in."""
+    """The state of a step."""
 
     state: str
     committed: Kind | None
     error: str | None
-    missing: list[str]
-    awaited: list[str]
+    missing: list[str]  # in words
+    awaited: list[str]  # announced parts that are not complete
 
 
 class MonitorClient(Client):
     """Client of the checkpoint monitor.
 
     Args:
-        handle: of the monitor: Ray's, or that of a monitor in a local process.
+        handle: Ray's handle of the monitor, or that of a monitor in a local process.
     """
 
     def __init__(self, handle: ActorHandle | CallTransport) -> None:

@@ -1,6 +1,5 @@
-"""What a call to another process is to who waits for it, however it gets there. Without Ray.
-
-Two things carry calls: Ray, to its actors (`calls`), and a connection, to an actor in a local process (`local`).
+"""Calls to other processes, for any transport: Ray (`calls`) or a connection to a local process (`local`). Also the
+parts of an actor's body that depend on its host. Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from trinity_sync.host.logs import log_failure
 T_co = TypeVar("T_co", covariant=True)
 P = TypeVar("P", bound="Pending[Any]")
 
-# Who is asked ends its own waits at the limit that it is given, and its word of what it waited for says more than ours:
-# so much longer is waited for that.
 ANSWER_S = 5.0
+"""Extra time of the caller's wait, seconds: an actor's own timeout error says more, and has to arrive first."""
 
 
 class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
-    """A process that was waited for is gone.
+    """A process died before it answered.
 
     Args:
         who: the process's name, such as ``"trainer rank 1"``.
-        what: what it was to do.
-        why: why it is gone, as far as that is known.
+        what: its task.
+        why: the reason, where it is known.
     """
 
     def __init__(self, who: str, what: str, why: str = "") -> None:
@@ -44,11 +42,11 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
 
 
 class Pending(ABC, Generic[T_co]):
-    """A call to another process that is under way.
+    """A call to another process that may not have ended.
 
     Args:
-        who: who was asked, such as ``"trainer rank 1"``.
-        what: what it is to do, such as ``"train step 12"``.
+        who: the process's name, such as ``"trainer rank 1"``.
+        what: its task, such as ``"train step 12"``.
     """
 
     def __init__(self, who: str, what: str) -> None:
@@ -59,9 +57,9 @@ class Pending(ABC, Generic[T_co]):
         """Wait for the answer.
 
         Raises:
-            MemberDied: the process that was asked has ended.
+            MemberDied: the process has ended.
             WaitTimeout: it did not answer in time.
-            TrinityError: what it raised, with its name.
+            TrinityError: the actor's error, with its name.
         """
 
     @abstractmethod
@@ -70,75 +68,61 @@ class Pending(ABC, Generic[T_co]):
 
     @abstractmethod
     def is_answered(self) -> bool:
-        """Tell whether it has ended well by now."""
+        """Return whether it has succeeded by now."""
 
     @abstractmethod
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait until it has ended, well or not, or the time is over; tell whether it has.
+        """Wait until it has succeeded or failed; return False at the timeout.
 
         Raises:
-            RunError: the wait itself was broken off.
+            RunError: the wait itself failed.
         """
 
     @property
     @abstractmethod
     def owned(self) -> Sequence[object]:
-        """What the process that is asked can tell the end of this one by, as another argument of a call to it; see
-        `hosting.Host.outlived`.
-        """
+        """Argument for another call, by which the actor notices the end of this process; see `Host.outlived`."""
 
 
 class CallTransport(ABC):
-    """How calls get to an actor."""
+    """The transport of calls to an actor."""
 
     @abstractmethod
     def call(
         self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Pending[Any]:
-        """Begin a call.
-
-        Args:
-            who: what errors call the actor.
-            what: what it is to do, for errors.
-            method: name of the actor's method.
-            args, kwargs: its arguments.
-        """
+        """Begin a call of a method; `who` and `what` are the actor and its task in errors."""
 
     @abstractmethod
     def caller(self) -> tuple[str, str]:
-        """Name the calling process, unlike all others that call the actor: (its node, itself)."""
+        """Return (node, process): names of the calling process, unique among the actor's callers."""
 
 
 def ended(calls: Collection[P], timeout_s: float = 0.0) -> list[P]:
-    """Wait until all of the calls have ended, well or not, or the time is over; return those that have.
-
-    Args:
-        timeout_s: seconds; 0 does not wait.
+    """Wait until all calls have succeeded or failed; return those that have at the timeout (seconds; 0 does not wait).
 
     Raises:
-        RunError: the wait itself was broken off.
+        RunError: the wait itself failed.
     """
     deadline = time.monotonic() + timeout_s
     return [call for call in calls if call.has_ended(max(0.0, deadline - time.monotonic()))]
 
 
-# Waiting inside an actor, on its event loop, until something holds. It is looked at whenever anything has changed, so
-# nothing is polled.
+# Waits inside an actor, on its event loop.
 
 
 class Changes:
-    """Wakes all who wait. For one event loop."""
+    """Wakes all coroutines that wait for a change, so that none has to poll. For one event loop."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
-        """Say that something has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def next(self, seconds: float) -> bool:
-        """Wait for the next change, so many seconds at most; whether one came."""
+        """Wait for the next change; return False at the timeout."""
         try:
             await asyncio.wait_for(self._changed.wait(), max(0.0, seconds))
         except TimeoutError:
@@ -155,13 +139,13 @@ class Changes:
         """Wait for a change after which `ready` is true.
 
         Args:
-            ready: tells whether there is nothing to wait for any more.
-            describe: gives who was waited for, and for what; asked where the error has to say so.
+            ready: the condition.
+            describe: returns the process and its task for the error.
             seconds: limit of the wait.
-            deadline: `time.monotonic` at which a wait ends that goes on with an earlier one of `seconds`.
+            deadline: `time.monotonic` of the end, for a wait that continues an earlier one of `seconds`.
 
         Raises:
-            WaitTimeout: it did not come.
+            WaitTimeout: the condition is still false.
         """
         deadline = time.monotonic() + seconds if deadline is None else deadline
         while not ready():
@@ -169,29 +153,23 @@ class Changes:
                 raise WaitTimeout(*describe(), seconds)
 
 
-# What the body of an actor has to know of what hosts it. Without Ray, whose own is `ray_host`.
-
-
 class Host(Protocol):
-    """What hosts an actor."""
+    """The host of an actor: Ray (`calls.RayHost`) or a local process (`local.handle.LocalHost`)."""
 
     @property
     def restarted(self) -> bool:
-        """Whether the actor's process was killed, and this one goes on in its place."""
+        """Whether this process continues for one that was killed."""
         ...
 
     def call_id(self) -> str:
-        """Return the id of the call that is being answered: the same one when it is repeated after a restart."""
+        """Return the id of the current call; a call that is repeated after a restart keeps its id."""
         ...
 
     async def outlived(self, owned: Sequence[object]) -> bool:
-        """Wait for the end of the process that made a call.
+        """Wait for the end of the calling process; return False if the other call was answered first.
 
         Args:
-            owned: `Pending.owned` of another call of that process, which is answered when nobody waits here any more.
-
-        Returns:
-            True: the process is gone. False: it has its answer.
+            owned: `Pending.owned` of another call of that process, which stays unanswered during the wait.
         """
         ...
 
@@ -200,8 +178,8 @@ class Host(Protocol):
 
 
 def failures_logged(cls: type) -> type:
-    """Make a class for `ray.remote` of an actor's body: what its constructor or one of its public methods raises is
-    logged, and carries where in the user's code it comes from.
+    """Return the class of an actor's body with errors of its constructor and public methods logged, and their place in
+    the user's code attached.
     """
     names = [name for name in dir(cls) if not name.startswith("_") or name == "__init__"]
     methods = {name: inspect.getattr_static(cls, name) for name in names}

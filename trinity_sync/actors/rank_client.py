@@ -1,4 +1,4 @@
-"""Client of a trainer rank, and what it tells."""
+"""Client of a trainer rank, and the messages of its calls."""
 
 from __future__ import annotations
 
@@ -23,91 +23,58 @@ else:
 
 
 class Digested(NamedTuple):
-    """Weights as they were read: their version digest, hex, and the dtypes of which it is."""
+    """Version digest of weights (hex), and the dtypes that it was computed in."""
 
     digest: str
     wire: WireFormat
 
 
 class Untrained(NamedTuple):
-    """Tensors that are not trained: their folder, absolute, the digest of all of them as they are stored, hex, and
-    which of them are a vision tower's.
-    """
+    """Tensors that are not trained."""
 
-    folder: str
+    folder: str  # absolute
     names: tuple[str, ...]
-    digest: str
-    tower: tuple[str, ...] = ()
+    digest: str  # of all of them as stored, hex
+    tower: tuple[str, ...] = ()  # those of a vision tower
 
 
 class LossSum(NamedTuple):
-    """The loss of a share of some pairs.
+    """The loss of a data-parallel share of some pairs. Ranks that share a model compute the same."""
 
-    Attributes:
-        share: of which data-parallel rank; ranks that share a model compute the same.
-        loss: of all tokens that are learnt together, in nats.
-        tokens: how many these are.
-    """
-
-    share: int
-    loss: float
-    tokens: int
+    share: int  # the data-parallel rank
+    loss: float  # sum over the trained tokens, nats
+    tokens: int  # their number
 
 
 class Recomputed(NamedTuple):
-    """The log-probs that training computes of a share of some samples; ranks that share a model compute the same.
+    """The log-probs that training computes for a share of some samples. Ranks that share a model compute the same."""
 
-    Attributes:
-        rows: int64, numbers of these samples in their batch; some stand there several times.
-        log_probs: float32, of the tokens of their responses, end to end, nats.
-    """
-
-    rows: np.ndarray
-    log_probs: np.ndarray
+    rows: np.ndarray  # int64, numbers of the samples in their batch; may repeat
+    log_probs: np.ndarray  # float32, of the tokens of all responses, concatenated, nats
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """What a rank tells the driver once its engine is up.
-
-    Attributes:
-        rank: the rank's number.
-        part: the name of what it stages.
-        layout: how the part is laid out, or None for a rank that holds nothing of its own.
-        saved: rank 0: name -> (dtype, shape) of each tensor that a version has to hold; see `check_whole`.
-        node: Ray's id of the rank's node.
-        pid: its process id, shown where the process dies.
-        base: rank 0 of a run that trains an adapter: what the model's folder has of the adapter's base.
-        adapter: rank 0 of such a run: what the adapter's ``adapter_config.json`` says.
-        reference: rank 0: digest of the stored weights of the reference that the policy is compared with, hex; None:
-            there is none, or it is the adapter's base.
-        left_out: rank 0: tensors of the model's folder that the engine has no use for; None: there are none.
-    """
+    """A rank's report to the driver once its engine is ready. The fields from `saved` on are set by rank 0 alone."""
 
     rank: int
     part: str
-    layout: PartLayout | None
-    node: str
+    layout: PartLayout | None  # None: the rank holds no weights of its own
+    node: str  # Ray's id
     pid: int
-    saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
-    base: Digested | None = None
-    adapter: Mapping[str, object] | None = None
-    reference: str | None = None
-    left_out: Untrained | None = None
+    saved: dict[str, tuple[str, tuple[int, ...]]] | None = None  # name -> (dtype, shape) of a version's tensors
+    base: Digested | None = None  # of an adapter, from the model's folder
+    adapter: Mapping[str, object] | None = None  # content of adapter_config.json
+    reference: str | None = None  # digest of the stored reference weights, hex; None: none, or the adapter's base
+    left_out: Untrained | None = None  # tensors of the model's folder that the engine does not use
 
 
 class Divergences(NamedTuple):
-    """How far responses are from what the reference would have said, of the samples that a rank has.
+    """Divergences of a rank's samples from the reference, over the tokens of each response, nats."""
 
-    Attributes:
-        rows: int64, numbers of these samples in their batch.
-        sums: float64, over the tokens of each response, nats.
-        means: float32, likewise.
-    """
-
-    rows: np.ndarray
-    sums: np.ndarray
-    means: np.ndarray
+    rows: np.ndarray  # int64, numbers of the samples in their batch
+    sums: np.ndarray  # float64
+    means: np.ndarray  # float32
 
 
 class RankClient(RayClient):
@@ -146,41 +113,26 @@ class RankClient(RayClient):
     memory = RemoteMethod(TrinityWorker.memory, "tell its memory")
 
 
-# What all who take part in the broadcast of a version know of it.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Broadcast:
-    """One version, sent by the trainer's ranks to explorers.
+    """The broadcast of a version by the trainer's ranks to explorers, as its members know it."""
 
-    Attributes:
-        id: unique in the run.
-        version: the version that is sent.
-        slot: number of the slot in which the senders have it.
-        host, port: address of the store at which the members meet, served by the driver.
-        senders: parts in sender order, one per rank that holds anything.
-        explorers: names of the receivers, in order: an explorer's own, or those of its processes, see `receivers`.
-        transport: ``gloo`` or ``nccl``.
-        cut: what pieces the parts travel in: buckets where each is checked before it is used, else tensors.
-        timeout_s: limit of each operation, seconds.
-    """
-
-    id: int
+    id: int  # unique in the run
     version: Version
-    slot: int
-    host: str
+    slot: int  # of the senders
+    host: str  # of the store at which the members meet, served by the driver
     port: int
-    senders: Sequence[str]
-    explorers: Sequence[str]
-    transport: str
-    cut: Cut
-    timeout_s: float
+    senders: Sequence[str]  # parts in order, one per rank that holds weights
+    explorers: Sequence[str]  # names of the receivers in order, see `receivers`
+    transport: str  # gloo or nccl
+    cut: Cut  # buckets if each is checked before use, else tensors
+    timeout_s: float  # of each operation
 
     def prefix(self, sender: int) -> str:
-        """Return the prefix of the keys in the store by which one sender and the explorers meet."""
+        """Return the prefix of the store's keys for one sender."""
         return f"round-{self.id}/sender-{sender}/"
 
 
 def receivers(explorer: str, processes: int) -> list[str]:
-    """Name the processes of an explorer that receive weights: as the explorer where it is one process."""
+    """Return the names of an explorer's receiving processes; a single one has the explorer's name."""
     return [explorer] if processes == 1 else [f"{explorer}.{rank}" for rank in range(processes)]

@@ -1,4 +1,4 @@
-"""Client of the synchronizer, and what it answers."""
+"""Client of the synchronizer, and the types of its answers."""
 
 from __future__ import annotations
 
@@ -26,46 +26,31 @@ SYNCHRONIZER = "synchronizer"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredState:
-    """A state dict in the object store. Where each tensor lies follows from this: see `weights.packing`.
+    """A state dict in Ray's object store, packed as in `weights.packing`. Equal if the bytes are equal."""
 
-    Attributes:
-        tensors: of what they are made, in order.
-        bucket_bytes: length of a bucket.
-        digests: of each bucket, xxh3_128.
-        buckets: references to the bytes of each; Ray does not fetch them for who holds this. Two state dicts are equal
-            where their bytes are, wherever these lie.
-    """
-
-    tensors: list[Described]
+    tensors: list[Described]  # in the order of the bytes
     bucket_bytes: int
-    digests: list[bytes]
-    buckets: list[ObjectRef[np.ndarray]] = field(compare=False)
+    digests: list[bytes]  # of each bucket, xxh3_128
+    buckets: list[ObjectRef[np.ndarray]] = field(compare=False)  # in a list, so Ray does not fetch the bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sealed:
-    """A version whose bytes are all in the slots: what publishing it needs.
-
-    Attributes:
-        version: the version that is sealed.
-        slot: number of the slot that holds it in every node's arena.
-        digest: the version's digest, or None where `sync.verify` is not ``full``.
-        parts: part name -> what readers need to know of it.
-    """
+    """A version whose bytes are all in the slots, ready to be published."""
 
     version: Version
-    slot: int
-    digest: str | None
-    parts: dict[str, PartInfo]
+    slot: int  # its number in every node's arena
+    digest: str | None  # None unless `sync.verify` is full
+    parts: dict[str, PartInfo]  # by name
 
     @property
     def blocked_s(self) -> float:
-        """Seconds in which the trainer stood still for it."""
+        """Seconds for which the trainer was blocked."""
         return max((info.blocked_s for info in self.parts.values()), default=0.0)
 
     @property
     def digest_s(self) -> float:
-        """Seconds that its digests took, of the slowest node."""
+        """Seconds for the digests on the slowest node."""
         return max((info.digest_s for info in self.parts.values()), default=0.0)
 
 

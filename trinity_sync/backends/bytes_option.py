@@ -1,4 +1,4 @@
-"""`backend=bytes`: ranks that hold weights and train nothing, part of `workload=bytes`."""
+"""`backend=bytes`: ranks with weights that train nothing, part of `workload=bytes`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _check_shapes(get: Get) -> Iterator[Problem]:
         key, _, why = str(error).partition(" ")
         yield Problem(key.rstrip(":"), why)
         return
-    # families that call it otherwise are told by `cut`, in a rank
+    # for families with another name of the field `cut` raises the error, in a rank
     text = fields.get("text_config", fields)
     layers, count = get("model.layers"), text.get("num_hidden_layers") if isinstance(text, dict) else None
     if layers is not None and isinstance(count, int) and layers > count:
@@ -106,10 +106,9 @@ class BytesOption(BackendConfig, BackendOption):
 
 
 def copies(engine: Mapping[str, Any]) -> float:
-    """How many times the bytes of the bf16 weights a run holds on this node, its checkpoint in shared memory included.
+    """Return how many copies of the bf16 weights a run has on this node, its checkpoint in shared memory included.
 
-    Args:
-        engine: what `BytesOption.engine_fields` gave.
+    `engine`: the result of `BytesOption.engine_fields`.
     """
     state = (2.0 if engine["master_dtype"] == "fp32" else 1.0) + (4.0 if engine["optimizer"] else 0.0)
     return 2 * state + float(engine["slots"]) + float(engine["replicas"])

@@ -37,9 +37,9 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
 
 
 def _check_images(get: Get) -> Iterator[Problem]:
-    """That a vision tower, to which texts give gradients of zero at most, stays as it is."""
+    """Check that weight decay does not change a vision tower, whose gradients from texts are zero at most."""
     model, decay = model_fields(get), get("trainer.weight_decay")
-    adapter = get("model.lora.rank") or get("model.lora.path")  # with which nothing else is trained
+    adapter = get("model.lora.rank") or get("model.lora.path")  # then nothing else is trained
     if decay and not adapter and auto_class(model) == IMAGES:
         yield Problem(
             "trainer.weight_decay",
@@ -74,7 +74,7 @@ class FsdpOption(FsdpConfig, BackendOption):
         if sharing == 1:
             return super().sharing_ranks(get)
         if ranks % sharing:
-            return None  # said by `check_sharing`
+            return None  # `check_sharing` reports it
         return ranks // sharing, "data-parallel ranks (backend.ranks / backend.sp)"
 
     @property
@@ -125,9 +125,9 @@ class FsdpOption(FsdpConfig, BackendOption):
     def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
-        # What only infers verl keeps in pinned memory of the CPU, which there is beside an accelerator only. Without
-        # one it gets an optimizer, which holds nothing before its first step. The dtype stays that of the master
-        # weights: verl casts buffers to it as well, and in bf16 the frequencies of rotary embeddings are others.
+        # verl keeps a model for inference in pinned memory, which needs an accelerator. Without one the model gets an
+        # optimizer, which is empty before its first step. The dtype stays that of the master weights: verl casts
+        # buffers to it as well, and bf16 would change the frequencies of rotary embeddings.
         return {**engine, "forward_only": torch.cuda.is_available()}
 
     @property

@@ -1,5 +1,6 @@
-"""Which models take sequences packed without padding, one after another in one row (`trainer.remove_padding`). Imports
-nothing heavy, since the checks of a configuration ask, too.
+"""The models that support sequences packed without padding, one after another in one row (`trainer.remove_padding`).
+
+Imports nothing heavy, because the checks of a configuration use it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ATTENTION = "trinity_packed"
-"""What transformers is told in place of sdpa, see `trinity_sync.backends.packed_attention`."""
+"""Name of the attention for transformers in place of sdpa, see `trinity_sync.backends.packed_attention`."""
 
 FAMILIES = (
     "deepseek_v3",
@@ -29,7 +30,7 @@ FAMILIES = (
 
 
 def unpackable(model: Mapping[str, Any], attention: str) -> str | None:
-    """Tell why a model does not take packed sequences; None: it does.
+    """Return why a model does not support packed sequences; None: it does.
 
     Args:
         model: the fields of its Hugging Face config.

@@ -16,17 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
 from trinity_sync.cli.invocation import Invocation, Recomposed, explained, merge_overrides, readable, saved_settings
-from trinity_sync.config.overrides import as_numbers, parse
-from trinity_sync.config.saved_config import (
+from trinity_sync.config.comparison import (
     ABSENT,
     EARLIER_LOCATIONS,
     LOCATIONS,
     NAMED_BY_PATH,
     is_place,
-    saved_references,
     without_masked,
     without_places,
 )
+from trinity_sync.config.overrides import as_numbers, parse
+from trinity_sync.config.saved_config import saved_references
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.reproduction.bundle import read_bundle

@@ -85,7 +85,7 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
 
     from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.cli.replay import check_digest, split_places, without_secret
-    from trinity_sync.config.saved_config import bundled, without_places
+    from trinity_sync.config.comparison import bundled, without_places
     from trinity_sync.host.masking import masked_override
     from trinity_sync.reproduction.bundle import Bundle
 

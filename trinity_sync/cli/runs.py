@@ -193,9 +193,10 @@ def _go_on(
     config.check_inputs(cfg)
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
-    checkpoints = checkpoint_folder(cfg, folder)
+    used = config.typed(cfg)
+    checkpoints = checkpoint_folder(used, folder)
     check_owned(folder, checkpoints, named="checkpoint.dir" in resume.given)
-    look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
+    look_before_resume(used, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     given = {key for key, _ in settings.trust.given}
     changes = config.shown_diff(before, settings.cfg)
     _tell_changes([one for one in changes if one.key not in PLACES or one.key in given])

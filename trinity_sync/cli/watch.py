@@ -53,9 +53,9 @@ def _watch(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name the folder of a run or of a sweep")
     if is_run(folder):
-        from trinity_sync.cli.watch_run import watch_run as watch
+        from trinity_sync.cli.watchers import watch_run as watch
     else:
-        from trinity_sync.cli.watch_run import watch_sweep as watch
+        from trinity_sync.cli.watchers import watch_sweep as watch
     logging.getLogger("trinity_sync").addHandler(logging.NullHandler())  # what the view logs is told by its watcher
     view = LiveView("off" if options.once else "auto")
     try:

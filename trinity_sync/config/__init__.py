@@ -8,26 +8,20 @@ xxhash, nothing heavier.
 from __future__ import annotations
 
 from trinity_sync.config.checks import check
+from trinity_sync.config.comparison import ABSENT, Difference, RunConfig, config_diff, config_digest, shown_diff
 from trinity_sync.config.composition import anchored, compose, conf_dir, dtype_name, from_here, plain
 from trinity_sync.config.lookup import TARGET, build, chosen_by_option, load, load_class
-from trinity_sync.config.objects import typed
+from trinity_sync.config.model_checks import Check, Get, Problem
 from trinity_sync.config.overrides import quote
-from trinity_sync.config.problems import Check, Get, Problem
-from trinity_sync.config.registration import register
 from trinity_sync.config.retention_policies import build_policy, retention_policies
 from trinity_sync.config.saved_config import (
-    ABSENT,
-    Difference,
     Trust,
     asked_again,
     check_saved_target,
-    config_diff,
-    config_digest,
     only_trusted,
     only_trusted_places,
-    shown_diff,
 )
-from trinity_sync.config.schema import SCHEMA, Config
+from trinity_sync.config.schema import SCHEMA, Config, register, typed
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
 __all__ = [
@@ -39,6 +33,7 @@ __all__ = [
     "Difference",
     "Get",
     "Problem",
+    "RunConfig",
     "Trust",
     "anchored",
     "asked_again",

@@ -34,6 +34,9 @@ from trinity_sync.config.lookup import (
 )
 from trinity_sync.config.lora_settings import check_lora
 from trinity_sync.config.model_checks import (
+    Check,
+    Get,
+    Problem,
     check_attention,
     check_model,
     check_positions,
@@ -42,7 +45,6 @@ from trinity_sync.config.model_checks import (
     check_vllm_server,
     check_workload,
 )
-from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention_policies import build_policy
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError

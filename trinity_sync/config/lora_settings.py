@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import ListConfig
 
-from trinity_sync.config.problems import Get, Problem
+from trinity_sync.config.model_checks import Get, Problem
 from trinity_sync.config.schema import Config, LoraConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE, WEIGHTS_FILE, not_plain, target_names, target_text

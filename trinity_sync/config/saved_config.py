@@ -8,7 +8,6 @@ names again: the value itself on the command line of the resume, or the package 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,6 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import xxhash
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
@@ -27,12 +25,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import PATHS, RESUME_FROM, compose, inspected, is_name
-from trinity_sync.config.lookup import TARGET, ModuleSource, module_source, own_options, own_targets, own_targets_of
+from trinity_sync.config.lookup import ModuleSource, module_source, own_options, own_targets_of
 from trinity_sync.config.overrides import quote
 from trinity_sync.config.user_record import NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import MASK, masked, masked_override, shown
-from trinity_sync.host.references import resolved, shown_values, with_references
 
 _REWARDS = "trinity_sync.tasks.rewards"
 OWN = {
@@ -633,159 +630,3 @@ def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
         for name in value if isinstance(value, list) else [value]:  # of an option of ours, what its file gives
             if isinstance(name, str) and "." not in key and (option := own_options(key).get(name)):
                 yield from _leaves(option, f"tracker.{name}" if key == "tracker" else key)
-
-
-# What two configurations have in common: a digest that ignores where a run lives, and the keys that differ.
-
-
-ABSENT = "(absent)"
-"""Stands in `config_diff` for a key that one of the two configurations does not have."""
-LOCATIONS = (
-    "checkpoint.dir",
-    "checkpoint.mirror",
-    "checkpoint.mirror_options",
-    "checkpoint.mirror_keep",
-    "checkpoint.mirror_tries",
-    "checkpoint.mirror_backoff_s",
-    "checkpoint.mirror_timeout_s",
-    "checkpoint.mirror_wait_s",
-    "checkpoint.stop_s",
-    "sync.shm_dir",
-    "cluster",
-    "hydra",
-    "live",
-    "tracker",
-    "explorer.url",
-)
-"""Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
-EARLIER_LOCATIONS = LOCATIONS[:-1]
-"""Those that did not count in the digests of earlier releases."""
-NAMED_BY_PATH = (
-    "model.path",
-    "model.shapes",
-    "model.lora.path",
-    "algorithm.kl.reference",
-    "task.path",
-    "task.validation.path",
-    "task.reward.function_path",
-)
-"""Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
-
-
-def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
-    """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
-
-    The configuration is resolved, and `LOCATIONS` and the classes that options of ours name are left out, since those
-    follow from the options; of a local path in `NAMED_BY_PATH` the last component counts. Canonical JSON is UTF-8 with
-    sorted keys and no blanks.
-
-    Args:
-        places: keys that do not count.
-    """
-    values = _plain_values(OmegaConf.to_container(cfg, resolve=True))
-    _drop_places(values, places)
-    for key in NAMED_BY_PATH:
-        *parents, last = key.split(".")
-        owner = _descend(values, parents)
-        path = owner.get(last)
-        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - also where it may not be reached
-            owner[last] = Path(path).resolve().name
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def without_places(cfg: DictConfig) -> DictConfig:
-    """Return what a configuration says, resolved as far as possible, without `LOCATIONS`."""
-    values = resolved(cfg)
-    _drop_places(values)
-    return OmegaConf.create(values)
-
-
-def bundled(cfg: DictConfig) -> DictConfig:
-    """Return what a configuration says, for another machine: as `shown`, but without secrets and `LOCATIONS`."""
-    values = with_references(cfg)
-    _drop_places(values)
-    return OmegaConf.create(without_masked(values))
-
-
-def without_masked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without those that hold a secret."""
-    return _kept(values, masked(values))
-
-
-def _kept(values: dict[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _kept(value, shown[key]) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if isinstance(value, dict) or value == shown[key]
-    }
-
-
-def is_place(key: str) -> bool:
-    """Whether a key is one of `LOCATIONS`, or below one."""
-    return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
-
-
-def _drop_places(values: dict[str, Any], places: Sequence[str] = LOCATIONS) -> None:
-    for key in places:
-        *parents, last = key.split(".")
-        _descend(values, parents).pop(last, None)
-
-
-def _plain_values(cfg: object) -> dict[str, Any]:
-    """What a configuration says, without the names that classes of ours happen to have."""
-    values = _without_own_targets(cfg)
-    assert isinstance(values, dict)
-    saving = values.get("checkpoint") or {}
-    for name in ("coordinator", "monitor"):
-        if saving.get(name) == {}:
-            del saving[name]
-    return values
-
-
-def _without_own_targets(value: object) -> object:
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: _without_own_targets(inner)
-        for key, inner in value.items()
-        if not (key == TARGET and isinstance(inner, str) and inner in own_targets())
-    }
-
-
-def _descend(values: dict[str, Any], parents: Sequence[str]) -> dict[Any, Any]:
-    for name in parents:
-        values = values.get(name) or {}
-    return values
-
-
-class Difference(NamedTuple):
-    """A key whose value differs; `ABSENT` stands for a key that is not there."""
-
-    key: str
-    old: object
-    new: object
-
-
-def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values.
-    What cannot be resolved any more, such as a variable of the environment, counts as it is written.
-    """
-    before, after = (dict(_plain_leaves(_plain_values(resolved(cfg)), "")) for cfg in (old, new))
-    keys = sorted(before.keys() | after.keys())
-    pairs = (Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
-    return [pair for pair in pairs if pair.old != pair.new]
-
-
-def shown_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """As `config_diff`, with values as they are for display, see `shown`."""
-    before, after = (dict(_plain_leaves(_plain_values(shown_values(cfg)), "")) for cfg in (old, new))
-    return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key, _, _ in config_diff(old, new)]
-
-
-def _plain_leaves(value: object, prefix: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and (value or not prefix):
-        for name, child in value.items():
-            yield from _plain_leaves(child, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value

@@ -7,13 +7,15 @@ its defaults list: `- /schema/sync@_here_`. Those of what is trained, on what an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
-from omegaconf import MISSING
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trinity_sync.config.retention_policies import policy_schema
-from trinity_sync.protocol.retention import POLICIES
+from trinity_sync.config.composition import plain
+from trinity_sync.config.lookup import LABELS, TARGET
+from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy
 
 # The fields of the dataclasses that type the configuration: the range of each, and never a default.
 
@@ -536,11 +538,23 @@ class Config:
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
     algorithm: AlgorithmConfig = MISSING
-    task: Any = MISSING  # a dictionary for whoever reads it, see `typed`
+    task: Any = MISSING  # a dictionary once it is typed, see `typed`
     explorer: ExplorerConfig = MISSING
     samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING
     tracker: dict[str, Any] = field(default_factory=dict)
+
+
+def policy_schema(policy: type[Policy]) -> type:
+    """Make the dataclass for the options of a retention policy: its class name and its fields."""
+    types = get_type_hints(policy)
+    typed: list[tuple[str, Any, Any]] = [(TARGET, str, field(default=MISSING))]
+    for declared in fields(policy):  # type: ignore[arg-type]
+        kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
+        typed.append((declared.name, kind, field(default=MISSING)))
+    schema = make_dataclass(policy.__name__, typed, kw_only=True, namespace={"__module__": __name__})
+    globals()[schema.__name__] = schema  # so that a composed configuration can be pickled
+    return schema
 
 
 SCHEMA: dict[str, type] = {
@@ -577,3 +591,55 @@ SCHEMA: dict[str, type] = {
     "trackio": TrackioConfig,
     "swanlab": SwanlabConfig,
 }
+
+
+# A configuration as objects of the schema's dataclasses.
+
+
+def typed(cfg: DictConfig) -> Config:
+    """Return a whole configuration as the dataclasses of the schema, interpolations resolved.
+
+    Keys that only a user's class has are attributes too. `task`, `tracker` and `retention.policies` are dictionaries,
+    since users' classes may stand there.
+    """
+    found = OmegaConf.to_object(cfg)
+    assert isinstance(found, Config)
+    found.task, found.tracker, found.retention.policies = map(plain, (cfg.task, cfg.tracker, cfg.retention.policies))
+    return found
+
+
+# The schema under the names by which Hydra and option files know it.
+
+
+_PASSED_ON: tuple[tuple[type, str], ...] = (
+    (BackendConfig, "overrides"),
+    (VllmConfig, "engine"),
+    (CheckpointConfig, "mirror_options"),
+    (CheckpointConfig, "monitor"),
+    (CheckpointConfig, "coordinator"),
+    (PromptFileConfig, "chat_template"),
+    (PairsConfig, "chat_template"),
+    (ConversationsConfig, "chat_template"),
+)
+"""Keys that hold what is handed as it is to verl, to fsspec, to a chat template, or to the class that stands there."""
+
+
+def register() -> None:
+    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Runs when the package is imported."""
+    store = ConfigStore.instance()
+    for name, schema in SCHEMA.items():
+        node = OmegaConf.structured(schema)
+        for key in (key for owner, key in _PASSED_ON if issubclass(schema, owner)):
+            # its keys are for others to check: any of them can be set without a '+' in front
+            node[key] = {}
+            node[key]._set_flag("struct", False)
+        store.store(group="schema", name=name, node=node)
+    # an option file of the user's own lists this where its class has keys that no option of ours has
+    any_key = OmegaConf.create({}, flags={"struct": False})
+    store.store(group="schema", name="own_keys", node=any_key)
+    # and this comes when all option files have been read: what none has given is no setting, but with a '+' in front
+    closed = OmegaConf.create({group: {} for group in LABELS} | {"backend": {"overrides": any_key}})
+    for group in LABELS:
+        closed[group]._set_flag("struct", True)
+    store.store(group="schema", name="closed", node=closed)
+    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)

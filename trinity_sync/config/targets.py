@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -16,9 +16,12 @@ from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import TARGET, build, load, missing, own_options
 from trinity_sync.config.model_checks import KEY, ROWS, validates
 from trinity_sync.config.retention_policies import retention_policies
+from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import ended, origin
-from trinity_sync.tasks.rewards import Judging
+
+if TYPE_CHECKING:
+    from trinity_sync.tasks.rewards import Judging
 
 # Named as text, since the packages of these classes lie above this one.
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
@@ -95,6 +98,8 @@ def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, J
     reward = values.get("reward")
     if not isinstance(reward, dict) or "judging" not in parameters:
         return {}
+    from trinity_sync.tasks.rewards import Judging  # imports numpy
+
     judging, values["reward"] = Judging.taken_from(reward)
     return {"judging": judging}
 
@@ -112,7 +117,7 @@ def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, ins
         values.pop(key, None)
 
 
-def validation_task(cfg: DictConfig) -> Any:
+def validation_task(cfg: DictConfig | Config) -> Any:
     """Build what has the prompts (`ValidatingTask`) or the rows that a run validates on; None where it does not.
 
     Args:
@@ -121,21 +126,28 @@ def validation_task(cfg: DictConfig) -> Any:
     Raises:
         ConfigError: the file is not as the task wants it, or the task has no prompts for validation.
     """
-    if not validates(cfg.task):
+    values = _task_values(cfg)
+    if not validates(values):
         return None
-    file = {"path": cfg.task.validation.path} if "path" in cfg.task else {}
-    task = build_task(plain(cfg.task) | file, cfg.seed)
-    method = "validation_rows" if ROWS in cfg.task.validation else "validation_prompts"
+    asked = values["validation"]
+    file = {"path": asked["path"]} if "path" in values else {}
+    task = build_task(values | file, cfg.seed)
+    method = "validation_rows" if ROWS in asked else "validation_prompts"
     if not hasattr(task, method):
-        raise ConfigError(f"{KEY} is given, but task._target_={cfg.task._target_} has no {method}()")
+        raise ConfigError(f"{KEY} is given, but task._target_={values[TARGET]} has no {method}()")
     return task
 
 
-def validation_items(cfg: DictConfig, task: Any) -> list[Any]:
+def validation_items(cfg: DictConfig | Config, task: Any) -> list[Any]:
     """Return the prompts of a `validation_task`, or its rows for a validation by the loss."""
-    asked = cfg.task.validation
-    found: list[Any] = task.validation_rows(asked.rows) if ROWS in asked else task.validation_prompts(asked.prompts)
+    asked = _task_values(cfg)["validation"]
+    by_loss = ROWS in asked
+    found: list[Any] = task.validation_rows(asked[ROWS]) if by_loss else task.validation_prompts(asked["prompts"])
     return found
+
+
+def _task_values(cfg: DictConfig | Config) -> dict[str, Any]:
+    return plain(cfg.task) if isinstance(cfg.task, DictConfig) else cfg.task
 
 
 def _check_text(value: object, key: str) -> None:

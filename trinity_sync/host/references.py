@@ -1,4 +1,4 @@
-"""The values of a configuration, where references may lead to what this process does not know or must not show."""
+"""The values of a configuration, with references that this process cannot resolve or must not show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shown_values(cfg: DictConfig) -> dict[str, Any]:
 
 
 def with_references(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve a configuration, but for values that come from the environment: those stay as they are written."""
+    """Resolve a configuration, except values from the environment, which stay as they are written."""
     OmegaConf.register_new_resolver("oc.env", lambda *_: _FROM_ENVIRONMENT, replace=True)
     try:
         return resolved(cfg)

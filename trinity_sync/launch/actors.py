@@ -1,7 +1,5 @@
-"""A run's actors: how they are built and connected, and their end.
-
-The order of the build is that of the start-up's longest path: explorers and trainer ranks load side by side; the agents
-come when the ranks know what they hold. What they import is imported here when it is needed.
+"""Builds and connects a run's actors, and ends them. Explorers and trainer ranks load in parallel, as that is the
+longest part of the start; node agents follow once the ranks know their shards. Heavy imports happen in the functions.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Protocol
 
 from trinity_sync.actors.monitor_client import EventLine, MonitorClient
 from trinity_sync.actors.pending import Pending
@@ -30,7 +26,7 @@ from trinity_sync.checkpoint.folder.lock import writer_of
 from trinity_sync.checkpoint.folder.lora_resume import OF_ADAPTER, check_base, check_same, noted_base
 from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
-from trinity_sync.config import TARGET, load_class, retention_policies, typed
+from trinity_sync.config import TARGET, Config, load_class, retention_policies
 from trinity_sync.config.lora_settings import travels
 from trinity_sync.config.schema import CheckpointConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -51,11 +47,8 @@ if TYPE_CHECKING:
 
     from trinity_sync.actors.agent_client import AgentClient
     from trinity_sync.actors.calls import Call
-    from trinity_sync.actors.monitor_client import MonitorClient
-    from trinity_sync.actors.pending import Pending
     from trinity_sync.actors.rank_client import RankClient, RankInfo
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
-    from trinity_sync.checkpoint import CheckpointCoordinator
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.protocol.parts import Compared, LeftOut
     from trinity_sync.trainer.group import TrainerGroup
@@ -63,64 +56,53 @@ if TYPE_CHECKING:
     from trinity_sync.weights.layout import PartLayout
 
 
-# How long the actors may take to say how much memory they used, when the run is over.
 _PEAK_MEMORY_S = 5.0
+"""Timeout for the actors' memory figures at the end of a run."""
 
 
 class _Measured(Protocol):
-    """A client of an actor that tells its memory."""
+    """A client of an actor that reports its memory."""
 
     def memory(self) -> Pending[Mapping[str, object]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a run's actors, and the loop that drives them, are built from.
+class Preparation:
+    """Everything that is known of a run before Ray starts."""
 
-    Attributes:
-        cfg: the run's configuration.
-        folder: the run's folder.
-        start: what the run begins with.
-        recorder: takes what happens.
-        cluster: where the actors run.
-        run_key: unique to the run.
-        use_gpu: ranks and explorers get a GPU each.
-        last_step: after which the run is over.
-        stop: set where the step under way is to be the last one.
-        scanned: what its loop trains and validates on.
-        owner: the run, as it marks its places.
-        mirror: where its checkpoints are copied to.
-    """
-
-    cfg: DictConfig
+    cfg: Config
+    config_digest: str
     folder: RunFolder
     start: Start
     recorder: Recorder
-    cluster: Cluster
-    run_key: str
-    use_gpu: bool
     last_step: int
-    stop: threading.Event
+    stop: threading.Event  # once set, the current step is the last
     scanned: Scanned = NOTHING
     owner: Owner | None = None
     mirror: RunMirror | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup(Preparation):
+    """Everything that a run's actors and its training loop are built from."""
+
+    cluster: Cluster
+    run_key: str  # unique to the run
+    use_gpu: bool  # one GPU for each rank and each explorer
+
+
 class Actors:
-    """The actors of a run. Each attribute is there from when `start` has come to it.
+    """The actors of a run; `start` sets the attributes one after another.
 
     Args:
         setup: of the run.
         worker: class of the trainer's ranks; None: `TrinityWorker`.
 
     Attributes:
-        trainer: the group of ranks.
-        synchronizer: knows the versions.
-        monitor: commits checkpoints.
-        infos: what each rank holds, in the order of the ranks.
-        agents: Ray node id -> the agent of that node.
-        pool: the explorers; None where the algorithm needs none.
-        model_path: folder, absolute, or hub id of the model that ranks and explorers begin with.
+        infos: what each rank holds, in rank order.
+        agents: node agents by Ray node id.
+        pool: the explorers; None: the algorithm has none.
+        model_path: absolute folder or hub id of the initial model of ranks and explorers.
     """
 
     trainer: TrainerGroup
@@ -132,11 +114,11 @@ class Actors:
     def __init__(self, setup: Setup, worker: type | None = None) -> None:
         cfg, folder, start = setup.cfg, setup.folder, setup.start
         self._cfg = cfg
-        self._typed = typed(cfg)
         self._folder = folder
         self._start = start
         self._recorder = setup.recorder
         self._owner = setup.owner
+        self._mirror = setup.mirror
         self._cluster = setup.cluster
         self._run_key = setup.run_key
         self._use_gpu = setup.use_gpu
@@ -145,7 +127,7 @@ class Actors:
         self._relay: EventRelay | None = None
         self._reference_before: Compared | None = None
         self._roles: dict[str, Callable[[], Iterable[_Measured]]] = {}
-        self.explores = algorithm_of(self._typed.algorithm).explores
+        self.explores = algorithm_of(self._cfg.algorithm).explores
         self.free = cfg.trainer.schedule == "free"
         self.pool: ExplorerPool | None = None
         self.agents: Mapping[str, AgentClient] = {}
@@ -155,23 +137,19 @@ class Actors:
             self.model_path = str(start.taken_weights(folder.model))
         self.model_path = _absolute(self.model_path)
 
-    def start(self, mirror: RunMirror | None) -> None:
-        """Build and connect them, and restore what the run begins with.
-
-        Args:
-            mirror: where checkpoints are copied to.
+    def start(self) -> None:
+        """Build and connect them, and restore the checkpoint that the run starts from.
 
         Raises:
-            TrinityError: one of them cannot start, or not in time.
+            TrinityError: an actor cannot start, or not in time.
         """
-
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.worker_spec import check_whole
         from trinity_sync.weights.shards import listed
 
         cfg, start = self._cfg, self._start
         self._phase("starting the coordinators")
-        self.trainer = self._make_trainer()  # first: what the ranks import takes longest
+        self.trainer = self._make_trainer()  # first: the ranks' imports take longest
         self._roles["trainer"] = lambda: self.trainer.ranks
         resume_point.set_start(start.checkpoints, start.step if start.continued else 0, self._recorder.attempt)
         config = SynchronizerConfig(
@@ -179,7 +157,7 @@ class Actors:
         )
         self.synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
         self._roles["synchronizer"] = lambda: [self.synchronizer]
-        self.monitor = self._make_monitor(mirror)
+        self.monitor = self._make_monitor()
         self._roles["checkpoint_monitor"] = lambda: [self.monitor]
         if self.explores:
             self.pool = pool = self._make_pool()
@@ -208,7 +186,7 @@ class Actors:
             self.infos,
             self.trainer,
             synchronizer=self.synchronizer,
-            make_coordinator=coordinator_option(self._typed.checkpoint, self.monitor.handle, self._recorder.attempt),
+            make_coordinator=coordinator_option(self._cfg.checkpoint, self.monitor.handle, self._recorder.attempt),
             run_key=self._run_key,
             fallback=self._folder.slots,
             log_dir=self._logs,
@@ -217,19 +195,19 @@ class Actors:
         for agent in self.agents.values():
             story.info("%s is up", agent.who)
         if self.pool is not None:
-            # in a free run each explorer joins when it is up, and keeps nobody waiting
+            # in a free run each explorer joins when it is up
             (self.pool.introduce if self.free else self.pool.attach)(self.agents, self.published_base)
         self._restore()
 
     @property
     def base(self) -> Base | None:
-        """The base of the adapter that is trained; None: the model itself is trained."""
+        """The base of the trained adapter; None: the whole model is trained."""
         read, adapter = self.infos[0].base, self.infos[0].adapter
         return None if read is None else Base(read.digest, self.model_path, wire=read.wire, adapter=adapter)
 
     @property
     def left_out(self) -> LeftOut | None:
-        """What exports take from the model's folder, of which the engine has no use; None: nothing."""
+        """Tensors that exports take from the model's folder, as the engine does not use them, if there are any."""
         found = self.infos[0].left_out
         if found is None:
             return None
@@ -237,7 +215,7 @@ class Actors:
 
     @property
     def reference(self) -> Compared | None:
-        """What the policy is held near to, or was in an earlier attempt that had something; None: nothing ever."""
+        """The reference model of the policy, now or in an earlier attempt, if there is one."""
         return self._reference or self._reference_before
 
     @property
@@ -251,11 +229,11 @@ class Actors:
 
     @property
     def published_base(self) -> str | None:
-        """Digest of the base of the adapters that are published; None: versions are whole."""
-        return self.base.digest if self.base is not None and travels(self._typed) == "adapter" else None
+        """Digest of the base of published adapters; None: versions are whole."""
+        return self.base.digest if self.base is not None and travels(self._cfg) == "adapter" else None
 
     def peak_memory(self) -> dict[str, int]:
-        """Return peak resident bytes per role, of several the largest. What does not answer is left out."""
+        """Return peak resident bytes per role, the largest of several. Actors that do not answer are left out."""
         from trinity_sync.actors.calls import ended
 
         asked = [(role, client.memory()) for role, clients in self._roles.items() for client in clients()]
@@ -268,7 +246,7 @@ class Actors:
         return peaks
 
     def close(self) -> None:
-        """Have the last events told, and shared memory given back while the agents live."""
+        """Record the last events, and release shared memory while the agents live."""
         if self._relay is not None:
             with contextlib.suppress(Exception):
                 self._relay.close()
@@ -280,7 +258,7 @@ class Actors:
     # -- building
 
     def _phase(self, what: str) -> None:
-        """Show what the run is at. Starting takes long, and an interrupt that was lost meanwhile is raised here."""
+        """Show the start's current phase, and raise an interrupt that was lost in it."""
         interrupts.check()
         self._recorder.phase(what)
 
@@ -289,7 +267,7 @@ class Actors:
         from trinity_sync.trainer.worker_spec import worker_spec
 
         cfg = self._cfg
-        self._spec = worker_spec(self._typed, self.model_path, self._logs, self._given)
+        self._spec = worker_spec(self._cfg, self.model_path, self._logs, self._given)
         return TrainerGroup(
             self._spec,
             worker=self._worker,
@@ -298,12 +276,11 @@ class Actors:
             start_timeout_s=cfg.cluster.start_timeout_s,
         )
 
-    def _make_monitor(self, mirror: RunMirror | None) -> MonitorClient:
-        from trinity_sync.actors.monitor_client import MonitorClient
+    def _make_monitor(self) -> MonitorClient:
         from trinity_sync.checkpoint.monitor import MonitorConfig
 
-        cfg = self._cfg
-        chosen, own = monitor_option(self._typed.checkpoint)
+        cfg, mirror = self._cfg, self._mirror
+        chosen, own = monitor_option(self._cfg.checkpoint)
         handle = chosen.get_actor(
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
@@ -331,7 +308,7 @@ class Actors:
 
         cfg = self._cfg
         return ExplorerPool(
-            explorer_spec(self._typed, self.model_path, self._logs),
+            explorer_spec(self._cfg, self.model_path, self._logs),
             replicas=cfg.explorer.replicas,
             synchronizer=self.synchronizer,
             num_gpus=1.0 if self._use_gpu else 0.0,
@@ -343,13 +320,13 @@ class Actors:
         )
 
     def _make_model(self) -> None:
-        """Make the model that ranks and explorers begin with. A run that goes on has its own already; one that begins
-        again may have been given another seed or architecture.
+        """Make the initial model of ranks and explorers. A resumed run has it already, but one that starts again may
+        have another seed or architecture.
         """
         cfg, made, start = self._cfg, self._folder.model, self._start
         if cfg.model.path is None and not (start.continued and (made / "config.json").exists()):
             shutil.rmtree(made, ignore_errors=True)
-            self.trainer.make_model(dict(self._typed.model.architecture or {}), cfg.seed, str(made))
+            self.trainer.make_model(cfg.model.architecture or {}, cfg.seed, str(made))
         if start.weights_only:
             from trinity_sync.checkpoint.export import export_checkpoint
             from trinity_sync.weights.shards import listed
@@ -361,16 +338,16 @@ class Actors:
             done = export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
             if done.missing:
                 shutil.rmtree(taken, ignore_errors=True)
-                told = read_manifest(start.folder).left_out
-                assert told is not None, "which tells what is missing"
+                left_out = read_manifest(start.folder).left_out
+                assert left_out is not None, "it names the missing tensors"
                 raise ConfigError(
                     f"{start.folder} goes on with another engine, which would lose {listed(done.missing)} of the "
-                    f"model's folder, such as draft heads: {told['path']} does not hold them as they were any more; "
-                    "put them back, or go on without them by model.path at an export of the checkpoint"
+                    f"model's folder, such as draft heads: {left_out['path']} does not hold them as they were any "
+                    "more; put them back, or go on without them by model.path at an export of the checkpoint"
                 )
 
     def _check_base(self) -> None:
-        """See whether the adapter that the run goes on with was trained on this base."""
+        """Check that a resumed adapter was trained on this base."""
         if self.base is None:
             return
         folder, given = self._start.folder, self._cfg.model.lora.path
@@ -380,14 +357,14 @@ class Actors:
             check_base(Path(given), noted_base(Path(given)), self.base)
 
     def _check_reference(self) -> None:
-        """See whether a run goes on with the reference that it had."""
+        """Check that a resumed run has the same reference."""
         folder = self._start.folder
         if self._start.continued and folder is not None and (folder / MANIFEST).exists():
             self._reference_before = read_manifest(folder).reference
             check_same(folder, self._reference_before, self._reference)
 
     def _check_shared_folder(self) -> None:
-        """See whether who writes checkpoints sees that this run has locked their folder."""
+        """Check that all writers of checkpoints see the lock of this run."""
         folder, limit = self._start.checkpoints, self._cfg.cluster.start_timeout_s
         locked = writer_of(folder)
         seen = self.trainer.all(lambda rank: rank.writer_of(str(folder)), limit)
@@ -397,10 +374,10 @@ class Actors:
                 f"checkpoint.dir: {', '.join(blind)} cannot see what the driver wrote to {folder}; "
                 f"it must be a folder that all nodes share"
             )
-        self.monitor.describe().result(limit)  # it looks itself before it starts; without it nothing would be saved
+        self.monitor.describe().result(limit)  # the monitor checks this itself before it starts
 
     def _restore(self) -> None:
-        """Have the ranks go on where the checkpoint was saved that the run begins with."""
+        """Restore the ranks from the checkpoint that the run starts from."""
         cfg, step = self._cfg, self._start.step
         if self._start.weights_only:
             self.trainer.all(lambda rank: rank.begin_at(step), cfg.cluster.start_timeout_s)
@@ -411,12 +388,12 @@ class Actors:
 
 
 def _absolute(model: str) -> str:
-    """A model's folder, as manifests name it, which are read from other folders; a hub id as it is."""
+    """Return a model's folder as an absolute path, since manifests are read from other folders; a hub id stays."""
     return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def _placement(ranks: int, gpus_per_node: int) -> list[int]:
-    """Ranks per node: all on one where they fit (always on CPUs), else full nodes."""
+    """Return ranks per node: all on one node if they fit (always on CPUs), else full nodes."""
     if gpus_per_node == 0 or ranks <= gpus_per_node:
         return [ranks]
     if ranks % gpus_per_node:
@@ -426,36 +403,25 @@ def _placement(ranks: int, gpus_per_node: int) -> list[int]:
     return [gpus_per_node] * (ranks // gpus_per_node)
 
 
-# The two classes that `checkpoint.monitor` and `checkpoint.coordinator` name, ours or subclasses of them.
+# -- the classes that `checkpoint.monitor` and `checkpoint.coordinator` name: ours, or subclasses
 
 
 def monitor_option(cfg: CheckpointConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
-    """Return the class of the monitor, and what its constructor gets beside what all monitors get.
-
-    Raises:
-        ConfigError: the class cannot be used.
-    """
+    """Return the monitor's class and the user's own arguments of it. Raises ConfigError if the class cannot be used."""
     own = dict(cfg.monitor)
     return load_class(f"checkpoint.monitor.{TARGET}", own.pop(TARGET), CheckpointMonitor), own
 
 
 def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
-    """Return what makes the coordinator in a rank or a node agent, given its `node_id` and `job_id` there.
-
-    Args:
-        cfg: the run's configuration.
-        monitor: handle of the checkpoint monitor.
-        attempt: the run's attempt.
-
-    Raises:
-        ConfigError: the class cannot be used.
+    """Return the maker of coordinators, called in each rank and node agent with `node_id` and `job_id`. Raises
+    ConfigError if the class cannot be used.
     """
     own = dict(cfg.coordinator)
     found = load_class(f"checkpoint.coordinator.{TARGET}", own.pop(TARGET), CheckpointCoordinator)
     return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)
 
 
-# What the monitor has to tell beyond the saves themselves, brought to the run's record while the run goes on.
+# -- the monitor's events, copied to the run's record
 
 
 _INTERVAL_S = 1.0
@@ -463,12 +429,12 @@ _CALL_S = 10.0
 
 
 class EventRelay:
-    """Fetches the monitor's events (faults, copies to the mirror, what was pruned late) about once a second.
+    """Fetches the monitor's events (faults, copies to the mirror, late prunes) about once a second.
 
     Args:
         monitor: the checkpoint monitor.
-        sink: gets each event, in a thread of the relay's and in that of `close`. An unknown or damaged one arrives as a
-            fault; one that the disk refuses (RunError) arrives again.
+        sink: gets each event, called in the relay's thread and in that of `close`. Unknown or damaged events arrive as
+            faults; an event that the disk refuses (RunError) is retried.
     """
 
     def __init__(self, monitor: MonitorClient, sink: Callable[[Event], None]) -> None:
@@ -481,13 +447,13 @@ class EventRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Fetch what is there, and stop. What a monitor that does not answer knows is lost."""
+        """Fetch the remaining events and stop. Events of a monitor that does not answer are lost."""
         self._closed.set()
         if interrupted() and not self._answered:
-            return  # it is still starting: there is nothing to tell yet
+            return  # the monitor is still starting
         self._thread.join(left(_CALL_S + _INTERVAL_S, REST_S))
         if self._asked is not None:
-            self._fetch()  # what was asked for earlier, and then what came since
+            self._fetch()  # first the answer under way, then a new one
         self._fetch()
         for event in self._fetched:
             print(f"not recorded: {event}", file=sys.stderr)
@@ -503,14 +469,14 @@ class EventRelay:
             self._asked = None
             self._answered = True
         except WaitTimeout:
-            pass  # what it tells in the end is told to nobody else: the same answer is waited for next time
+            pass  # the monitor gives these events only once: wait for the same answer next time
         except RunError:
-            self._asked = None  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
+            self._asked = None  # restarting or dead: callers that need it get their own error
         while self._fetched:
             try:
                 self._tell(self._fetched[0])
             except RunError:
-                return  # a disk that stays full ends the run elsewhere
+                return  # a full disk ends the run elsewhere
             self._fetched.popleft()
 
     def _tell(self, line: EventLine) -> None:
@@ -520,18 +486,18 @@ class EventRelay:
         self._sink(event)
 
 
-# The node agents of a run: one on each node that holds trainer ranks, with the slots of these.
+# -- node agents: one on each node with trainer ranks, with the slots of these ranks
 
 
 _CLOSE_S = 10.0
 _RAY_S = 4.0
-"""Of the time after an interrupt, what is for the end of Ray."""
+"""Share of the time after an interrupt that is reserved for Ray's end."""
 
 
 def start_agents(
-    cfg: DictConfig,
+    cfg: Config,
     infos: Sequence[RankInfo],
-    trainer: Any,
+    trainer: TrainerGroup,
     *,
     synchronizer: SynchronizerClient,
     make_coordinator: Callable[..., CheckpointCoordinator],
@@ -539,20 +505,16 @@ def start_agents(
     fallback: Path,
     log_dir: str,
 ) -> dict[str, AgentClient]:
-    """Start the agents, have them make their slots, and attach the trainer's ranks to them.
+    """Start the node agents, have them make their slots, and attach the trainer's ranks.
 
     Args:
-        cfg: the run's.
-        infos: `RankInfo` of each rank, in the order of the ranks.
-        trainer: the group of ranks.
-        synchronizer: the run's.
-        make_coordinator: makes the coordinator of a rank or an agent, of `node_id` and `job_id`.
+        infos: in rank order.
+        make_coordinator: called in a rank or agent with `node_id` and `job_id`.
         run_key: unique to the run.
-        fallback: folder of slots as files, where shared memory is too small.
-        log_dir: folder of the log files.
+        fallback: folder of slots as files, if shared memory is too small.
 
     Returns:
-        Ray node id -> agent.
+        Agents by Ray node id.
 
     Raises:
         RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
@@ -593,7 +555,6 @@ def start_agents(
         lead = lead or agents[node]
 
     try:
-        # the agent knows no checkpoints
         calls = [
             agents[node].register(layouts[node], partial(make_coordinator, node_id=node, job_id="node-agent"))
             for node in layouts
@@ -616,9 +577,7 @@ def start_agents(
 
 
 def close_agents(agents: Mapping[str, AgentClient]) -> None:
-    """Have agents give their shared memory back. What they no longer can, the end of the run does, or the next one's
-    agent.
-    """
+    """Make agents release their shared memory. The end of the run, or the next run's agent, removes leftovers."""
     from trinity_sync.actors.calls import results
 
     with suppress(Exception):

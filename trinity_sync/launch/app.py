@@ -1,7 +1,6 @@
-"""The Hydra application around a run: exit codes, one-paragraph errors, and sweeps that outlive a failing job.
-
-`launch.py` and `trinity-sync run` and `resume` put their Hydra entry through `run_main`, and Hydra calls `job` with
-each composed configuration. Only when that has passed all checks is `trinity_sync.launch.launcher` imported.
+"""The Hydra application around a run: exit codes, one-paragraph errors, and sweeps that survive a failing job.
+`launch.py` and `trinity-sync run` and `resume` call `run_main` with a Hydra entry; Hydra calls `job` for each composed
+configuration. `launch.launcher` is imported only after all checks.
 """
 
 from __future__ import annotations
@@ -53,24 +52,24 @@ from trinity_sync.launch.sweeps import (
 from trinity_sync.tracking.run_record import hold, holds_run, let_go, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
+"""Exit codes: done; the run or a check failed; the configuration or command line is wrong; interrupted."""
 
 
 @dataclass
 class _Session:
-    """What one call of `run_main` remembers between Hydra's calls of `job`.
+    """The state of one call of `run_main`, shared by Hydra's calls of `job`.
 
     Attributes:
-        resume: how the one job goes on with the run in its folder; None: it is a new one.
+        resume: how the one job is resumed; None: it is new.
         until: the step after which it ends; None: its last.
         command: `sys.argv` as the user gave it.
-        codes: run folder to exit code, of the jobs that ran in this process.
-        sweep: folder of the sweep, once its jobs begin.
+        codes: exit codes by run folder, of the jobs in this process.
+        sweep: folder of the sweep, once its jobs start.
         before: folders of jobs of earlier sweeps in it.
-        around_jobs: left when the command is over.
-        dry_run: only look whether runs could begin.
-        rerun: of a configuration that was pickled, by Hydra's ``--experimental-rerun``.
-        made: the folder of the one run; None: it is not known yet, or there are several.
+        around_jobs: closed at the end of the command.
+        dry_run: only check whether runs could start.
+        rerun: by Hydra's ``--experimental-rerun``, from a pickled configuration.
+        made: the folder of the one run; None: unknown yet, or several.
     """
 
     resume: Resume | None = None
@@ -85,7 +84,7 @@ class _Session:
     made: NewFolder | None = None
 
     def tidy(self) -> None:
-        """Take back the folder of a run that has not begun."""
+        """Remove the folder of a run that did not start."""
         if self.made is None:
             return
         let_go(self.made.path)
@@ -110,11 +109,11 @@ def run_main(
     Args:
         main: a function decorated by `hydra.main` whose body returns `job(cfg)`.
         arguments: the command line without the program, see `CommandLine`; None for `sys.argv`.
-        resume: how the run in `hydra.run.dir` goes on; None: a new one is started.
+        resume: how the run in `hydra.run.dir` is resumed; None: a new one is started.
         until: the step after which it ends; None: `trainer.steps`.
 
     Returns:
-        0 done; 1 the run failed, or a job of the sweep; 2 configuration or command line wrong (a sweep: of all jobs);
+        0 done; 1 the run or a job of the sweep failed; 2 configuration or command line wrong (a sweep: of all jobs);
         130 interrupted.
     """
     global _session
@@ -135,7 +134,7 @@ def run_main(
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as end:
-        # Hydra ends with 1 where it is misused, argparse with 2, --help with 0
+        # Hydra exits with 1 on misuse, argparse with 2, --help with 0
         return REFUSED if end.code not in (0, None) else FAILED if output_lost() else DONE
     except Exception as error:
         print_error(explain(error))
@@ -148,13 +147,13 @@ def run_main(
     finally:
         _session.tidy()
     codes = _codes()
-    if not codes and output_lost():  # of --help or --cfg
+    if not codes and output_lost():  # --help or --cfg
         return FAILED
     return finish_sweep(_session.sweep, codes) if _session.sweep else max(codes.values(), default=DONE)
 
 
 def _codes() -> dict[Path, int]:
-    """Exit codes of the jobs, by folder. Those that a launcher ran in other processes are judged by their files."""
+    """Return the jobs' exit codes by folder. Jobs in other processes are judged by their files."""
     if _session.codes or not _session.sweep:
         return _session.codes
     found = sweeps.codes_on_disk(_session.sweep)
@@ -162,17 +161,17 @@ def _codes() -> dict[Path, int]:
 
 
 def job(cfg: DictConfig) -> float:
-    """Check a composed configuration and run it. Called by Hydra, once for each job; never raises for a failing run.
+    """Check a composed configuration and run it. Hydra calls it for each job. Errors of a run are printed, not raised,
+    since a sweep would stop there; `run_main` returns the exit code.
 
     Returns:
-        The objective for a sweeper that looks for the best settings: the mean reward of the last steps, NaN where the
-        run did not get so far, or was refused. The exit code goes to `run_main`, since a sweep would end at a job that
-        raises.
+        The objective for a sweeper: the mean reward of the last steps, NaN if the run did not get that far or was
+            refused.
 
     Raises:
-        KeyboardInterrupt: the user wants to stop, so that a sweep stops too.
-        SystemExit: a queue that has told that time is up will start the job again.
-        RunError: the objective would be NaN, which Optuna takes from nobody.
+        KeyboardInterrupt: the user interrupts, which stops a sweep too.
+        SystemExit: a queue that is out of time will restart the job.
+        RunError: the objective would be NaN, which Optuna does not accept.
     """
     if _session.rerun:
         _take_free_folder()
@@ -189,7 +188,7 @@ def job(cfg: DictConfig) -> float:
         code = error.exit_code
         log = "" if code == REFUSED or origin(error) is None else f" (traceback in {_log_of(run_dir)})"
         print_error(f"{where}{error}{log}")
-    except KeyboardInterrupt:  # before the run has a record; of a sweep, its end says so
+    except KeyboardInterrupt:  # before the run has a record; a sweep reports it at its end
         code = INTERRUPTED
         if not where:
             print_error("interrupted")
@@ -222,20 +221,21 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
             return DONE
         resume, places = Resume(started_in=started_in), used_places(run_dir)
     used = config.anchored(cfg, started_in)
-    for key, place in places.items():  # as a resume by command does, see `cli.invocation`
+    for key, place in places.items():  # as `trinity-sync resume` does, see `cli.invocation`
         OmegaConf.update(used, key, place)
     config.check(used)
     hide(config.plain(used))
     config.check_inputs(used)
     from trinity_sync.launch import launcher
 
+    checked = config.RunConfig(used)
     if _session.dry_run:
-        launcher.look(used, run_dir)
+        launcher.look(checked, run_dir)
         print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
         return DONE
     saved = resume is None and not _session.rerun
     settings = settings_files(run_dir, cfg, used, started_in, saved_by_hydra=saved)
-    return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
+    return launcher.run(checked, run_dir, resume=resume, until=_session.until, settings=settings)
 
 
 def _objective(run_dir: Path) -> float:
@@ -249,13 +249,13 @@ class RunHooks(Callback):
     """Hydra's callback, named in `conf/config.yaml`."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Keep Hydra from writing its files over those of a run that is there: the launcher refuses the folder, or
-        saves the settings of a resume once nothing speaks against it. A folder in use is refused here.
+        """Keep Hydra from overwriting the files of an existing run: the launcher refuses the folder, or saves a
+        resume's settings after all checks. A folder in use is refused here.
         """
         try:
             folder = Path(config.hydra.run.dir).absolute()
         except OmegaConfBaseException:
-            # a folder that cannot be named: Hydra meets the same error in a moment, and it is reported then
+            # the folder cannot be resolved: Hydra reports the same error next
             return
         if owner := lock_owner(folder):
             _refuse(f"{folder} is in use by {owner}; stop that run or choose another folder by hydra.run.dir")
@@ -265,12 +265,12 @@ class RunHooks(Callback):
             config.hydra.output_subdir = None
         elif _session.resume is None:
             try:
-                hold(folder)  # from before Hydra writes there, so that two runs that start at once do not mix theirs
+                hold(folder)  # before Hydra writes there, so that two runs that start at once do not mix their files
             except ConfigError as error:
                 _refuse(str(error))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a sweep that would write over a run, or has a job that cannot run, before anything is written."""
+        """Refuse a sweep that would overwrite a run or has an invalid job, before anything is written."""
         jobs: Sequence[ComposedJob] = ()
         try:
             jobs = sweep_jobs(config)
@@ -278,7 +278,7 @@ class RunHooks(Callback):
         except (HydraException, AssertionError) as error:
             problem = explain(error)
         except OmegaConfBaseException:
-            problem = None  # as above; or it can be named only where the job will run
+            problem = None  # as above; or it is resolvable only where the job runs
         if problem:
             _refuse(problem)
         if _session.dry_run:
@@ -296,7 +296,7 @@ class RunHooks(Callback):
 
 
 def _try_jobs(jobs: Sequence[ComposedJob]) -> NoReturn:
-    """The dry run of a sweep."""
+    """Do the dry run of a sweep."""
     try:
         for_each_job(jobs, _launch)
     except TrinityError as error:
@@ -305,17 +305,13 @@ def _try_jobs(jobs: Sequence[ComposedJob]) -> NoReturn:
 
 
 def _refuse(problem: str) -> NoReturn:
-    """End the program from a callback of Hydra's, which would warn of an error and go on."""
+    """End the program from a Hydra callback; Hydra would turn an error into a warning."""
     print_error(problem)
     raise SystemExit(REFUSED)
 
 
 def finish_sweep(sweep: Path, codes: Mapping[Path, int]) -> int:
-    """Write the report of a sweep, say which jobs did not end well, and make one exit code of theirs.
-
-    Args:
-        codes: exit code by the folder of the job.
-    """
+    """Write the report of a sweep, print which jobs failed, and return its exit code. `codes`: by job folder."""
     if all(code == REFUSED for code in codes.values()):
         return REFUSED
     _report_sweep(sweep)
@@ -339,7 +335,8 @@ def _report_sweep(sweep: Path) -> None:
 
 
 class DriverLog(LogFile):
-    """The driver's log, named in `conf/hydra/job_logging`. Made with its first line, so that a refused run leaves none.
+    """The driver's log file, named in `conf/hydra/job_logging`. Created with its first line, so that a refused run
+    leaves none.
 
     Args:
         filename: path of the file.
@@ -361,9 +358,8 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _hydra_errors_raised() -> Iterator[None]:
-    """Have Hydra raise its errors. Otherwise it prints them its own way and ends the process with 1.
-
-    `HYDRA_FULL_ERROR` would do so too, but in every process that a job starts as well.
+    """Make Hydra raise its errors instead of printing them and exiting with 1. `HYDRA_FULL_ERROR` would also do so in
+    every process that a job starts.
     """
     before = hydra_internals.run_and_report
     hydra_internals.run_and_report = lambda func: func()
@@ -374,16 +370,14 @@ def _hydra_errors_raised() -> Iterator[None]:
 
 
 def _is_rerun(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for Hydra's ``--experimental-rerun``."""
+    """Return whether a command line has Hydra's ``--experimental-rerun``."""
     return hydra_internals.get_args_parser().parse_known_args(list(arguments))[0].experimental_rerun is not None
 
 
 def _take_free_folder() -> None:
-    """Have the job that Hydra is in be a run of its own, in a folder without one: where the first run was to be, else
-    ``NAME-rerun`` beside it (``-rerun-2``, ...). A job of a sweep goes beside the sweep. The folder is not made.
-
-    Of a rerun Hydra reads the file and calls the job: it calls no callback, writes none of its own files, and leaves
-    the folder as it was pickled, that of the first run.
+    """Give a rerun a folder without a run: that of the first run, else ``NAME-rerun`` next to it (``-rerun-2``, ...);
+    for a job of a sweep, next to the sweep. Hydra calls no callback for a rerun, writes no files, and keeps the pickled
+    folder.
     """
     whole = HydraConfig.get()._get_parent()  # type: ignore[attr-defined]
     hydra = whole.hydra
@@ -403,7 +397,7 @@ def _take_free_folder() -> None:
     configure_log(hydra.job_logging, hydra.verbose)
 
 
-# The folder of a run that Hydra makes before anybody has looked at the settings.
+# -- the folder of a run, which Hydra makes before the settings are checked
 
 
 @dataclass(frozen=True)
@@ -411,8 +405,8 @@ class NewFolder:
     """A folder that is about to be made.
 
     Attributes:
-        path: the folder, absolute.
-        first: the first folder of its path that is not there yet; None: it is there.
+        path: absolute.
+        first: the topmost missing folder of its path; None: the folder exists.
     """
 
     path: Path
@@ -420,14 +414,12 @@ class NewFolder:
 
     @classmethod
     def of(cls, path: Path) -> NewFolder:
-        """Look what of it is there."""
+        """Note which folders of a path are missing."""
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         return cls(path, missing[-1] if missing else None)
 
     def take_back(self) -> None:
-        """Remove it, and what was made above it, where no run has begun in it and it was not there before. Of what is
-        in it only what a run that does not begin leaves there; where another run is about to begin, nothing.
-        """
+        """Remove the folder and its new parents if no run has started there, with the files of a refused run."""
         try:
             if self.first is None or not self.path.is_dir() or holds_run(self.path):
                 return
@@ -439,40 +431,40 @@ class NewFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / ".lock").unlink(missing_ok=True)
         let_go(self.path)
-        with contextlib.suppress(OSError):  # others have put something there
+        with contextlib.suppress(OSError):  # it has other files
             self.path.rmdir()
             for folder in self.path.parents:
                 if folder.is_relative_to(self.first):
                     folder.rmdir()
 
 
-# The settings of a run, as Hydra saves those of a new one, and the record of this user: files in `.hydra/`.
+# -- the saved settings of a run and this user's record, in `.hydra/`
 
 
 FOLDER = ".hydra"
-"""In the folder of a run."""
+"""In a run's folder."""
 
 
 @contextmanager
 def settings_files(
     run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, saved_by_hydra: bool
 ) -> Iterator[None]:
-    """Save what a resume of a run goes by: of a new run its record, of one that goes on its settings, too; those of
-    before are put back where it turns out that it cannot begin.
+    """Save what a resume needs: of a new run the record, of a resumed run also the settings. If the launcher refuses
+    the run, the earlier settings are restored.
 
     Args:
         run: its folder.
-        cfg: as composed by the job that Hydra is in.
+        cfg: as composed by the current job of Hydra.
         used: the same with the places that the run uses.
-        started_in: where the run was started first, from which its relative paths count.
-        saved_by_hydra: whether Hydra has saved the settings of this start, as of a new run that it has composed.
+        started_in: folder of the first start, from which relative paths count.
+        saved_by_hydra: Hydra has saved the settings of this start.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a file cannot be written.
     """
     folder = run / FOLDER
     texts = _texts(run, cfg, used, started_in)
-    if saved_by_hydra:  # but for hydra.output_subdir=null
+    if saved_by_hydra:  # unless hydra.output_subdir=null
         texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
@@ -485,8 +477,8 @@ def settings_files(
 
 
 def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> dict[str, str]:
-    """The files by name. What a resume goes by stands before the configuration that it compares with: should only some
-    be written, the next one shows what has changed.
+    """Return the files by name. The configuration is last: if only some are written, the next resume shows the
+    difference.
     """
     hydra = copy.deepcopy(HydraConfig.instance().cfg)
     assert isinstance(hydra, DictConfig)
@@ -497,7 +489,7 @@ def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> di
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
     texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
     record = record_of([cfg, used], hydra.hydra, Trust(where=run, started_in=started_in))
-    return texts if record is None else texts | {FILE: record}  # a key that cannot be read now leaves the one of before
+    return texts if record is None else texts | {FILE: record}  # an unreadable key keeps the earlier record
 
 
 def _write(folder: Path, texts: Mapping[str, str | None]) -> None:

@@ -1,7 +1,6 @@
-"""Ray's life in a run: started or joined, and gone without a trace afterwards.
-
-`cluster=local` starts a Ray of the run's own in a folder of its own; `cluster=existing` joins one by address. Either
-way the run's actors live in a namespace that no other run shares, and end with the driver.
+"""Starts a local Ray for a run (`cluster=local`) or joins an existing cluster by address (`cluster=existing`), and
+leaves no trace of either. The run's actors have a namespace of their own and end with the driver. The launcher calls
+`cluster`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_sync.config.schema import ClusterConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.hardware import RAYS_HOOK, ScriptFolder, for_workers
 from trinity_sync.host.interrupts import last_words
@@ -49,13 +49,7 @@ _HOOK = "trinity_sync.actors.calls.prepare_worker"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Ray that is up.
-
-    Attributes:
-        namespace: of the run's actors.
-        gpus: GPUs in the whole cluster.
-        gpus_per_node: of the best equipped node.
-    """
+    """A running Ray, with the namespace of the run's actors."""
 
     namespace: str
     gpus: int
@@ -64,7 +58,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    settings: Any,
+    settings: ClusterConfig,
     *,
     namespace: str,
     cpus: int,
@@ -72,19 +66,18 @@ def cluster(
     forked: bool = False,
     lost: Callable[[str], object] = lambda error: None,
 ) -> Iterator[Cluster]:
-    """Ray for the length of the `with` block.
+    """Connect to Ray for the length of the block.
 
     Args:
-        settings: the `cluster` node of the config.
         namespace: unique to this run.
         cpus: logical CPUs that the run's actors reserve.
         env: environment variables for all actors.
-        forked: workers of a local one begin as forks, see `trinity_sync.launch.own_ray`.
-        lost: told why, on another thread, before this program is ended because Ray has given up its node.
+        forked: a local Ray starts its workers as forks.
+        lost: called with the error, on another thread, before this program exits because its node is lost.
 
     Raises:
-        ConfigError: there is no cluster at the address, or none that takes this program; or no folder for a local one.
-        RunError: a local one did not start, or this program is connected to one already.
+        ConfigError: no cluster at the address accepts this program, or there is no folder for a local one.
+        RunError: a local one did not start, or this program is already connected to one.
     """
     import ray
 
@@ -95,7 +88,7 @@ def cluster(
     own: Path | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restored_environment())
-        # Whoever waits for a call reports its error; Ray would print those of calls that were given up as well.
+        # callers report errors; Ray would also print those of abandoned calls
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         stack.enter_context(_ray_logged())
         if settings.address is not None:
@@ -126,7 +119,7 @@ def cluster(
 
 
 def has_gpus(address: str) -> bool:
-    """Whether a cluster that runs already has GPUs; errors as for `cluster`."""
+    """Return whether an existing cluster has GPUs; errors as for `cluster`."""
     import ray
 
     check_unconnected()
@@ -138,11 +131,7 @@ def has_gpus(address: str) -> bool:
 
 
 def _join(address: str, **options: Any) -> None:
-    """Connect to a cluster that runs already.
-
-    Raises:
-        ConfigError: none does there, or it does not take this program.
-    """
+    """Connect to an existing cluster. Raises ConfigError if there is none, or if it refuses this program."""
     import ray
     from ray.exceptions import AuthenticationError
 
@@ -161,14 +150,10 @@ def _join(address: str, **options: Any) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Look whether somebody listens at a cluster's address: Ray itself would try for minutes.
-
-    Raises:
-        ConfigError: nobody does.
-    """
+    """Check that the port of a cluster's address is open; Ray itself would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdigit():
-        return  # "auto" and the like, which Ray looks up at once
+        return  # such as "auto", which Ray resolves at once
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -177,7 +162,7 @@ def _check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def _ray_logged() -> Iterator[None]:
-    """Log what Ray says of the actors, which it would print: whoever waits for one reports its end, with its name."""
+    """Log Ray's messages about actors instead of printing them: the callers report an actor's end, with its name."""
     from ray._private import worker
 
     def log(said: Mapping[str, Any], ignore_prefix: bool) -> None:
@@ -194,9 +179,7 @@ def _ray_logged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored_environment() -> Iterator[None]:
-    """Take back at the end what was set in the block: Ray leaves settings of its own in its driver. `AUTHENTICATION`
-    alone stays.
-    """
+    """Restore the environment after the block, except `AUTHENTICATION`: Ray leaves settings in its driver."""
     before = dict(os.environ)
     try:
         yield
@@ -206,14 +189,13 @@ def _restored_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-# What a cluster that runs already is told of a run: gauges among Ray's own metrics, which the cluster's Prometheus
-# reads at each node. To the recorder it is one more tracker; the launcher adds it where there is such a cluster.
+# -- gauges of a run among Ray's own metrics, for the Prometheus of an existing cluster
 
 
 PREFIX = "trinity_sync_"
-"""Of all names; Ray puts ``ray_`` before it."""
+"""Of all gauges; Ray adds ``ray_``."""
 OF_RUN = ("run", "folder")
-"""Tags of all gauges: the run's name, and its folder, which is its own."""
+"""Tags of all gauges: the run's name and folder."""
 
 _GAUGES = {
     "step": "Last step of the trainer.",
@@ -257,12 +239,12 @@ _OF_EVENT = {
 
 
 _REFRESH_S = 1.0
-"""Ray forgets a gauge that has not been set for two of its reports, each of which covers at least a second."""
+"""Ray drops a gauge that is not set for two of its reports, each of at least a second."""
 _CLOSE_S = 5.0
 
 
 class ClusterMetrics:
-    """Keeps the gauges of a run at the values of its last step and events. A tracker; it starts before Ray does."""
+    """A tracker that keeps gauges at the values of the run's last step and events. It starts before Ray does."""
 
     def __init__(self) -> None:
         self._tags: dict[str, str] = {}
@@ -273,18 +255,16 @@ class ClusterMetrics:
         self._thread: threading.Thread | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Note whose figures they are, and begin to set the gauges as soon as Ray is there."""
+        """Start the thread that sets the gauges once Ray is up."""
         self._tags = dict(zip(OF_RUN, (run.name, str(run.folder)), strict=True))
         self._keep({"faults": 0})
         self._thread = threading.Thread(target=self._refresh, name="cluster metrics", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the figures of a step."""
         self._keep({"step": step, **{gauge: values.get(name) for gauge, name in _OF_STEP.items()}})
 
     def event(self, event: Mapping[str, object]) -> None:
-        """Take the figures of an event."""
         name = str(event["event"])
         if name == "fault":
             self._keep({"faults": self._values["faults", ""] + 1})
@@ -293,7 +273,6 @@ class ClusterMetrics:
         self._keep(figures, explorer=str(event["explorer"]) if name == "load" else "")
 
     def close(self) -> None:
-        """Let go of the gauges: they go with this process."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)

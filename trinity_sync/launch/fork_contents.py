@@ -1,9 +1,7 @@
-"""What the fork server imports of Ray, verl and this package: imported there alone, when the first worker is asked for.
-
-Ray's library draws its ids from a generator that it seeds when it draws the first one. Forks of a process in which it
-has done so all draw the same ids, so that one worker's tasks and objects are taken for another's. An actor's class
-draws one when it is defined, which is therefore taken from elsewhere here; and it is tried that forks draw different
-ones.
+"""The modules that the fork server imports of Ray, verl and this package, when the first worker is requested. Ray draws
+its ids from a generator seeded at the first draw. Forks of a process that has drawn an id would all draw the same ids
+and mix up their tasks and objects. Defining an actor class draws an id, so that one comes from elsewhere here, and the
+module checks that two forks draw different ids.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ class _OtherIds:
 
 
 def _drawn_by_a_fork() -> bytes:
-    """The first id that a fork of this process draws."""
+    """Return the first id that a fork of this process draws."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""What becomes of a run's actors: the loop that drives them, with what it needs of the configuration."""
+"""A run from its actors to the end of its training loop. The launcher makes a `Job` once Ray is up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trinity_sync.config import build, config_digest, plain, typed
+from trinity_sync.config import build
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.sample_source import (
@@ -31,15 +31,12 @@ if TYPE_CHECKING:
     from trinity_sync.trainer.loop import TrainingLoop
     from trinity_sync.trainer.steps import LossValidation, RewardPenalty
 
-# How long a run that ends early waits for a save that is on its way to the disk.
 _SETTLE_S = 20.0
+"""Timeout of saves under way when a run ends early."""
 
 
 class Job:
     """A run, from its actors to the end of its loop. Benchmarks replace its `loop` and its `worker`.
-
-    Args:
-        setup: what it is built from.
 
     Attributes:
         worker: class of the trainer's ranks; None: `TrinityWorker`.
@@ -49,33 +46,28 @@ class Job:
     worker: type | None = None
 
     def __init__(self, setup: Setup) -> None:
+        self._setup = setup
         self._cfg = setup.cfg
-        self._scanned = setup.scanned
-        self._folder = setup.folder
         self._start = setup.start
         self._recorder = setup.recorder
-        self._use_gpu = setup.use_gpu
-        self._stop = setup.stop
-        self._last_step = setup.last_step
-        self._mirror = setup.mirror
         self.actors = Actors(setup, self.worker)
 
     def start(self) -> None:
-        """Build the actors and restore what the run begins with; errors as for `Actors.start`."""
-        self.actors.start(self._mirror)
+        """Build the actors and restore the checkpoint that the run starts from; errors as for `Actors.start`."""
+        self.actors.start()
 
     def loop(self) -> None:
-        """Do all steps, and bring what was saved to its end.
+        """Do all steps, then finish all saves.
 
         Raises:
             TrinityError: the run failed.
-            KeyboardInterrupt: it was told to stop.
+            KeyboardInterrupt: it was interrupted.
         """
         from trinity_sync.trainer.full_saves import FullSaves
 
         actors, settings = self.actors, self._save_settings()
         published = self._published()
-        # free explorers begin a resumed run with the trainer's weights
+        # free explorers start a resumed run with the trainer's weights
         behind = published if actors.explores and not actors.free else None
         saves = FullSaves(actors.monitor, actors.trainer, settings, self._recorder, behind)
         loop = self._make_loop(saves, self._publisher(settings), published)
@@ -105,7 +97,7 @@ class Job:
             meta={
                 "backend": cfg.backend.strategy,
                 "world_size": cfg.backend.ranks,
-                "config_digest": config_digest(cfg),
+                "config_digest": self._setup.config_digest,
                 "wire": published_wire(self.actors.infos, cfg.sync.wire_dtype).to_json(),
                 **({} if base is None else {"base": base.to_json()}),
                 "left_out": self.actors.left_out,
@@ -134,20 +126,20 @@ class Job:
             agents=actors.agents,
             ranks=actors.trainer.ranks,
             timeout_s=cfg.timeout_s,
-            use_gpu=self._use_gpu,
+            use_gpu=self._setup.use_gpu,
             store=WeightSaves(actors.monitor, saves, self._recorder, cfg.durable),
         )
-        return build("sync", plain(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
+        return build("sync", vars(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
 
     def _make_loop(self, saves: FullSaves, mode: Publisher, published: PublishedState) -> FreeLoop | TrainingLoop:
         from trinity_sync.trainer.free_loop import FreeLoop
         from trinity_sync.trainer.loop import TrainingLoop
         from trinity_sync.trainer.steps import LoopSettings, Steps
 
-        cfg, actors = self._cfg, self.actors
+        cfg, actors, start, task = self._cfg, self.actors, self._start, self._setup.scanned.task
         settings = LoopSettings(
-            steps=self._last_step,
-            first=self._start.step + 1,
+            steps=self._setup.last_step,
+            first=start.step + 1,
             attempt=self._recorder.attempt,
             mode=cfg.sync.mode,
             sync_interval=cfg.sync.interval,
@@ -171,57 +163,57 @@ class Job:
         )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
-            source = free_data(cfg, self._scanned.task, self._start, actors.pool, self._recorder, validations)
-            return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._stop, validator=validations)
-        data = lockstep_data(cfg, self._scanned.task, self._start, actors.model_path, actors.pool, mode)
+            source = free_data(cfg, task, start, actors.pool, self._recorder, validations)
+            return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._setup.stop, validator=validations)
+        data = lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
         return TrainingLoop(
             steps,
             data=data,
             mode=mode,
             saves=saves,
             restored=self._restored(published),
-            stop=self._stop,
+            stop=self._setup.stop,
             validator=self._validation(mode, settings.step_timeout_s),
         )
 
     def _penalty(self, timeout_s: float) -> RewardPenalty | None:
-        """What takes the divergence from a reference from rewards; None: nothing does."""
+        """Make the penalty on divergence from a reference, if rewards have one."""
         from trinity_sync.trainer.algorithms.base import algorithm_of
         from trinity_sync.trainer.full_saves import driver_state
         from trinity_sync.trainer.steps import RewardPenalty
 
-        asked = None if self._cfg.workload.kind == "bytes" else algorithm_of(typed(self._cfg).algorithm).in_reward
-        if asked is None:
+        settings = None if self._cfg.workload.kind == "bytes" else algorithm_of(self._cfg.algorithm).in_reward
+        if settings is None:
             return None
         folder = self._start.folder
         saved = None if folder is None else driver_state(folder, "algorithm")
-        return RewardPenalty(self.actors.trainer, asked, timeout_s, saved)
+        return RewardPenalty(self.actors.trainer, settings, timeout_s, saved)
 
     def _agreement(self, timeout_s: float) -> AgreementCheck | None:
-        """What looks whether trainer and explorers compute the same; None: nothing does."""
+        """Make the check that trainer and explorers compute the same log-probs, if the run has one."""
         from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
 
-        chosen = self._cfg.explorer.check_agreement
-        if chosen == "off" or self._cfg.workload.kind == "bytes" or self.actors.pool is None:
+        choice = self._cfg.explorer.check_agreement
+        if choice == "off" or self._cfg.workload.kind == "bytes" or self.actors.pool is None:
             return None
-        bound = agreement_bound(typed(self._cfg))
-        return AgreementCheck(self.actors.trainer, self._recorder.event, bound, timeout_s, refuse=chosen == "refuse")
+        bound = agreement_bound(self._cfg)
+        return AgreementCheck(self.actors.trainer, self._recorder.event, bound, timeout_s, refuse=choice == "refuse")
 
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
-        """Return what validates beside training; None: nothing does."""
+        """Make the validation that runs concurrently with training, if the run has one."""
         cfg, start = self._cfg, self._start
-        times = validation_times(cfg, start, self._folder.metrics, self._last_step)
+        times = validation_times(cfg, start, self._setup.folder.metrics, self._setup.last_step)
         if times is None:
             return None
         synchronizer, recorder = self.actors.synchronizer, self._recorder
         return version_validations_of(
-            cfg, self._scanned, times, start=start, pool=pool, synchronizer=synchronizer, recorder=recorder
+            cfg, self._setup.scanned, times, start=start, pool=pool, synchronizer=synchronizer, recorder=recorder
         )
 
     def _validation(self, mode: Publisher, timeout_s: float) -> Validation | LossValidation | None:
-        """Return what validates; None: nothing does."""
-        cfg, scanned, actors = self._cfg, self._scanned, self.actors
-        times = validation_times(cfg, self._start, self._folder.metrics, self._last_step)
+        """Make the validation between steps, if the run has one."""
+        cfg, scanned, actors = self._cfg, self._setup.scanned, self.actors
+        times = validation_times(cfg, self._start, self._setup.folder.metrics, self._setup.last_step)
         if times is None:
             return None
         if actors.pool is not None:
@@ -230,8 +222,8 @@ class Job:
         return loss_validation_of(cfg, scanned, times, model_path=model_path, trainer=trainer, timeout_s=timeout_s)
 
     def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:
-        """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that
-        version, and what fills a slot with it. None where that cannot be restored.
+        """Return the step of the version that explorers held when the checkpoint was saved, and the function that
+        fills a slot with it; None if it cannot be restored.
         """
         from trinity_sync.trainer.full_saves import EXPLORER, published_step
 
@@ -251,9 +243,10 @@ class Job:
         return step, partial(published.restore, folder)
 
     def _finish_copies(self, *, at_once: bool) -> None:
-        """Wait for the copies to the mirror that are under way; `at_once`: the run was told to stop."""
-        if self._mirror is not None:
-            self._recorder.phase(f"copying checkpoints to {self._mirror.name}")
+        """Wait for the copies to the mirror that are under way; `at_once`: the run was interrupted."""
+        mirror = self._setup.mirror
+        if mirror is not None:
+            self._recorder.phase(f"copying checkpoints to {mirror.name}")
             limit = self._cfg.checkpoint.mirror_wait_s
             limit = interrupts.left(min(limit, _SETTLE_S) if at_once else limit, interrupts.REST_S)
-            self._mirror.finish(self.actors.monitor, limit, self._recorder.fault)
+            mirror.finish(self.actors.monitor, limit, self._recorder.fault)

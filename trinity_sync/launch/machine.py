@@ -1,4 +1,6 @@
-"""Whether this machine can run what is installed on it: what a run needs, looked at without starting anything."""
+"""Checks whether this machine can run what is installed on it, without starting anything. `trinity-sync doctor` prints
+the findings.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,20 @@ _GIB = 2**30
 _LEAST_DISK, _LEAST_MEMORY, _LEAST_SHARED = _GIB, 4 * _GIB, _GIB
 _LEAST_FILES = 1024
 _SOCKET_PATH = 107
-"""Bytes that the path of a local socket may have."""
+"""Longest path of a local socket, bytes."""
 _SESSION = f"{own_name('trinity-ray')}-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
-"""The longest path below Ray's folder."""
+"""Ray's longest path below its folder."""
 _CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at.
+    """The result of one check.
 
     Attributes:
         subject: in a word or two.
-        told: what was seen; where it is not well also what to do.
-        state: ``error`` would stop a run, ``warning`` may stop some.
+        told: the observation; if bad, also what to do.
+        state: ``error`` would stop every run, ``warning`` may stop some.
     """
 
     subject: str
@@ -48,10 +50,8 @@ class Finding:
 
 
 def findings(installed: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
-    """Look at this machine, one thing after another. Takes no port and leaves no file.
-
-    Args:
-        installed: the version of a package; None: there is none. For tests.
+    """Check this machine, one thing after another. Leaves no open port and no file. `installed` returns the version of
+    a package; for tests.
     """
     version = installed or _version
     yield from _packages(version)
@@ -67,7 +67,7 @@ def findings(installed: Callable[[str], str | None] | None = None) -> Iterator[F
 
 
 def _packages(version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Each package that is needed, against the versions that are known to work."""
+    """Check each required package against the versions that are known to work."""
     try:
         needed = [Requirement(text) for text in metadata.requires(OURS) or ()]
     except metadata.PackageNotFoundError:
@@ -139,10 +139,10 @@ def _sockets(temp: Path) -> Finding:
 
 
 def _ports() -> Finding:
-    """That this machine takes a connection at its own address, as Ray and the trainer's group need it."""
+    """Check that this machine accepts a connection at its own address, as Ray and the trainer's group need it."""
     address = "127.0.0.1"
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
-        outward.connect(("8.8.8.8", 53))  # sends nothing: which address would be taken
+        outward.connect(("8.8.8.8", 53))  # sends nothing; shows the address that would be used
         address = outward.getsockname()[0]
     try:
         with socket.create_server((address, 0)) as server:

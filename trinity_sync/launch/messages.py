@@ -1,4 +1,6 @@
-"""Errors in one paragraph: what is wrong, which key or file, and what would be right."""
+"""Explains errors in one paragraph (what is wrong, which key or file, what to do), and turns a typed command line into
+one for Hydra. `launch.app` and the command line use it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from trinity_sync.launch import sweeps
 
 
 def print_error(text: str) -> None:
-    """Print an error as one paragraph on stderr, after the traceback of the current exception if that is wanted."""
+    """Print an error as one paragraph on stderr; with HYDRA_FULL_ERROR=1 the traceback comes first."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1" and sys.exc_info()[0] is not None:
         traceback.print_exc()
     print(f"error: {text}", file=sys.stderr, flush=True)
@@ -34,7 +36,7 @@ _KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or fal
 
 
 def explain(error: Exception) -> str:
-    """Say in one paragraph why Hydra could not compose a configuration: which file and key, and what would be right."""
+    """Say in one paragraph why Hydra could not compose a configuration: file, key, and what to do."""
     if isinstance(error, TrinityError):
         return str(error)
     cause = error.__cause__
@@ -70,7 +72,7 @@ def explain(error: Exception) -> str:
 
 
 def _below_null(error: AssertionError) -> tuple[str, str] | None:
-    """The key that was to be set, and the one above it that is null. OmegaConf has no error of its own for that."""
+    """Return the key that was to be set and its null parent. OmegaConf has no error for this."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is OmegaConf.update.__code__:
             key, cfg = frame.f_locals["key"], frame.f_locals["cfg"]
@@ -111,7 +113,7 @@ def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> st
     schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
     node = getattr(cause, "parent_node", None)
     known = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    if schema:  # an option of the user's own may have given it keys beside those
+    if schema:  # a user's option may have more keys
         known = [name for name in dict.fromkeys([*(f.name for f in fields(schema)), *known]) if name != "_target_"]
         known += [] if parent else ["experiment"]
     told = f"{key} is no setting"
@@ -121,26 +123,26 @@ def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> st
 
 
 def near(word: str, known: Sequence[str]) -> str:
-    """Ask whether the nearest of some words is meant; empty where none is near."""
+    """Return " (did you mean ...?)" for the nearest of some words; empty if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-# The command line of a run as people type it, made into one that Hydra takes.
+# -- the command line as typed, made into one for Hydra
 
 
 DRY_RUN = "--dry-run"
 _PATH, _DIR = ("--config-path", "-cp"), ("--config-dir", "-cd")
 _GRAMMAR = "'\"\\[]{}()$"
-"""A value with one of these says something to Hydra by it."""
+"""Values with these characters use Hydra's grammar."""
 
 
 class CommandLine(NamedTuple):
-    """What a command line asks for.
+    """A parsed command line.
 
     Attributes:
         arguments: for Hydra, without the program.
-        dry_run: only look whether the run could begin.
+        dry_run: only check whether the run could start.
     """
 
     arguments: list[str]
@@ -148,19 +150,15 @@ class CommandLine(NamedTuple):
 
     @classmethod
     def read(cls, given: Sequence[str]) -> CommandLine:
-        """Take apart what the user gave.
-
-        Raises:
-            ConfigError: there are two folders of option files.
-        """
+        """Parse a command line. Raises ConfigError if there are two folders of option files."""
         arguments = [text for text in given if text != DRY_RUN]
         return cls(list(map(plain_override, _with_own_options(arguments))), len(arguments) < len(given))
 
 
 def plain_override(text: str) -> str:
-    """An override with its value quoted where it is text that looks like a number (see `as_typed`), or where Hydra's
-    grammar has no word for it: a path from one's home (``~/x``), which a shell does not fill in behind ``=``, and
-    letters of any language. All others as they are, and flags, too.
+    """Quote the value of an override if it is text that looks like a number (see `as_typed`), or if Hydra's grammar
+    cannot parse it: a path from the home folder (``~/x``), which the shell does not expand after ``=``, and letters of
+    any language. Other overrides and flags stay.
     """
     text = as_typed(text)
     key, found, value = text.partition("=")
@@ -185,9 +183,7 @@ def _parses(override: str) -> bool:
 
 
 def _with_own_options(arguments: Sequence[str]) -> Iterator[str]:
-    """``--config-path`` would have Hydra look there in place of our option files, without which nothing can be
-    composed: it is taken for ``--config-dir``, which has it look there first.
-    """
+    """Turn ``--config-path`` into ``--config-dir``: with the former Hydra would not find our option files."""
     names = [text.partition("=")[0] for text in arguments]
     if len([name for name in names if name in (*_PATH, *_DIR)]) > 1:
         raise ConfigError(

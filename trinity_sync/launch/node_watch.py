@@ -1,9 +1,7 @@
-"""What becomes of a run when Ray's raylet on its node dies, or stands still, or Ray's GCS does.
-
-When the raylet dies, Ray ends its driver at the driver's next call into it, on the spot and mostly without a word: so
-that word is said as soon as the process is gone. That it stands still Ray notices after about a minute, and declares
-the node dead. The driver there is not told: its calls into the raylet never return, and no limit of ours reaches into
-them. Nor do some of the calls into a GCS that stands still, and nobody notices that but who asks it.
+"""Watches Ray's raylet and GCS during a run, and ends the run with an error when one of them dies or hangs. A dead
+raylet makes Ray end its driver at the next call, mostly without a message, so the message is printed as soon as the
+process dies. Ray declares a node with a hung raylet dead after about a minute, but does not tell the driver there,
+whose calls never return. Calls into a hung GCS may not return either.
 """
 
 from __future__ import annotations
@@ -22,18 +20,16 @@ from trinity_sync.host.threads import in_background
 _LOOK_S = 0.1
 _ASK_S = 5.0
 _SILENT = 12
-"""So many times `_ASK_S` the GCS may take for an answer. Counted, so that a driver that was stopped itself asks on."""
+"""Unanswered looks (every `_ASK_S`) until the GCS counts as dead. A count, so that a driver that was stopped itself
+goes on asking.
+"""
 _END_S = 10.0
 
 
 @contextlib.contextmanager
 def starting_raylets_watched(folder: str) -> Iterator[None]:
-    """Within the block, in which Ray is started, the death of its raylet is said on stderr at once.
-
-    Args:
-        folder: of Ray's sessions, and of nobody else's.
-    """
-    earlier = set(_raylets(folder))  # of a try before, which is being given up
+    """While Ray starts in the block, report the death of its raylet on stderr. `folder` holds Ray's sessions."""
+    earlier = set(_raylets(folder))  # of an earlier try
 
     def look() -> int | None:
         return next((pid for pid in _raylets(folder) if pid not in earlier), None)
@@ -44,14 +40,14 @@ def starting_raylets_watched(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
-    """Within the block, the death of this node's raylet is said on stderr at once.
+    """Within the block, report the death of this node's raylet on stderr.
 
     Args:
-        node: Ray's id of it.
-        ours: this program has started it: if it is not there, it has died. Else it may be out of sight.
+        node: Ray's node id.
+        ours: this program has started the raylet, so a missing one has died; else it may be invisible.
 
     Yields:
-        To be set where it is ended on purpose.
+        an event to set before the raylet is ended on purpose.
     """
     pid = next(iter(_raylets(f"--node_id={node}")), None)
     if pid is None and ours:
@@ -62,16 +58,16 @@ def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _watched(look: Callable[[], int | None], what_then: str) -> Iterator[threading.Event]:
-    """Say that a raylet has died.
+    """Report the death of a raylet.
 
     Args:
-        look: gives its pid once it runs.
+        look: returns its pid once it runs.
 
     Yields:
-        To be set where that is expected.
+        an event to set if its death is expected.
     """
     expected = threading.Event()
-    if not hasattr(os, "pidfd_open"):  # of an old kernel's Python: its death is noticed like its standing still
+    if not hasattr(os, "pidfd_open"):  # an old kernel: a death is noticed like a hang, by `ended_with_its_node`
         yield expected
         return
     asleep, wake = os.pipe()
@@ -102,10 +98,10 @@ def _unwatched() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, this program ends with exit code 1 once Ray says that its node is dead, or says nothing more.
+    """Within the block, exit this program with code 1 once Ray declares its node dead, or its GCS no longer answers.
 
     Args:
-        end: called before with the error, on another thread: keeps what is known, ends what would outlive this program.
+        end: called before the exit, on another thread, with the error: keeps the record, ends processes.
     """
     import ray
 
@@ -124,7 +120,7 @@ def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
             if asked.done():
                 asked = in_background(ray.nodes, "nodes")
         with contextlib.suppress(TimeoutError):
-            asked.exception(_END_S)  # Ray is not to end meanwhile
+            asked.exception(_END_S)  # Ray must not end during the call
 
     thread = threading.Thread(target=watch, name="node-watch", daemon=True)
     thread.start()
@@ -136,10 +132,10 @@ def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
 
 
 def _problem(asked: Future[list[dict[str, object]]], node: str, silent: int) -> str | None:
-    """What there is to say of a question for all nodes that has been waiting for so many looks; None: nothing."""
+    """Return the error for a request for all nodes that has been open for `silent` looks, if there is one."""
     if silent >= _SILENT:
         return f"Ray's GCS has not answered for {silent * _ASK_S:g} s; the run ends, and can be resumed"
-    # it may have failed: Ray is ending, or is asked again
+    # a failed request is repeated, or Ray is ending
     if asked.done() and not asked.exception() and any(o["NodeID"] == node and not o["Alive"] for o in asked.result()):
         return (
             "Ray has given up this node: its raylet died, or did not answer for longer than Ray's "
@@ -149,8 +145,8 @@ def _problem(asked: Future[list[dict[str, object]]], node: str, silent: int) -> 
 
 
 def _raylets(text: str) -> list[int]:
-    """Pids of the raylets of this machine whose command names the text. No other process's command is looked at, which
-    may take for ever where that process hangs in its file system.
+    """Return the pids of this machine's raylets whose command line has the text. Other command lines are not read: that
+    can hang if their process hangs in its file system.
     """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -161,12 +157,12 @@ def _raylets(text: str) -> list[int]:
 
 
 def _has_died(pid: int, stop: int) -> bool:
-    """Wait for the end of a process, or until `stop` can be read; whether it has ended."""
+    """Wait for the end of a process, or until `stop` is readable; return whether it has ended."""
     try:
         alive = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    except OSError:  # this kernel knows no such descriptors
+    except OSError:  # the kernel has no process descriptors
         return False
     try:
         return alive in _ready(alive, stop)
@@ -175,7 +171,7 @@ def _has_died(pid: int, stop: int) -> bool:
 
 
 def _ready(*descriptors: int, limit_s: float | None = None) -> set[int]:
-    """Wait until one of the descriptors can be read, for ever or so long; those that can."""
+    """Wait until one of the descriptors is readable, at most `limit_s`; return the readable ones."""
     wait = select.poll()
     for descriptor in descriptors:
         wait.register(descriptor, select.POLLIN)

@@ -1,7 +1,5 @@
-"""A Ray of this program's own: started in a folder of its own, and gone without a trace afterwards.
-
-It ends with its run. Within `ray_kept` it goes on after a run that has ended well, for the next job of a sweep: what
-the run has left in it ends, its actors' processes, idle ones too, and what it had reserved.
+"""Starts and ends a local Ray in a folder of its own; no process of it is left afterwards. A sweep keeps Ray for its
+next job (`ray_kept`) once all processes and reservations of the last run are gone. `cluster` calls this module.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from trinity_sync.config.schema import ClusterConfig
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host import interrupts, process
 from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
@@ -38,8 +37,8 @@ from trinity_sync.launch.node_watch import starting_raylets_watched
 logger = logging.getLogger(__name__)
 
 AUTHENTICATION = "RAY_AUTH_MODE"
-"""Ray's library sets it where it starts a Ray, and holds on to it for the life of the program: without it, processes of
-a later Ray would have no token for a program that asks them for one.
+"""Ray's library sets this variable when it starts a Ray, and caches it for the life of the program. Processes of a
+later Ray need it to have a token.
 """
 
 _FOLDER_PREFIX = "trinity-ray"
@@ -50,10 +49,10 @@ _PRINTED, _STACK, _CHECK = "--stderr_filepath=", "*** StackTrace", "Check failed
 _MOST_SAID = 300
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 _PORT_MS = 500
-"""Ray holds Python's lock while it waits for the port of its GCS."""
+"""Short, because Ray holds the GIL while it waits for the port of its GCS."""
 _KILLED_S = 5.0
 _MOST_DEAD = 2
-"""So many of Ray's own processes may die while Ray starts, one try after another: another one would die likewise."""
+"""Tries, if one of Ray's own processes dies while Ray starts."""
 _LOOK_S = 0.02
 _END_S = 20.0
 _CLEAR_S = 60.0
@@ -61,13 +60,13 @@ _CLEAR_S = 60.0
 
 @dataclass(frozen=True)
 class OwnRay:
-    """A Ray that this program has started, and is connected to.
+    """A local Ray that this program has started and is connected to.
 
     Attributes:
         folder: of its session.
-        wanted: what it was started with: one that is wanted otherwise is another one.
-        cpus: that it offers.
-        base: its own processes, without workers.
+        wanted: the settings that it was started with.
+        cpus: logical CPUs that it offers.
+        base: Ray's own processes, without workers.
         end: ends it.
     """
 
@@ -78,24 +77,24 @@ class OwnRay:
     end: Callable[[], None]
 
     def suits(self, wanted: Mapping[str, object], cpus: int) -> bool:
-        """Whether a run that wants this, and so many CPUs, can have it."""
+        """Return whether a run with these settings and this need of CPUs can use it."""
         return self.wanted == wanted and self.cpus >= cpus and self.lives()
 
     def lives(self) -> bool:
-        """Whether this program is connected to it still, and none of its own processes has gone."""
+        """Return whether this program is still connected and all of Ray's own processes run."""
         import ray
 
         return ray.is_initialized() and all(map(lives, self.base))
 
     def clear(self) -> bool:
-        """End what a run has left in it; whether nothing is left."""
+        """End everything that a run has left in it; return whether nothing is left."""
         import ray
         from ray._private.state import state
         from ray._private.worker import global_worker
         from ray._raylet import ActorID, PlacementGroupID
         from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-        job, workers = global_worker.current_job_id, self._workers()  # before an actor's end hides what it had started
+        job, workers = global_worker.current_job_id, self._workers()  # first: an ended actor hides its child processes
         for actor, said in state.actor_table(None, job).items():
             if said["State"] != "DEAD":
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -108,7 +107,7 @@ class OwnRay:
         while left := self._workers():
             if wait_for_ends(left, _END_S) or time.monotonic() > deadline:
                 return False
-        while state.workers():  # until Ray has noticed: it would give the next run's work to one that has ended
+        while state.workers():  # until Ray has noticed: it would give work to an ended worker
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_S)
@@ -120,20 +119,12 @@ class OwnRay:
 
 @contextlib.contextmanager
 def own_ray(
-    settings: Any, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, Any]
+    settings: ClusterConfig, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, Any]
 ) -> Iterator[Path]:
-    """A Ray for a run, new or kept; the folder of its session. Errors as for `start_ray`.
-
-    Args:
-        settings: the `cluster` node of the config.
-        cpus: logical CPUs that the run's actors reserve.
-        env: environment variables for all actors.
-        forked: workers begin as forks, see `trinity_sync.launch.own_ray`.
-        options: for `ray.init`.
-    """
+    """Give a run a new or a kept Ray, and yield its session's folder. Errors as for `start_ray`."""
     wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
     inherited = {name: value for name, value in os.environ.items() if name != AUTHENTICATION}
-    wanted |= {"environment": inherited, "folder": Path.cwd()}  # which its processes have
+    wanted |= {"environment": inherited, "folder": Path.cwd()}  # inherited by Ray's processes
     keeper = _keepers[-1] if _keepers else None
     ray = (keeper.take(wanted, cpus) if keeper else None) or _start_own(settings, cpus, wanted, options)
     try:
@@ -148,8 +139,8 @@ def own_ray(
 
 @contextlib.contextmanager
 def ray_kept() -> Iterator[None]:
-    """Within the block, a local Ray goes on after a run that has ended well, for one that follows in this program: the
-    jobs of a sweep. SIGTERM interrupts, as in a run.
+    """Keep the local Ray after a successful run for the next run of this program: the next job of a sweep. SIGTERM
+    interrupts, as in a run.
     """
     keeper = _Keeper()
     with interruptible():
@@ -163,19 +154,18 @@ def ray_kept() -> Iterator[None]:
 
 @dataclass
 class _Keeper:
-    """Has the Ray that goes on, if there is one."""
+    """Holds the kept Ray, if there is one."""
 
     ray: OwnRay | None = field(default=None)
 
     def take(self, wanted: Mapping[str, object], cpus: int) -> OwnRay | None:
-        """Hand out the one there is. One that does not suit is ended."""
+        """Return the kept Ray; end it if it does not suit."""
         if self.ray is not None and not self.ray.suits(wanted, cpus):
             self.end()
         taken, self.ray = self.ray, None
         return taken
 
     def end(self) -> None:
-        """End it."""
         kept, self.ray = self.ray, None
         if kept is not None:
             with shielded():
@@ -186,7 +176,7 @@ _keepers: list[_Keeper] = []
 
 
 def _cleared(ray: OwnRay) -> bool:
-    """Whether nothing of a run is left in it. Where Ray does not say so, the run has ended well all the same."""
+    """Return whether nothing of a run is left in Ray. Errors are logged: the run itself has succeeded."""
     try:
         if in_background(ray.clear, "clear").result(_CLEAR_S):
             return True
@@ -198,14 +188,14 @@ def _cleared(ray: OwnRay) -> bool:
     return False
 
 
-def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> OwnRay:
+def _start_own(settings: ClusterConfig, cpus: int, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> OwnRay:
     # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime environment.
     local = {**wanted["env"], "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     cpus = settings.num_cpus or max(cpus, os.cpu_count() or 1)
     check_unconnected()
     with _ended_on_error() as stack:
         folder = stack.enter_context(_own_folder(settings.temp_dir))
-        stack.callback(end_processes, folder)  # where Ray is interrupted before it could end them itself
+        stack.callback(end_processes, folder)  # in case Ray is interrupted before it ends them
         released: Callable[[], None] = lambda: None  # noqa: E731
         with contextlib.ExitStack() as starting:
             starting.enter_context(environment(local | stack.enter_context(driver_lifeline(folder / _LIFELINE))))
@@ -221,7 +211,7 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
                 include_dashboard=False,
                 object_store_memory=settings.object_store_mb * 2**20,
                 _temp_dir=str(folder),
-                # Processes start when an actor needs them: idle ones would only compete with the imports of the others.
+                # no idle workers: they would compete with the imports of the others
                 _system_config={"prestart_worker_first_driver": False},
                 **options,
             )
@@ -232,7 +222,7 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
 
 @contextlib.contextmanager
 def _ended_on_error() -> Iterator[contextlib.ExitStack]:
-    """A stack that is left, whatever interrupts meanwhile, where the block is left by an error."""
+    """Yield a stack that is closed if the block raises, even if another interrupt arrives."""
     stack = contextlib.ExitStack()
     try:
         yield stack
@@ -243,12 +233,11 @@ def _ended_on_error() -> Iterator[contextlib.ExitStack]:
 
 
 def start_ray(limit_s: float, **options: Any) -> None:
-    """A Ray of one's own through `ray.init`, whatever RAY_ADDRESS says and whoever else's runs on the machine; again
-    where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits. Once more where one of
-    these has died.
+    """Start a Ray by `ray.init`, whatever RAY_ADDRESS says. Retry on a busy machine, where Ray gives its own processes
+    only 30 seconds, and once if one of them dies.
 
     Raises:
-        RunError: it does not start, for another reason or within `limit_s`, or this program has one already.
+        RunError: it does not start within `limit_s` seconds, or this program is connected to a Ray already.
     """
     import ray
 
@@ -276,11 +265,11 @@ class _DiedError(Exception):
 
 @contextlib.contextmanager
 def _processes_looked_after() -> Iterator[None]:
-    """Ray's own processes that are started in the block leave signals to this program. If one of them dies, so does the
-    start, for which Ray would wait; what an error leaves of them is ended.
+    """Within the block, shield Ray's own processes from this program's signals, and fail the start as soon as one of
+    them dies, for which Ray would wait. An error kills all of them.
 
     Raises:
-        _DiedError: one has died; says why.
+        _DiedError: with the reason.
     """
     from ray._private import node, services
 
@@ -310,7 +299,7 @@ def _processes_looked_after() -> Iterator[None]:
                     raise
 
     def wait_for_node(*args: Any) -> Any:
-        answer = in_background(partial(own_node, *args), "Ray's start")  # half a minute
+        answer = in_background(partial(own_node, *args), "Ray's start")  # Ray waits half a minute
         while not answer.done():
             look()
             time.sleep(_LOOK_S)
@@ -332,7 +321,7 @@ def _processes_looked_after() -> Iterator[None]:
 
 
 def _with_driver(argument: str) -> str:
-    """Have Ray's agents, which a raylet starts by a command that it is given, end with this program."""
+    """Make Ray's agents, which a raylet starts, end together with this program."""
     name, equals, command = argument.partition("=")
     if name not in _AGENTS:
         return argument
@@ -340,11 +329,7 @@ def _with_driver(argument: str) -> str:
 
 
 def _end_of(code: int, printed: Path) -> str:
-    """Say how one of Ray's processes has ended, and what it printed of it: the last line before a stack.
-
-    Args:
-        code: exit code, negative for a signal.
-    """
+    """Say how one of Ray's processes has ended, with the last line that it printed before a stack trace."""
     how = f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
     try:
         lines = printed.read_text(errors="replace").partition(_STACK)[0].strip().splitlines()
@@ -356,13 +341,13 @@ def _end_of(code: int, printed: Path) -> str:
 
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
-    """Ray's node without its dashboard, autoscaler and log forwarder: a run uses none of them, and each is a Python
-    process that takes seconds of a small machine's start. `ray.init` has no switches for them.
+    """Start Ray's node without dashboard, autoscaler and log forwarder: a run uses none of them, and each takes seconds
+    of a small machine's start. `ray.init` has no switches for them.
     """
     from ray._private.node import Node
 
     names = ("start_api_server", "start_monitor", "start_log_monitor")
-    before = {name: vars(Node)[name] for name in names if name in vars(Node)}  # another Ray may name them otherwise
+    before = {name: vars(Node)[name] for name in names if name in vars(Node)}  # other versions of Ray may lack a name
     for name in before:
         setattr(Node, name, lambda self, *args, **kwargs: None)
     try:
@@ -373,7 +358,7 @@ def _lean() -> Iterator[None]:
 
 
 def check_unconnected() -> None:
-    """Raise RunError where this program is connected to Ray, but for one that is kept, which is ended."""
+    """Raise RunError if this program is connected to a Ray. A kept one is ended first."""
     import ray
 
     for keeper in _keepers:
@@ -384,8 +369,8 @@ def check_unconnected() -> None:
 
 @contextlib.contextmanager
 def _own_folder(parent: str | None) -> Iterator[Path]:
-    """A folder for Ray's session, locked while it is used. Nobody but this user may look into it. Folders that a killed
-    run of theirs left behind are removed first.
+    """Make a private, locked folder for Ray's session. First remove the folders that killed runs of this user left
+    behind.
     """
     root, prefix = Path(parent or tempfile.gettempdir()).absolute(), own_name(_FOLDER_PREFIX) + "-"
     for old in filter(is_own_folder, root.glob(f"{prefix}*")):
@@ -411,7 +396,7 @@ def _own_folder(parent: str | None) -> Iterator[Path]:
 
 
 def _locked_folder(root: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and its lock, which is held. Until it is, another run may take the folder for one left behind."""
+    """Make a folder and take its lock. Until then another run may take the folder for a leftover."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         with contextlib.suppress(FileNotFoundError):
@@ -423,8 +408,8 @@ def _locked_folder(root: Path, prefix: str) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep the driver's handler of SIGTERM: `ray.init` replaces it by one that ends the process on the spot. One that
-    comes meanwhile interrupts.
+    """Keep the driver's SIGTERM handler, which `ray.init` replaces by one that ends the process. A SIGTERM within the
+    block interrupts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -441,15 +426,15 @@ def own_sigterm() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, shortened."""
+    """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-# Has the workers of a Ray of one's own begin as forks of one process, which imports what they need once for all.
+# -- workers as forks of one process, which imports their modules once
 
 
 FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
-"""Modules that know nothing of Ray, whose library keeps the settings that it finds when it is loaded."""
+"""Modules to import before Ray's library, which reads its settings when it is imported."""
 LATER = ("trinity_sync.launch.fork_contents",)
 _SERVER = Path(__file__).parents[1] / "host" / "fork_server.py"
 _SESSION = "forks.session"
@@ -458,11 +443,8 @@ _SERVER_END_S = 10.0
 
 @dataclass(frozen=True)
 class Forks:
-    """A server that runs.
-
-    Attributes:
-        env: tells Ray's workers where it is: for the environment in which Ray is started.
-        release: tells it that it is not needed any more, and returns at once.
+    """A running fork server: the variables that point Ray's workers to it, and the call that releases it without
+    waiting.
     """
 
     env: dict[str, str]
@@ -471,10 +453,10 @@ class Forks:
 
 @contextlib.contextmanager
 def fork_server(folder: Path) -> Iterator[Forks]:
-    """A server for the length of the block.
+    """Run a fork server within the block.
 
     Args:
-        folder: for its socket and its log; of this user alone.
+        folder: for its socket and its log; private to this user.
 
     Raises:
         RunError: it cannot be started.
@@ -482,7 +464,7 @@ def fork_server(folder: Path) -> Iterator[Forks]:
     from trinity_sync.actors.calls import ends_noted_in
 
     path, noted = folder / "forks", folder / "forks.log"
-    # the server imports what this program would import, wherever that lies
+    # the server has this program's module search path
     command = [sys.executable, str(_SERVER), str(path), ",".join(FIRST), ",".join(LATER), json.dumps(sys.path)]
     try:
         with noted.open("wb") as log, left_to_driver():
@@ -496,13 +478,13 @@ def fork_server(folder: Path) -> Iterator[Forks]:
             yield Forks({worker_fork.SOCKET: str(path), worker_fork.SETUP: _setup_worker()}, server.stdin.close)
     finally:
         server.stdin.close()
-        server.kill()  # it has nothing to tidy up, and may be importing, or stand still
+        server.kill()  # it has nothing to clean up, and may hang
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_SERVER_END_S)
 
 
 def forks_session(folder: Path) -> int | None:
-    """The session in which the server in a folder, and all that it has begun, run; None: there is none."""
+    """Return the session id of a folder's fork server and its forks, if there is one."""
     try:
         return int((folder / _SESSION).read_text())
     except (OSError, ValueError):
@@ -511,7 +493,7 @@ def forks_session(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def workers_forked() -> Iterator[None]:
-    """Have a Ray that is started in the block begin its workers by `forked_worker`: `ray.init` has no switch for it."""
+    """Within the block, make Ray start its workers by `worker_fork`; `ray.init` has no switch for it."""
     from ray._private.node import Node
 
     start: Callable[..., Any] = Node.start_raylet
@@ -533,30 +515,28 @@ def _setup_worker() -> str:
     return str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 
 
-# The end of Ray in a program: bounded, whatever of Ray stands still, and none of a local one's processes is left.
+# -- the end of Ray, with a timeout even if Ray hangs
 
 
 _PROCESS_END_S = 10.0
 _INTERRUPTED_S = 1.0
 _SHUTDOWN_S = 30.0
 _NOTICE_S = 30.0
-"""For Ray to notice that its processes were killed; a GCS that stood still takes it five seconds."""
+"""Time for Ray to notice that its processes were killed; a stopped GCS takes five seconds."""
 _KILL_S = 2.0
-"""For what is left then of the time after an interrupt."""
+"""Share of the time after an interrupt that is reserved for the kill."""
 _POLL_S = 0.02
 
 
 def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -> None:
-    """End the local Ray whose session is in `folder`, and return when none of its processes is left; or let go of
-    somebody else's (None).
-
-    `ray.shutdown` ends Ray's own processes. Workers would then miss them for seconds, and are killed. What an actor had
-    started ends when it notices that its parent is gone. What stands still of Ray would keep it for ever: of the local
-    one it is killed, and where that is of no use, or it is somebody else's, this program ends.
+    """End the local Ray whose session is in `folder` and wait for all its processes; or disconnect from an existing
+    cluster (None).
+    `ray.shutdown` ends Ray's own processes. Workers would take seconds to notice, so they are killed; processes that an
+    actor has started end when they miss their parent. If Ray hangs, its local processes are killed; if that does not
+    help, this program exits.
 
     Args:
-        folder: of the local one.
-        begin: called once it is known which processes are to end.
+        begin: called once the processes to be ended are known.
     """
     import ray
 
@@ -589,7 +569,7 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
 
 
 def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that Ray has started: whose parents this program has started."""
+    """Return the workers: processes whose parents this program has started."""
     parents = {}
     for child in processes:
         with contextlib.suppress(psutil.Error):
@@ -600,7 +580,7 @@ def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def _killed_by_ray() -> Iterator[None]:
-    """Have Ray kill its own processes: it would ask them by SIGTERM first, see `interrupts.left_to_driver`."""
+    """Make Ray kill its own processes: they ignore SIGTERM, see `interrupts.left_to_driver`."""
     from ray._private.node import Node
 
     kill = Node.kill_all_processes
@@ -612,14 +592,14 @@ def _killed_by_ray() -> Iterator[None]:
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """Kill those that are there."""
+    """Kill all processes that still exist."""
     for child in processes:
         with contextlib.suppress(psutil.Error):
             child.kill()
 
 
 def give_up(folder: Path | None) -> None:
-    """End the local Ray at once, and remove its folder; nothing where Ray is somebody else's. As far as it gets: Ray
+    """End the local Ray at once and remove its folder; do nothing for an existing cluster (None). May not finish: Ray
     ends this process when the raylet is gone.
     """
     if folder is None:
@@ -629,14 +609,14 @@ def give_up(folder: Path | None) -> None:
 
 
 def end_processes(folder: Path) -> None:
-    """Kill what is left of the local Ray whose session is in `folder`, and wait until it has gone."""
+    """Kill all processes of the local Ray whose session is in `folder`, and wait for their end."""
     processes = processes_of(folder)
     kill_all(reversed(processes))  # the raylet after those that it started
     wait_for_ends(processes, _PROCESS_END_S)
 
 
 def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Wait until processes have ended; those that have not within the limit."""
+    """Wait until processes have ended; return those that still live after the limit."""
     deadline = time.monotonic() + limit_s
     while left := [child for child in processes if lives(child)]:
         if time.monotonic() > deadline:
@@ -646,9 +626,7 @@ def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psuti
 
 
 def lives(child: psutil.Process) -> bool:
-    """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
-    stays in the list of processes for good.
-    """
+    """Return whether a process runs. Zombies do not count: in a container no parent may ever collect them."""
     try:
         return bool(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -656,8 +634,8 @@ def lives(child: psutil.Process) -> bool:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Ray's own processes, which this one started and which name their session's folder, and all of theirs; forks also
-    where their server has gone.
+    """Return Ray's own processes (children of this one that name their session's folder), their descendants, and forks
+    whose server has died.
     """
     found: list[psutil.Process] = []
     for child in psutil.Process().children():

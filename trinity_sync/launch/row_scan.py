@@ -23,10 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from omegaconf import DictConfig
-
 from trinity_sync.backends.platform import accelerator_count
-from trinity_sync.config import build_task, typed, validation_items, validation_task
+from trinity_sync.config import Config, build_task, validation_items, validation_task
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.models.attention import check_attention
@@ -134,7 +132,7 @@ class _UnreadableModel(NamedTuple):
     reason: str
 
 
-def scanned_task(cfg: DictConfig) -> Scanned:
+def scanned_task(cfg: Config) -> Scanned:
     """Build a run's task and look through its rows. Called by the driver, before Ray is started.
 
     Args:
@@ -153,13 +151,13 @@ def scanned_task(cfg: DictConfig) -> Scanned:
     if validating is None:
         return Scanned(task, counts, ())
     if hasattr(validating, "all_rows"):
-        _look_through(cfg, validating, cfg.task.validation.get("path"))
+        _look_through(cfg, validating, cfg.task["validation"].get("path"))
     items = validation_items(cfg, validating)
     _tell_shared(cfg, task, validating, len(items))
     return Scanned(task, counts, items)
 
 
-def _tell_shared(cfg: DictConfig, task: Any, validating: Any, count: int) -> None:
+def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
     """Tell where rows that are validated on are trained on, too.
 
     Args:
@@ -173,7 +171,7 @@ def _tell_shared(cfg: DictConfig, task: Any, validating: Any, count: int) -> Non
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         _note(
-            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task.validation)} are in the "
+            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are in the "
             f"task{_named(cfg.task)}, too, the first of them {shared[0]}: the validation is not of new ones alone"
         )
 
@@ -183,17 +181,16 @@ def _named(node: Any) -> str:
     return f" ({path})" if path else ""
 
 
-def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | None:
+def _look_through(settings: Config, task: Any, path: str | None) -> RowCounts | None:
     """Look at the model, look through the rows of a task that was built of the settings, with the file at a path, and
     have it leave out what it is to.
     """
-    settings = typed(cfg)
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     explores = algorithm_of(settings.algorithm).explores
     kind = settings.explorer.kind
     vllm = explores and kind in ("vllm", "vllm_server")
-    on_cpu = kind == "vllm" and cfg.cluster.address is None and accelerator_count() == 0
+    on_cpu = kind == "vllm" and settings.cluster.address is None and accelerator_count() == 0
     if all_rows is None and settings.model.path is None and not vllm:
         return None  # the model is made, with a tokenizer of ours
     request = _ScanRequest(

@@ -1,16 +1,17 @@
-"""Where the samples of a run come from, in each of its schedules. What makes them is imported where it is needed."""
+"""Makes the sources of a run's samples and its validation, for each schedule. `Job` calls these functions; each imports
+what it needs.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from omegaconf import DictConfig
-
+from trinity_sync.config.schema import Config, FilterGroupsConfig, OverlongConfig
 from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.rollout import NoData, RolloutData
     from trinity_sync.explorer.validation import Validation, ValidationSettings, VersionValidations
     from trinity_sync.launch.row_scan import Scanned
-    from trinity_sync.samples.advantages import GroupFilter, Judge, Overlong
+    from trinity_sync.samples.advantages import GroupFilter, Judge
     from trinity_sync.samples.batch import PairBatch
     from trinity_sync.samples.metrics import ValidationTimes
     from trinity_sync.samples.position import Numbering
@@ -33,21 +34,66 @@ if TYPE_CHECKING:
     from trinity_sync.trainer.steps import LossValidation
 
 _LEAST_SLOTS = 2
-"""One for the newest version and one for the next: with more a version can be held that is neither."""
+"""Slots for the newest version and the next one. With more slots an older version can be kept."""
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The keys of an algorithm that trains on groups of samples. A user's algorithm need not inherit ours, so its keys
+    are read by name.
+    """
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    judge: Judge
+    group_filter: GroupFilter | None
+
+    @classmethod
+    def of(cls, cfg: Config) -> _Groups:
+        from trinity_sync.samples.advantages import GroupFilter, Overlong, group_advantages
+
+        keys = vars(cfg.algorithm)
+        penalty = _section(keys.get("overlong"), OverlongConfig)
+        overlong = None
+        if penalty is not None and penalty.buffer:
+            longest = cfg.task["response_length"]
+            overlong = Overlong(longest=longest, buffer=penalty.buffer, penalty=penalty.penalty)
+        rules, group_filter = _section(keys.get("filter_groups"), FilterGroupsConfig), None
+        if rules is not None and rules.enable:
+            group_filter = GroupFilter(
+                wanted=keys["prompts_per_step"],
+                metric=rules.metric,
+                batches=rules.max_num_gen_batches,
+                fill=rules.on_shortage == "fill",
+                overlong=overlong,
+            )
+        return cls(
+            prompts_per_step=keys["prompts_per_step"],
+            samples_per_prompt=keys["samples_per_prompt"],
+            judge=partial(group_advantages, normalise=keys["normalise_advantages"], overlong=overlong),
+            group_filter=group_filter,
+        )
+
+
+S = TypeVar("S")
+
+
+def _section(value: object, schema: type[S]) -> S | None:
+    """Return a part of the configuration as its dataclass, also if its option file has no schema."""
+    if isinstance(value, Mapping):
+        return schema(**value)
+    return value if isinstance(value, schema) else None
 
 
 def lockstep_data(
-    cfg: DictConfig, task: Any, start: Start, model_path: str, pool: ExplorerPool | None, publisher: Publisher
+    cfg: Config, task: Any, start: Start, model_path: str, pool: ExplorerPool | None, publisher: Publisher
 ) -> NoData | PairsData | RolloutData:
-    """Make the data of a run whose explorers, where it has any, go step by step with the trainer.
+    """Make the data of a run whose explorers and trainer take turns.
 
     Args:
-        cfg: the run's configuration.
-        task: of the run, its rows looked through.
-        start: says where the data go on.
+        task: the run's task, scanned.
         model_path: folder of the model, for its tokenizer.
-        pool: the explorers; None: the task has pairs.
-        publisher: the driver's half of the sync mode, which brings them each version.
+        pool: None: the task has pairs.
     """
     if cfg.workload.kind == "bytes" and pool is not None:
         from trinity_sync.explorer.rollout import NoData
@@ -56,34 +102,31 @@ def lockstep_data(
     if pool is None:
         from trinity_sync.trainer.sft_data import PairsData
 
-        numbering = _numbering(start, cfg.algorithm.batch_size, "algorithm.batch_size", task, "pairs_from")
+        numbering = _numbering(start, _batch_size(cfg), "algorithm.batch_size", task, "pairs_from")
         return PairsData(task, _pair_encoder(cfg, model_path), numbering)
     from trinity_sync.explorer.rollout import RolloutData
 
-    key = "algorithm.prompts_per_step"
+    groups, key = _Groups.of(cfg), "algorithm.prompts_per_step"
     return RolloutData(
         task,
         pool,
         publisher,
-        numbering=_numbering(start, cfg.algorithm.prompts_per_step, key, task, "prompts_from"),
-        samples_per_prompt=cfg.algorithm.samples_per_prompt,
-        judge=_judge(cfg),
-        group_filter=_filter(cfg),
+        numbering=_numbering(start, groups.prompts_per_step, key, task, "prompts_from"),
+        samples_per_prompt=groups.samples_per_prompt,
+        judge=groups.judge,
+        group_filter=groups.group_filter,
     )
 
 
-def validation_of(
-    cfg: DictConfig, scanned: Scanned, times: ValidationTimes, pool: ExplorerPool, publisher: Publisher
-) -> Validation | None:
-    """Make what has explorers answer prompts; None where the run validates nothing.
+def _batch_size(cfg: Config) -> int:
+    size: int = vars(cfg.algorithm)["batch_size"]
+    return size
 
-    Args:
-        cfg: the run's configuration.
-        scanned: the run's task, and the prompts to validate on.
-        times: when that is done.
-        pool: the explorers.
-        publisher: the driver's half of the sync mode.
-    """
+
+def validation_of(
+    cfg: Config, scanned: Scanned, times: ValidationTimes, pool: ExplorerPool, publisher: Publisher
+) -> Validation | None:
+    """Make the validation in which explorers answer prompts between steps; None: there are no prompts."""
     if not scanned.validation:
         return None
     from trinity_sync.explorer.validation import Validation
@@ -92,20 +135,20 @@ def validation_of(
     return Validation(cast("Sequence[Prompt]", scanned.validation), pool, publisher, settings)
 
 
-def _validation_settings(cfg: DictConfig, times: ValidationTimes) -> ValidationSettings:
+def _validation_settings(cfg: Config, times: ValidationTimes) -> ValidationSettings:
     from trinity_sync.explorer.validation import ValidationSettings
 
-    asked, algorithm = cfg.task.validation, cfg.algorithm
+    settings, groups = cfg.task["validation"], _Groups.of(cfg)
     return ValidationSettings(
         times=times,
-        samples_per_prompt=asked.samples_per_prompt,
-        temperature=asked.temperature,
-        at_a_time=algorithm.prompts_per_step * algorithm.samples_per_prompt,
+        samples_per_prompt=settings["samples_per_prompt"],
+        temperature=settings["temperature"],
+        at_a_time=groups.prompts_per_step * groups.samples_per_prompt,
     )
 
 
 def loss_validation_of(
-    cfg: DictConfig,
+    cfg: Config,
     scanned: Scanned,
     times: ValidationTimes,
     *,
@@ -113,17 +156,13 @@ def loss_validation_of(
     trainer: TrainerGroup,
     timeout_s: float,
 ) -> LossValidation | None:
-    """Make what has the trainer measure the loss of rows; None where the run validates nothing.
+    """Make the validation in which the trainer measures the loss of rows; None: there are no rows.
 
     Args:
-        cfg: the run's configuration.
-        scanned: the run's task, and the rows to validate on.
-        times: when that is done.
         model_path: folder of the model, for its tokenizer.
-        trainer: the group of ranks.
-        timeout_s: limit of as many rows as a step has, seconds.
+        timeout_s: timeout of a batch as large as a step's, seconds.
     """
-    rows, most = cast("Examples", scanned.validation), cfg.algorithm.batch_size
+    rows, most = cast("Examples", scanned.validation), _batch_size(cfg)
     if not rows:
         return None
     from trinity_sync.trainer.steps import LossValidation
@@ -132,15 +171,9 @@ def loss_validation_of(
     return LossValidation(batches, trainer, times, timeout_s)
 
 
-def validation_times(cfg: DictConfig, start: Start, metrics: Path, last_step: int) -> ValidationTimes | None:
-    """When a run validates; None: never. One that goes on validates what it begins with where that was due and is not
-    on record.
-
-    Args:
-        cfg: the run's configuration.
-        start: where it begins.
-        metrics: its metrics.jsonl.
-        last_step: of the run.
+def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -> ValidationTimes | None:
+    """Return when a run validates; None: never. A resumed run also validates its first version if that was due and its
+    metrics file has no result of it.
     """
     from trinity_sync.config.model_checks import validates
     from trinity_sync.samples.metrics import ValidationTimes
@@ -148,15 +181,15 @@ def validation_times(cfg: DictConfig, start: Start, metrics: Path, last_step: in
 
     if not validates(cfg.task):
         return None
-    asked = cfg.task.validation
-    times = ValidationTimes(interval=asked.interval, last=last_step, at_start=asked.at_start)
+    settings = cfg.task["validation"]
+    times = ValidationTimes(interval=settings["interval"], last=last_step, at_start=settings["at_start"])
     if not start.continued:
         return times
     return replace(times, at_start=times.due(start.step) and not was_validated(metrics, start.step))
 
 
 def version_validations_of(
-    cfg: DictConfig,
+    cfg: Config,
     scanned: Scanned,
     times: ValidationTimes,
     *,
@@ -165,17 +198,7 @@ def version_validations_of(
     synchronizer: SynchronizerClient,
     recorder: Recorder,
 ) -> VersionValidations | None:
-    """Make what has explorers validate versions while others go on; None where the run validates nothing.
-
-    Args:
-        cfg: the run's configuration.
-        scanned: the run's task, and the prompts to validate on.
-        times: when that is done.
-        start: where the run begins.
-        pool: the explorers.
-        synchronizer: knows the versions.
-        recorder: takes loads and faults.
-    """
+    """Make the validation of versions by explorers, concurrent with training; None: there are no prompts."""
     if not scanned.validation:
         return None
     from trinity_sync.explorer.validation import VersionValidations
@@ -197,45 +220,42 @@ def version_validations_of(
 
 
 def free_data(
-    cfg: DictConfig,
+    cfg: Config,
     task: Any,
     start: Start,
     pool: ExplorerPool,
     recorder: Recorder,
     validations: VersionValidations | None = None,
 ) -> FreeRollout:
-    """Make the source of samples of a run whose explorers go at their own pace.
+    """Make the source of samples of a run whose explorers run ahead of the trainer.
 
     Args:
-        cfg: the run's configuration.
-        task: of the run, its rows looked through.
-        start: says where the data go on.
-        pool: the explorers.
-        recorder: takes their loads and faults.
-        validations: what explorers do first.
+        task: the run's task, scanned.
+        recorder: records loads and faults of explorers.
+        validations: explorers do these before they generate.
     """
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.steps import record_load
 
-    groups, group_filter = cfg.algorithm.prompts_per_step, _filter(cfg)
-    saved = _saved(start)
-    if saved is not None and saved["groups_per_step"] != groups and not hasattr(task, "prompts_from"):
+    groups, saved = _Groups.of(cfg), _saved(start)
+    per_step, group_filter = groups.prompts_per_step, groups.group_filter
+    if saved is not None and saved["groups_per_step"] != per_step and not hasattr(task, "prompts_from"):
         _tell_inexact(start, saved["groups_per_step"], "algorithm.prompts_per_step", task, "prompts_from")
         saved = None
     return FreeRollout(
         task,
         pool,
         QueueRules(
-            groups_per_step=groups,
+            groups_per_step=per_step,
             max_staleness=cfg.sync.max_staleness,
             wait=cfg.samples.over_stale == "wait",
-            max_open=groups * cfg.samples.buffer,
+            max_open=per_step * cfg.samples.buffer,
             overdue_s=cfg.explorer.timeout_s,
             most_made=None if group_filter is None else group_filter.most,
         ),
-        samples_per_prompt=cfg.algorithm.samples_per_prompt,
-        judge=_judge(cfg),
+        samples_per_prompt=groups.samples_per_prompt,
+        judge=groups.judge,
         first=start.step + 1,
         position=saved,
         timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
@@ -246,64 +266,28 @@ def free_data(
     )
 
 
-def _pair_encoder(cfg: DictConfig, model_path: str) -> PairEncoder:
-    from trinity_sync.config import plain
+def _pair_encoder(cfg: Config, model_path: str) -> PairEncoder:
     from trinity_sync.models.tokens import read_tokens
     from trinity_sync.tasks.encoding import PairEncoder
 
     tokens = read_tokens(model_path, trust_remote_code=cfg.model.trust_remote_code)
-    return PairEncoder.of_task(plain(cfg.task), tokens)
+    return PairEncoder.of_task(cfg.task, tokens)
 
 
 def _pair_batches(encoder: PairEncoder, rows: Examples, most: int) -> list[PairBatch]:
-    """All rows as tokens, so many at a time."""
+    """Return all rows as tokens, in batches of at most `most` rows."""
     from trinity_sync.trainer.sft_data import pair_batch
 
     return [pair_batch(encoder, rows[at : at + most]) for at in range(0, len(rows), most)]
 
 
-def _judge(cfg: DictConfig) -> Judge:
-    """How samples are judged against the others of their prompt."""
-    from trinity_sync.samples.advantages import group_advantages
-
-    return partial(group_advantages, normalise=cfg.algorithm.normalise_advantages, overlong=_overlong(cfg))
-
-
-def _overlong(cfg: DictConfig) -> Overlong | None:
-    """The penalty on long responses; None: there is none."""
-    from trinity_sync.samples.advantages import Overlong
-
-    node = cfg.algorithm.get("overlong")  # an algorithm of the user's own may have none
-    if node is None or not node.buffer:
-        return None
-    return Overlong(longest=cfg.task.response_length, buffer=node.buffer, penalty=node.penalty)
-
-
-def _filter(cfg: DictConfig) -> GroupFilter | None:
-    """Which groups are left out; None: none is."""
-    from trinity_sync.samples.advantages import GroupFilter
-
-    node = cfg.algorithm.get("filter_groups")
-    if node is None or not node.enable:
-        return None
-    return GroupFilter(
-        wanted=cfg.algorithm.prompts_per_step,
-        metric=node.metric,
-        batches=node.max_num_gen_batches,
-        fill=node.on_shortage == "fill",
-        overlong=_overlong(cfg),
-    )
-
-
 def _numbering(start: Start, count: int, key: str, task: object, by_number: str) -> Numbering:
-    """Which of the task's prompts the steps of a run in lockstep have, so many each.
+    """Return which of the task's prompts each step of a run in lockstep has.
 
     Args:
-        start: where the run begins.
         count: prompts of each step.
-        key: what says so.
-        task: of the run.
-        by_number: the method with which a task gives prompts by their number.
+        key: the setting of that count, for messages.
+        by_number: name of the task's method that returns prompts by their number.
     """
     from trinity_sync.samples.position import Position
 
@@ -324,7 +308,7 @@ def _numbering(start: Start, count: int, key: str, task: object, by_number: str)
 
 
 def _saved(start: Start) -> Mapping[str, Any] | None:
-    """Where the data were when the checkpoint was saved with which the run begins; None: it does not say."""
+    """Return the position in the data that the first checkpoint of the run has saved, if any."""
     from trinity_sync.trainer.full_saves import driver_state
 
     return None if start.folder is None else driver_state(start.folder, "data")

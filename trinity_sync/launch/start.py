@@ -1,4 +1,6 @@
-"""Where a run begins: at its first step, where it was, or where another one was. Decided before anything is started."""
+"""Decides where a run starts (at step 1, at its own newest checkpoint, or at another run's checkpoint) before Ray
+starts, and reads the run's own record for that. The launcher, `trinity-sync resume` and `watch` call it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint.folder import catalog, owner, recovery, resume_point
 from trinity_sync.checkpoint.folder.contents import Manifest, NewerFormatError, read_manifest, read_tracker, step_of
@@ -18,7 +18,7 @@ from trinity_sync.checkpoint.folder.deletion import noted_deletions
 from trinity_sync.checkpoint.folder.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
-from trinity_sync.config import asked_again, plain, typed
+from trinity_sync.config import Config, asked_again
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
@@ -30,14 +30,14 @@ from trinity_sync.tracking.units import progress_bar
 
 @dataclass(frozen=True)
 class Start:
-    """After which step a run begins, and from what.
+    """The step after which a run starts, and its checkpoint.
 
     Attributes:
-        step: 0 for a fresh one.
-        resumed: it goes on in its own folder.
-        checkpoints: where it saves.
-        folder: the checkpoint that it begins with; None: the initial model.
-        weights_only: it takes the checkpoint's weights, and begins with a new optimizer.
+        step: 0 for a fresh run.
+        resumed: the run is resumed in its own folder.
+        checkpoints: the run's checkpoint folder.
+        folder: the checkpoint to load; None: the initial model.
+        weights_only: load only the checkpoint's weights, and start with a new optimizer.
     """
 
     step: int
@@ -48,17 +48,17 @@ class Start:
 
     @property
     def continued(self) -> bool:
-        """Whether the checkpoint is one of the run's own folder, so that what is there up to its step stays."""
+        """True if the checkpoint is in the run's own folder, so that everything up to its step is kept."""
         return self.resumed and self.folder is not None and self.folder.parent == self.checkpoints
 
     def taken_weights(self, model_folder: Path) -> Path:
-        """Where the weights of another engine's checkpoint lie, in Hugging Face format, with which the run begins."""
+        """Return the folder for another engine's weights, converted to Hugging Face format."""
         return model_folder.with_name(f"model-of-step-{self.step}")
 
     @classmethod
     def find(
         cls,
-        cfg: DictConfig,
+        cfg: Config,
         checkpoints: Path,
         *,
         resume: Resume | None,
@@ -66,20 +66,17 @@ class Start:
         mirror: RunMirror | None = None,
         recorded: Recorded = (),
     ) -> Start:
-        """Look for it.
+        """Find where a run starts.
 
         Args:
-            cfg: composed and checked.
-            checkpoints: the run's checkpoint folder.
-            resume: go on from the newest checkpoint in it, or at the mirror, that verifies. None: a new run.
-            committed: steps that the run's record says were committed, see `committed_steps`.
-            mirror: of the run.
+            resume: None: a new run. Else the newest checkpoint, here or at the mirror, that verifies.
+            committed: steps of committed checkpoints, see `committed_steps`.
             recorded: commits in the run's record, see `recorded_commits`.
 
         Raises:
-            ConfigError: there is nothing to go on with or too much, or the run's engine cannot load it; what was
-                committed cannot be seen; or the mirror cannot be used for a new run.
-            RunError: nothing here verifies, and the mirror cannot be reached.
+            ConfigError: there is no checkpoint or too many steps, or the run's engine cannot load it; a committed
+                checkpoint cannot be seen; or the mirror cannot be used for a new run.
+            RunError: no checkpoint here verifies, and the mirror cannot be reached.
         """
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded)
@@ -89,8 +86,8 @@ class Start:
         return start
 
     @classmethod
-    def first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
-        """Where the run begins while it has no checkpoint of its own."""
+    def first(cls, cfg: Config, checkpoints: Path, resume: Resume | None) -> Start:
+        """Return where the run starts while it has no checkpoint of its own."""
         resumed = resume is not None
         if cfg.checkpoint.resume_from is None:
             return cls(0, resumed, checkpoints, None)
@@ -101,7 +98,7 @@ class Start:
     @classmethod
     def _resumed(
         cls,
-        cfg: DictConfig,
+        cfg: Config,
         checkpoints: Path,
         mirror: RunMirror | None,
         resume: Resume,
@@ -132,38 +129,32 @@ class Start:
         return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
 
 
-def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
-    """Where a run saves.
-
-    Args:
-        run: its folder.
-    """
-    return Path(cfg.checkpoint.dir or run / "checkpoints").absolute()  # for processes in other folders, too
+def checkpoint_folder(cfg: Config, run: Path) -> Path:
+    """Return the absolute checkpoint folder of a run."""
+    return Path(cfg.checkpoint.dir or run / "checkpoints").absolute()  # absolute, for processes in other folders
 
 
 def run_mirror(
-    cfg: DictConfig,
+    cfg: Config,
     owner: Owner,
     logs: Path | None = None,
     *,
     resume: Resume | None = None,
     copied: Collection[str] = (),
 ) -> RunMirror | None:
-    """Where a run's committed checkpoints are copied to; None: nowhere.
+    """Return the mirror of a run's committed checkpoints, if it has one.
 
     Args:
-        owner: the run.
-        logs: of the run.
-        resume: it goes on.
-        copied: places to which it has copied checkpoints before, see `copied_to`.
+        logs: log folder of the run.
+        copied: mirrors that have copies of the run, see `copied_to`.
     """
     node = cfg.checkpoint
     if node.mirror is None:
         return None
     place, named = absolute(node.mirror), resume is not None and "checkpoint.mirror" in resume.given
     settings = MirrorSettings(
-        options=plain(node.mirror_options),
-        keep=node.mirror_keep,
+        options=node.mirror_options,
+        keep="all" if node.mirror_keep == "all" else "same",
         tries=node.mirror_tries,
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
@@ -173,11 +164,11 @@ def run_mirror(
     return RunMirror(place, settings, owner, logs / "mirror.log" if logs is not None else None)
 
 
-def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
-    """A first look at what a resume would go on from, quick, and before anything is written anywhere.
+def look_before_resume(cfg: Config, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
+    """Check quickly, before anything is written, that a resume can see its checkpoints.
 
     Raises:
-        ConfigError: what was committed cannot be seen, and no mirror may have it.
+        ConfigError: a committed checkpoint cannot be seen, and there is no mirror.
     """
     if resume.from_scratch:
         return
@@ -195,7 +186,7 @@ def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, commi
 def _newest(
     checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int], recorded: Recorded
 ) -> catalog.CheckpointInfo | None:
-    """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet."""
+    """Return the newest checkpoint, here or fetched from the mirror; None: there is no commit yet."""
     recovery.finish_replacements(checkpoints)
     unread = False
     try:
@@ -217,10 +208,10 @@ def _newest(
 
 
 def _least(checkpoints: Path, found: catalog.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:
-    """The oldest step that the mirror can help with: an older one would be refused once it is here.
+    """Return the oldest step that is useful from the mirror: an older one would be refused here.
 
     Args:
-        unread: something newer than `found` cannot be read now.
+        unread: a checkpoint newer than `found` cannot be read now.
     """
     there = {info.step: info for info in catalog.scan(checkpoints)}
     after = found.step if found is not None else 0
@@ -238,7 +229,7 @@ def _cannot_be_read(info: catalog.CheckpointInfo) -> bool:
 
 @contextmanager
 def _advised() -> Iterator[None]:
-    """Say what to do about a resume that cannot see what was committed, or cannot understand it."""
+    """Add advice to the errors of a resume that cannot see or cannot understand a committed checkpoint."""
     try:
         yield
     except resume_point.UnseenError as error:
@@ -266,9 +257,9 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
-    """Of a checkpoint that the user named (ours, verl's or Trinity's), `checkpoint.resume_from`: its step, and whether
-    the run's engine can load all of it.
+def _check_given(cfg: Config, folder: Path) -> tuple[int, bool]:
+    """Check the checkpoint that `checkpoint.resume_from` names (ours, verl's or Trinity's); return its step, and
+    whether the run's engine can load all of it.
     """
     key = "checkpoint.resume_from"
     step = step_of(folder.resolve().name)
@@ -290,7 +281,7 @@ def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
     return step, _check_engine(cfg, folder, backend, world_size)
 
 
-def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
+def _check_steps(cfg: Config, step: int, what: str) -> None:
     if step >= cfg.trainer.steps:
         raise ConfigError(
             f"{what} has reached step {step} of trainer.steps={cfg.trainer.steps}: "
@@ -298,23 +289,23 @@ def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
         )
 
 
-def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
-    """Check that the run trains what the checkpoint is of: its adapter, or the whole model. Which base the adapter is
-    for is checked when the ranks have it.
+def _check_lora(cfg: Config, folder: Path, manifest: Manifest) -> None:
+    """Check that the run trains the same kind as the checkpoint: its adapter, or the whole model. The ranks check the
+    adapter's base.
     """
-    if typed(cfg).workload.kind == "bytes":
-        return  # its adapters have neither a base nor a config of peft's
-    adapter = adapter_of(typed(cfg).model.lora)
+    if cfg.workload.kind == "bytes":
+        return  # adapters of workload=bytes have neither a base nor a peft config
+    adapter = adapter_of(cfg.model.lora)
     check_kind(folder, manifest, lora=adapter is not None)
     if adapter is not None:
-        # An expression can only be resolved against the model, which is made later.
+        # a regular expression needs the model, which does not exist yet
         targets = None if isinstance(adapter.targets, str) else adapter.targets
         check_adapter(folder, adapter.rank, adapter.alpha, targets, rslora=adapter.rslora)
 
 
-def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
-    """Whether the run's engine can load all that another one saved; else it can take the weights."""
-    option = backend_option(typed(cfg).backend)
+def _check_engine(cfg: Config, path: Path, backend: str, world_size: int) -> bool:
+    """Return whether the run's engine can load everything that another engine saved; if not, it takes the weights."""
+    option = backend_option(cfg.backend)
     if backend not in option.reads and not option.takes_weights:
         raise ConfigError(
             f"{path} was saved by backend={backend}, of which backend={option.strategy} takes nothing; go on with "
@@ -332,22 +323,22 @@ def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) ->
     return True
 
 
-# How a run goes on in place, and what its own record says that it had.
+# -- resumes in place, and what the run's record says
 
 
-_DIR, _MIRROR = "checkpoint.dir", "checkpoint.mirror"
-PLACES = (_DIR, _MIRROR, "checkpoint.resume_from")
+_DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
+PLACES = (_DIR, _MIRROR, _RESUME_FROM)
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on in place from the newest checkpoint that verifies.
+    """Resume in place from the newest checkpoint that verifies.
 
     Attributes:
-        from_scratch: begin again at step 1, whatever was committed; what is there is set aside.
-        skip_unreadable: go on from an older one though newer ones cannot be read now, or are gone.
-        started_in: where the run was started first, from which its relative paths count.
-        given: those of `PLACES` that the user has just named for this run.
+        from_scratch: start again at step 1; existing checkpoints are set aside.
+        skip_unreadable: use an older checkpoint if newer ones cannot be read or are gone.
+        started_in: folder of the first start, from which relative paths count.
+        given: keys of `PLACES` on the command line of this resume.
     """
 
     from_scratch: bool = False
@@ -356,13 +347,14 @@ class Resume:
     given: frozenset[str] = frozenset()
 
 
-def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
-    """Return the resolved places of checkpoints by config key, for run.json; not those with a password.
+def written_places(cfg: Config, run: Path) -> dict[str, str | None]:
+    """Return the resolved places of checkpoints by config key, for run.json; without places that have a password.
 
     Args:
-        run: the run's folder. A place inside it is relative to it, so that it moves with the run.
+        run: the run's folder. A place inside it is recorded relative to it, so that it moves with the run.
     """
-    found = {key: OmegaConf.select(cfg, key) for key in PLACES}
+    saved = cfg.checkpoint
+    found = {_DIR: saved.dir, _MIRROR: saved.mirror, _RESUME_FROM: saved.resume_from}
     if (place := found[_DIR]) is not None:
         folder = Path(place).absolute()
         found[_DIR] = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
@@ -372,7 +364,7 @@ def written_places(cfg: DictConfig, run: Path) -> dict[str, str | None]:
 
 
 def used_places(run: Path) -> dict[str, str | None]:
-    """Return the places of checkpoints by config key that a resume of a run uses, as its run.json names them.
+    """Return the places of checkpoints by config key that a resume uses, from run.json.
 
     Args:
         run: the run's folder, absolute.
@@ -388,57 +380,51 @@ def used_places(run: Path) -> dict[str, str | None]:
 
 
 def resume_command(run: Path, called: str) -> str:
-    """Return the command line that goes on with a run, with all that it has to be given.
+    """Return the command line that resumes a run, with all arguments that it needs.
 
     Args:
         run: the run's folder, absolute.
-        called: how its folder is shown.
+        called: the folder as shown to the user.
     """
     try:
         asked = asked_again(run, used_places(run))
     except ConfigError:
-        asked = []  # the resume itself says what is wrong
+        asked = []  # the resume itself reports the problem
     return " ".join(["trinity-sync resume", shlex.quote(called), *asked])
 
 
 def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:
-    """Check that a checkpoint folder is that of the run in a folder. Writes nothing.
+    """Check that a checkpoint folder belongs to the run in a folder. Writes nothing.
 
     Args:
-        named: the user has just given `checkpoint.dir`.
+        named: `checkpoint.dir` is on the command line of this resume.
 
     Raises:
-        ConfigError: it belongs to another run, or that cannot be read now, or run.json cannot be read.
+        ConfigError: it belongs to another run, or its owner or run.json cannot be read.
     """
-    id = read_record(run / "run.json").get("id", "")  # of an earlier release there is none yet
+    id = read_record(run / "run.json").get("id", "")  # earlier releases have no id
     owner.check(checkpoints, owner.Owner.new(id, run), recorded=recorded_commits(run / "events.jsonl"), named=named)
 
 
 def recorded_commits(path: Path) -> owner.Recorded:
-    """Return the commits in a run's events.
-
-    Raises:
-        RunError: the events cannot be read.
-    """
+    """Return the commits in a run's events. Raises RunError if the events cannot be read."""
     commits = [event for event in read_events(path) if isinstance(event, CommitEvent)]
     return {(event.step, event.attempt, event.digest, event.bytes) for event in commits}
 
 
 def copied_to(events: Path) -> set[str]:
-    """Return the mirrors to which a run has copied checkpoints, as its events show them.
-
-    Raises:
-        RunError: the events cannot be read.
+    """Return the mirrors that have copies of a run's checkpoints, by its events. Raises RunError if they cannot be
+    read.
     """
     copies = [event for event in read_events(events) if isinstance(event, MirrorEvent)]
     return {event.url for event in copies if event.state == "copied"}
 
 
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:
-    """Steps of the full checkpoints that a run committed and nobody has deleted since, as its events say, ascending.
+    """Return the steps of a run's committed full checkpoints that still exist by its events, ascending.
 
     Args:
-        checkpoints: its checkpoint folder, where deletions are noted that the run was not told of.
+        checkpoints: its checkpoint folder, which notes deletions that the run did not see.
 
     Raises:
         RunError: the events cannot be read.

@@ -1,5 +1,5 @@
-"""What is wrong with the jobs of a sweep, found before the first one runs: with their settings, and with the folders
-they would write into, about which Hydra would not ask.
+"""Checks the jobs of a sweep before the first one starts: their settings, and the folders that they would write. Also
+reads the results of jobs that a Hydra launcher runs in other processes. `launch.app` calls it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trinity_sync.tracking.run_record import holds_run, lock_owner
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedJob:
-    """A job of a sweep: its overrides, and what they come to, with Hydra's own settings."""
+    """A job of a sweep: its overrides, and the composed configuration with Hydra's own settings."""
 
     number: int
     overrides: Sequence[str]
@@ -53,7 +53,7 @@ class ComposedJob:
 
     @contextmanager
     def begun(self) -> Iterator[Path]:
-        """Inside, ${hydra:...} and the environment are those of the job, whose folder this gives."""
+        """Within the block, ${hydra:...} and the environment are those of the job; yields the job's folder."""
         state = HydraConfig.instance()
         before = state.cfg
         with read_write(self.cfg.hydra), open_dict(self.cfg.hydra):
@@ -70,7 +70,7 @@ class ComposedJob:
             state.cfg = before
 
     def settings(self) -> DictConfig:
-        """What they come to without Hydra's own settings, as the job will see it."""
+        """Return the configuration without Hydra's own settings, as the job will get it."""
         settings = copy.deepcopy(self.cfg)
         with read_write(settings), open_dict(settings):
             del settings["hydra"]
@@ -78,20 +78,20 @@ class ComposedJob:
 
 
 def sweep_problem(config: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
-    """Say why a sweep cannot begin; None: it can.
+    """Say why a sweep cannot start; None: it can.
 
-    Of a sweeper that chooses values as it goes only the first job is looked at, with none of those values, and only for
-    its folder. Settings of jobs that may run on other machines are left to them.
+    A search (a sweeper that chooses values as it goes) has only its first job checked, without the chosen values, and
+    only for its folder. Settings of jobs that may run on other machines are checked there.
 
     Args:
-        config: of the sweep, as Hydra's callbacks are given it.
+        config: of the sweep, from Hydra's callback.
         jobs: its `sweep_jobs`.
 
     Raises:
-        OmegaConfBaseException: the folder of a job cannot be named.
+        OmegaConfBaseException: the folder of a job cannot be resolved.
     """
     sweep, fixed = Path(config.hydra.sweep.dir).absolute(), _is(config.hydra.sweeper, BasicSweeper)
-    # Of a search, two jobs with the values that are known: where those name a place they share it.
+    # a search: two jobs with the known values, which show a shared place
     alike = jobs if fixed else [*jobs, *(replace(job, number=1) for job in jobs)]
     problem = _folder_problem(sweep, jobs) or _place_problem(alike, fixed=fixed) or _gpu_problem(config.hydra, jobs)
     if not fixed:
@@ -122,7 +122,7 @@ def _folder_problem(sweep: Path, jobs: Sequence[ComposedJob]) -> str | None:
 
 
 def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
-    """Name a place that two jobs would both write, outside of their folders or in those of others."""
+    """Name a place that two jobs would both write."""
     seen: dict[str, int] = {}
     for job in jobs:
         with job.begun() as folder:
@@ -130,8 +130,8 @@ def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
             texts: Any = OmegaConf.to_container(settings.checkpoint, resolve=False)
             for name in ("dir", "mirror"):
                 if not fixed and "${" in str(texts[name]):
-                    continue  # a value that the search chooses may be in it
-                with suppress(OmegaConfBaseException):  # it can be named only where the job will run
+                    continue  # the search may choose a value of it
+                with suppress(OmegaConfBaseException):  # resolvable only where the job runs
                     place = settings.checkpoint[name]
                     if place is None and name == "dir":
                         place = folder / "checkpoints"
@@ -149,8 +149,8 @@ def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
 
 
 def _search_problem(sweep: Path) -> str | None:
-    """Of whose jobs the folders are not known before they begin: none may be that of a run already, for which a job
-    would be taken that a queue has started again.
+    """Refuse a search into a folder with runs: its jobs' folders are unknown, and a job whose folder has a run counts
+    as restarted by a queue.
     """
     for folder in job_folders(sweep):
         if holds_run(folder):
@@ -173,7 +173,7 @@ def _gpu_problem(hydra: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
 
 
 def _settings_problem(jobs: Sequence[ComposedJob]) -> str | None:
-    tasks: dict[str, object] = {}  # so that a file of prompts is read once
+    tasks: dict[str, object] = {}  # reads each file of prompts once
     for job in jobs:
         settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
         with job.begun():
@@ -188,7 +188,7 @@ def _settings_problem(jobs: Sequence[ComposedJob]) -> str | None:
 
 
 def for_each_job(jobs: Sequence[ComposedJob], do: Callable[[DictConfig, Path], object]) -> None:
-    """Do something with the settings and the folder of each job of a sweep."""
+    """Call a function with the settings and the folder of each job of a sweep."""
     for job in jobs:
         with job.begun() as folder:
             do(job.settings(), folder)
@@ -196,12 +196,7 @@ def for_each_job(jobs: Sequence[ComposedJob], do: Callable[[DictConfig, Path], o
 
 @contextmanager
 def composed_before(hydra: DictConfig) -> Iterator[None]:
-    """Inside, Hydra's own sweeper does not compose each job once more before the first one begins, to see whether that
-    can be done: `sweep_problem` has.
-
-    Args:
-        hydra: Hydra's own settings, of the sweep.
-    """
+    """Within the block, keep Hydra's own sweeper from composing all jobs again: `sweep_problem` has done so."""
     validate = Sweeper.validate_batch_is_legal
     if _is(hydra.sweeper, BasicSweeper):
         Sweeper.validate_batch_is_legal = lambda self, batch: None  # type: ignore[method-assign]
@@ -212,8 +207,8 @@ def composed_before(hydra: DictConfig) -> Iterator[None]:
 
 
 def note_settings(config: DictConfig, jobs: Sequence[ComposedJob]) -> None:
-    """Save the settings of a sweep in its folder, as Hydra's own sweeper does, for those that do not: by them a sweep
-    is known for one. Its jobs are recorded as those of this user.
+    """Save the settings of a sweep in its folder, which mark it as a sweep, if Hydra's sweeper does not. Record its
+    jobs as this user's.
     """
     sweep = Path(config.hydra.sweep.dir)
     sweep.mkdir(parents=True, exist_ok=True)
@@ -226,10 +221,8 @@ def note_settings(config: DictConfig, jobs: Sequence[ComposedJob]) -> None:
 
 
 def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
-    """Work out the overrides of each job of a sweep; None: its sweeper chooses values as it goes.
-
-    Args:
-        hydra: Hydra's own settings, of the sweep. To be called where Hydra is initialized.
+    """Return the overrides of each job of a sweep; None: its sweeper chooses values as it goes. Call it while Hydra is
+    initialized.
 
     Raises:
         HydraException: an override cannot be parsed.
@@ -241,10 +234,7 @@ def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
 
 
 def sweep_jobs(config: DictConfig) -> list[ComposedJob]:
-    """Compose the jobs of a sweep; of a search one only, with none of the values that it chooses.
-
-    Args:
-        config: of the sweep, as Hydra's callbacks are given it.
+    """Compose the jobs of a sweep; of a search only one, without the values that it chooses.
 
     Raises:
         HydraException: a job cannot be composed.
@@ -275,13 +265,12 @@ def _is(plugin: DictConfig, kind: type) -> bool:
     return str(plugin._target_) == f"{kind.__module__}.{kind.__qualname__}"
 
 
-# Jobs of a sweep that a launcher of Hydra's runs in other processes: side by side on this machine (joblib), or where
-# a queue puts them (submitit). What they came to is read from their folders.
+# -- jobs in other processes: parallel on this machine (joblib), or in a queue (submitit)
 
 
 HydraSettings = HydraConf | DictConfig
 
-# Beginnings of the `_target_` of launchers and sweepers.
+# prefixes of `_target_`
 _BASIC = "hydra._internal.core_plugins.basic_launcher."
 _JOBLIB = "hydra_plugins.hydra_joblib_launcher."
 _SUBMITIT = "hydra_plugins.hydra_submitit_launcher."
@@ -289,49 +278,47 @@ _SUBMITIT_LOCAL = f"{_SUBMITIT}submitit_launcher.LocalLauncher"
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 
 EXTRA = "launchers"
-"""The extra of this package that brings them."""
+"""The extra of this package that installs them."""
 OPTIONS = {
     "hydra/launcher/joblib": "joblib",
     "hydra/launcher/submitit_local": "submitit",
     "hydra/launcher/submitit_slurm": "submitit",
     "hydra/sweeper/optuna": "Optuna",
 }
-"""Options that are there only where it is installed, and what each needs."""
+"""Options that need it, with the product that each needs."""
 
 _FREE_S = 120.0
 _POLL_S = 0.05
 
 
 def in_this_process(hydra: HydraSettings) -> bool:
-    """Whether the jobs of a sweep run here, one after another."""
+    """Return whether the jobs of a sweep run in this process, one after another."""
     return str(hydra.launcher._target_).startswith(_BASIC)
 
 
 def on_this_machine(hydra: HydraSettings) -> bool:
-    """Whether the jobs of a sweep are known to run on this machine, so that they see the same files."""
+    """Return whether all jobs of a sweep run on this machine, so that they see the same files."""
     return str(hydra.launcher._target_).startswith((_BASIC, _JOBLIB, _SUBMITIT_LOCAL))
 
 
 def is_beside_others(hydra: HydraSettings) -> bool:
-    """Whether the jobs of a sweep run at the same time on this machine."""
+    """Return whether the jobs of a sweep run concurrently on this machine."""
     local = str(hydra.launcher._target_).startswith((_JOBLIB, _SUBMITIT_LOCAL))
     return local and hydra.launcher.get("n_jobs") != 1
 
 
 def takes_no_nan(hydra: HydraSettings) -> bool:
-    """Whether the sweeper ends where the objective of a job is NaN, but goes on where a job raises."""
+    """Return whether the sweeper stops at a NaN objective, but continues after a job that raises."""
     return str(hydra.sweeper._target_).startswith(_OPTUNA)
 
 
 def codes_on_disk(sweep: Path) -> dict[Path, int]:
-    """Exit codes of the jobs of a sweep, by their folders, from the files they left. Folders may be below each other,
-    as those named by paths that are swept.
-    """
+    """Return the exit codes of a sweep's jobs by folder, from their files. Swept paths may nest folders."""
     return {folder: _code(folder) for folder in job_folders(sweep)}
 
 
 def job_folders(sweep: Path) -> list[Path]:
-    """Where jobs of a sweep have begun, or runs are."""
+    """Return the folders in which jobs of a sweep have started."""
     found = []
     for place, inner, files in os.walk(sweep):
         if Path(place) != sweep and (".hydra" in inner or "run.json" in files):
@@ -351,15 +338,15 @@ def _code(folder: Path) -> int:
 
 
 def started_again(hydra: HydraSettings, folder: Path) -> bool:
-    """Whether a queue has started this job once before, so that the run in its folder is to go on. No other run can be
-    there: a sweep into a folder that has runs is refused.
+    """Return whether a queue has restarted this job, so that the run in its folder is resumed. No other run can be
+    there: a sweep into a folder with runs is refused.
     """
     return _in_queue() and str(hydra.launcher._target_).startswith(_SUBMITIT) and holds_run(folder)
 
 
 def wait_until_free(folder: Path) -> None:
-    """Wait until nobody works in the folder of a run, for two minutes at most. A queue starts a job again when its node
-    has failed, whose lock a file server keeps for some time yet.
+    """Wait up to two minutes for a run's lock. A queue restarts a job after its node failed, and a file server keeps
+    that node's lock for some time.
     """
     deadline = time.monotonic() + _FREE_S
     while lock_owner(folder) and time.monotonic() < deadline:
@@ -367,17 +354,17 @@ def wait_until_free(folder: Path) -> None:
 
 
 def command_in_queue(hydra: HydraSettings) -> list[str]:
-    """The command line that is the job by itself, where a queue has started it by one of its own; else none."""
+    """Return the command line of the job itself if a queue has started it by a command of its own."""
     return ["trinity-sync", "run", *map(str, hydra.overrides.task)] if _in_queue() else []
 
 
 def has_completed(folder: Path) -> bool:
-    """Whether the run in a folder has come to its end, as its record says."""
+    """Return whether the record of the run in a folder says that it completed."""
     return _code(folder) == 0
 
 
 def is_of_queue(error: BaseException) -> bool:
-    """Whether an error is how submitit ends a job that is out of time: queued again, or not."""
+    """Return whether submitit ends a job this way that is out of time."""
     return _in_queue() and (isinstance(error, SystemExit) or type(error).__module__.startswith("submitit."))
 
 
@@ -387,8 +374,8 @@ def _in_queue() -> bool:
 
 @contextmanager
 def beside_others(hydra: HydraSettings) -> Iterator[None]:
-    """Around a job: where others run at the same time on this terminal, each of its lines begins with its number, and
-    it leaves Ctrl-C to the program that has started it, see `jobs_end_first`.
+    """Around a job that shares its terminal with concurrent jobs: prefix its lines with its number, and leave Ctrl-C to
+    the program that started it, see `jobs_end_first`.
     """
     if multiprocessing.parent_process() is None or not str(hydra.launcher._target_).startswith(_JOBLIB):
         yield
@@ -403,7 +390,7 @@ def beside_others(hydra: HydraSettings) -> Iterator[None]:
 
 
 class _Prefixed(io.TextIOBase):
-    """Writes whole lines only, each after a prefix."""
+    """Writes whole lines, each with a prefix."""
 
     def __init__(self, prefix: str, out: TextIO) -> None:
         self._prefix = prefix
@@ -420,11 +407,11 @@ class _Prefixed(io.TextIOBase):
 
 @contextmanager
 def jobs_end_first(hydra: HydraSettings, limit_s: float) -> Iterator[None]:
-    """Around a sweep: have Ctrl-C, SIGTERM and SIGHUP end jobs that run beside each other in good order, and then the
-    sweep. joblib by itself kills them, and what they have started stays behind.
+    """Around a sweep: Ctrl-C, SIGTERM and SIGHUP first end its parallel jobs cleanly, then the sweep. joblib would kill
+    the jobs and leave their processes behind.
 
     Args:
-        limit_s: for the jobs to end, seconds.
+        limit_s: timeout for the jobs' end, seconds.
     """
     joblib = str(hydra.launcher._target_).startswith(_JOBLIB)
     if not joblib or threading.current_thread() is not threading.main_thread():
@@ -435,7 +422,7 @@ def jobs_end_first(hydra: HydraSettings, limit_s: float) -> Iterator[None]:
         told = time.monotonic()
 
         def again(signum: int, frame: FrameType | None) -> None:
-            if time.monotonic() > told + SAME_S:  # a second one waits for nobody
+            if time.monotonic() > told + SAME_S:  # a second signal ends at once
                 raise KeyboardInterrupt
 
         for number in signums:
@@ -454,7 +441,7 @@ def _end_jobs(limit_s: float) -> None:
     told: set[psutil.Process] = set()
     deadline = time.monotonic() + limit_s
     while (running := set(_running())) and time.monotonic() < deadline:
-        for process in running - told:  # one that ends well meanwhile makes room for the next
+        for process in running - told:  # a job that ends makes room for the next
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
         told |= running
@@ -462,7 +449,7 @@ def _end_jobs(limit_s: float) -> None:
 
 
 def _running() -> list[psutil.Process]:
-    """Processes that are in a job, see `beside_others`."""
+    """Return the processes that run a job, see `beside_others`."""
     found = []
     for process in psutil.Process().children():
         with suppress(ProcessLookupError):

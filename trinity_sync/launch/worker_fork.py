@@ -1,9 +1,7 @@
-"""Stands in for Ray's `setup_worker.py`, which brings a worker's process into its environment and then starts it: has
-the fork server begin it instead, see `trinity_sync.host.fork_server`.
-
-Ray runs this file by its path; it imports nothing but a few modules of Python's own. Where the server is gone or
-refuses, stands still, or does not answer in time, or where the environment takes more than variables, Ray's own file
-does what it always does. There is no second worker then: a fork goes on only when it hears that it is taken.
+"""Replaces Ray's `setup_worker.py`, which starts a worker: asks the fork server to start it, see
+`trinity_sync.host.fork_server`. Ray runs this file by its path, so it imports only standard modules. If the server is
+gone, refuses, hangs or times out, or if the environment needs more than variables, Ray's own file runs instead. Never
+starts two workers: a fork waits for the reply that it is accepted.
 """
 
 import json
@@ -19,11 +17,11 @@ from pathlib import Path
 SOCKET, SETUP = "TRINITY_SYNC_FORK_SERVER", "TRINITY_SYNC_SETUP_WORKER"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _ANSWER_S, _LOOK_S = 60.0, 1.0
-"""For the server's answer: it may be importing."""
+"""Timeout of the server's answer: it may be importing."""
 
 
 def _variables(arguments: list[str]) -> "dict[str, str] | None":
-    """The variables of a worker's own environment; None: there is more to it."""
+    """Return the variables of a worker's own environment; None: it needs more than variables."""
     context = next((a[len(_CONTEXT) :] for a in arguments if a.startswith(_CONTEXT)), "") or "{}"
     said = json.loads(context)
     variables: dict[str, str] = said.pop("env_vars", None) or {}
@@ -34,7 +32,7 @@ def _variables(arguments: list[str]) -> "dict[str, str] | None":
 
 
 def _oom() -> "str | None":
-    """What Ray has set for its workers; None: this system knows nothing of it."""
+    """Return the OOM score that Ray has set for its workers; None: the system has none."""
     try:
         return Path("/proc/self/oom_score_adj").read_text()
     except OSError:
@@ -42,7 +40,7 @@ def _oom() -> "str | None":
 
 
 def _forked(arguments: list[str]) -> bool:
-    """Whether the server has begun the worker."""
+    """Return whether the server has started the worker."""
     language = [a for a in arguments if a.startswith(_LANGUAGE)]
     if language != [_LANGUAGE + "PYTHON"] or (own := _variables(arguments)) is None:
         return False
@@ -65,7 +63,7 @@ def _forked(arguments: list[str]) -> bool:
 
 
 def _has_answered(server: socket.socket) -> bool:
-    """Wait for an answer; whether there is one. A server that was stopped gives none."""
+    """Wait for an answer and return whether it came. A stopped server does not answer."""
     pid = struct.unpack("iII", server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     until = time.monotonic() + _ANSWER_S
     while not select.select([server], [], [], _LOOK_S)[0]:

@@ -1,4 +1,4 @@
-"""What vLLM takes of a model and of a run. Its source is read, not imported, which takes seconds."""
+"""vLLM's limits for a model and a run. Its source is read, not imported, which would take seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trinity_sync.models.families import IMAGES, auto_class, made_class
 
 _COLDEST, _HOTTEST = 0.01, 2.0
 _NOT_FILLED = ("gpt_oss",)
-"""Families of which a version leaves layers unfilled, as vLLM 0.31 said of itself on a CPU."""
+"""Families whose layers vLLM 0.31 does not fill from a version, by its own report on a CPU."""
 
 
 def temperature_problem(temperature: float) -> str | None:
-    """Tell why vLLM does not sample at a temperature; None: it does."""
+    """Return why vLLM does not sample at a temperature; None: it does."""
     if temperature == 0 or _COLDEST <= temperature <= _HOTTEST:
         return None
     done = f"samples at {_COLDEST} instead" if temperature < _COLDEST else "refuses"
@@ -26,11 +26,11 @@ def temperature_problem(temperature: float) -> str | None:
 
 
 def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
-    """Tell why vLLM does not compute what the trainer computes; None: it does.
+    """Return why vLLM does not compute the same as the trainer; None: it does.
 
     Args:
-        fields: of the model's config, those with the default of the family included.
-        on_cpu: whether it runs there.
+        fields: of the model's config, with the defaults of the family.
+        on_cpu: whether vLLM runs on a CPU.
     """
     named, made = (fields.get("architectures") or [None])[0], made_class(fields)
     if named is not None and made not in (None, named):

@@ -1,4 +1,4 @@
-"""The short text that a user sees when a run is over: how it went, what is kept, where it is, and the next command."""
+"""Texts about a run: the summary on the terminal at its end, and the lines of driver.log."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from trinity_sync.tracking.summary import (
 
 _WHOLE = ("folder", "report", "next")
 ResumeCommand = Callable[[Path, str], str]
-"""Gives the command that goes on with the run in a folder, which it calls by the text."""
+"""Returns the command that resumes the run in a folder, whose name in the command is the text."""
 
 
 class _Closing:
-    """The closing text as rich prints it: as wide as the output, ASCII where it knows no more."""
+    """The summary as rich prints it: as wide as the output, in ASCII if the output is limited to that."""
 
     def __init__(
         self,
@@ -84,17 +84,10 @@ def render_summary(
     error: str | None = None,
     resume: ResumeCommand | None = None,
 ) -> RenderableType:
-    """Render what a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
-
-    Args:
-        summary: the content of summary.json.
-        run_dir: the folder; shown relative to the working directory when it is below it.
-        total_steps: how many steps the run was to have.
-        error: why it failed.
-        resume: gives the command that goes on with it; None: it is the plain one.
+    """Render the status, the figures, the folder of a run and its next command.
 
     Returns:
-        A text for ``console.print(..., crop=False)``, so that long paths and commands stay whole.
+    A text for ``console.print(..., crop=False)``: long paths and commands stay whole.
     """
     return _Closing(summary, Path(run_dir), total_steps, error, resume)
 
@@ -145,7 +138,7 @@ def closing_lines(
 
 
 def next_command(summary: Summary, run_dir: str, resume: ResumeCommand | None = None) -> str:
-    """Return the one command that most users want now; see `ResumeCommand`."""
+    """Return the command that most users need next."""
     folder = shlex.quote(run_dir)
     if summary["status"] == "running":
         return f"trinity-sync watch {folder}"
@@ -201,19 +194,14 @@ def _shapes_text(shapes: ShapesFigures, sync: SyncFigures) -> str:
     return text
 
 
-# What happens in a run in plain words: one line for each event, for `driver.log`.
+# Lines of driver.log.
 
 
 _STEP_FIGURES = {"reward/mean": "reward", "loss": "loss", "staleness/mean": "staleness"}
 
 
 def told_beginning(record: RunJson, name: str, subtitle: str) -> str:
-    """Put what an attempt begins with into one line.
-
-    Args:
-        record: as run.json has it.
-        name, subtitle: the run's, as the live view shows them.
-    """
+    """Describe the beginning of an attempt in one line."""
     resumed = record.get("resumed_from")
     begins = "begins" if resumed is None else f"goes on after step {resumed}"
     parts = [
@@ -226,19 +214,13 @@ def told_beginning(record: RunJson, name: str, subtitle: str) -> str:
 
 
 def told_ending(status: str, error: str | None, summary: Summary | None) -> str:
-    """Put how an attempt ended into one line.
-
-    Args:
-        status: completed, failed or interrupted.
-        error: why it failed.
-        summary: None where the disk refused it.
-    """
+    """Describe the end of an attempt in one line; `summary` is None if the disk refused it."""
     figures = f" after {summary['steps']} steps and {units.seconds(summary['wall_s'])}" if summary is not None else ""
     return f"run {status}{figures}" + (f": {error}" if error else "")
 
 
 def told_event(event: Event) -> str:
-    """Put an event into one line; the traceback of a fault follows it."""
+    """Describe an event in one line; the traceback of a fault follows."""
     match event:
         case PublishEvent():
             return (
@@ -309,7 +291,7 @@ def told_event(event: Event) -> str:
 
 
 def told_step(step: int, values: Mapping[str, object]) -> str:
-    """Put a trainer step into one line: its reward, its loss, and where its seconds went."""
+    """Describe a trainer step in one line: reward, loss, and its seconds by part."""
     figures = [
         f"{word} {units.number(value)}"
         for key, word in _STEP_FIGURES.items()

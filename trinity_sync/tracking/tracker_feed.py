@@ -1,7 +1,7 @@
-"""The trackers of a run, fed beside the training loop: whatever one of them does, the loop does not wait for it.
+"""Runs the trackers of a run in the background, each in a thread or a process of its own.
 
-A tracker that cannot start is a mistake in the setup and stops the run before it begins. Once started it is a
-convenience: what goes wrong in it is told once, as a fault, and the end of the run waits for it so long and no longer.
+A tracker that cannot start stops the run before it begins. Later errors are reported once, as a fault, and the end of
+the run waits for a tracker until its timeout.
 """
 
 from __future__ import annotations
@@ -33,27 +33,23 @@ from trinity_sync.tracking.trackers import Names, TrackedRun, Tracker, named, te
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""For the start of a tracker that does not say, and for its end."""
+"""Timeout of a tracker's start and of its end, unless it has one."""
 _PENDING = 10_000
-"""Calls that may wait for a tracker; further ones are dropped."""
+"""The most pending calls of a tracker; further ones are dropped."""
 _REST_S = 8.0
-"""Of the time after a signal, what is for the end of the record and of Ray."""
+"""The part of the time after a signal that the end of the record and of Ray needs."""
 _LATE_S = 1.0
-"""For the end of a tracker that has been late before."""
+"""Timeout of the end of a tracker that was late before."""
 
 _What = Literal["metrics", "samples"]
 _Kind = Literal["fails", "late", "full", "end", "samples"]
 
 
 class Trackers:
-    """All trackers of a run behind one that neither raises nor waits after the start, but for `close`.
-
-    Args:
-        trackers: those to run. They start at the same time.
-        run: what they are told about the run.
+    """All trackers of a run. After the start only `close` waits, and nothing is raised.
 
     Raises:
-        ConfigError: one of them cannot start; the others are closed again.
+    ConfigError: a tracker cannot start; the others are closed again.
     """
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
@@ -67,7 +63,7 @@ class Trackers:
             raise
 
     def tell_faults(self, tell: Callable[[str, str], object]) -> None:
-        """Have faults told to `tell`, from any thread, until `close` returns; they are logged otherwise."""
+        """Report faults to `tell`, from any thread, until `close` returns; without it they are logged."""
         self._on_fault = tell
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
@@ -95,11 +91,7 @@ class Trackers:
                 feed.give(partial(take, step, rows), "samples")
 
     def close(self, status: Status) -> None:
-        """Let every tracker take what is left, and close it; closing twice is fine.
-
-        Args:
-            status: how the run has ended.
-        """
+        """Let every tracker take its pending calls, and close it; closing twice is fine."""
         feeds, self._feeds = self._feeds, []
         for feed in feeds:
             feed.end(status)
@@ -129,11 +121,7 @@ class _Feed:
         self._ended = in_background(partial(self._serve, run), f"tracker {self.name}")
 
     def wait_started(self) -> None:
-        """Wait until it has started.
-
-        Raises:
-            ConfigError: it cannot, or does not within its limit.
-        """
+        """Wait for the start; raises ConfigError if it fails, or misses its timeout."""
         if not wait([self._started], self._limit_s).done:
             raise ConfigError(f"tracker {self.name} did not start within {self._limit_s:g} s")
         error = self._started.exception()
@@ -142,7 +130,7 @@ class _Feed:
         raise ConfigError(f"tracker {self.name} cannot start: {error or type(error).__name__}") from error
 
     def give(self, call: Callable[[], object], what: _What = "metrics") -> None:
-        """Have a call made when its turn comes."""
+        """Queue a call."""
         if self._is_late():
             self._tell("late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later")
         if self._calls.qsize() < _PENDING:
@@ -151,13 +139,13 @@ class _Feed:
             self._tell("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
 
     def end(self, status: Status) -> None:
-        """Have it closed when it has taken what is left."""
+        """Queue the end and the close."""
         self._calls.put(("metrics", partial(tell_end, self.tracker, status)))
         self._calls.put(("metrics", self.tracker.close))
         self._calls.put(None)
 
     def wait_ended(self, began: float) -> None:
-        """Wait until it is closed, for so long from `began`, and give it up then."""
+        """Wait until it is closed, until the limit since `began`, and then abandon it."""
         started = self._started.done()
         limit = 0.0 if not started else min(_LATE_S, self._limit_s) if self._is_late() else self._limit_s
         rest = began + limit - time.monotonic()
@@ -203,7 +191,7 @@ class _Feed:
 
 
 def _name(tracker: Tracker) -> str:
-    """As the config names it, by custom: ``wandb`` of a `WandbTracker`."""
+    """Return the tracker's name in the config: ``wandb`` for a `WandbTracker`."""
     name = type(tracker).__name__
     return name.removesuffix("Tracker").lower() if name.endswith("Tracker") else name
 

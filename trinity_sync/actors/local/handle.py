@@ -1,4 +1,9 @@
-"""The handle of an actor in a local process, for the side that calls it."""
+"""An actor in a process of this machine or another, without Ray: `LocalServer` hosts it, `LocalHandle` calls it over
+TCP.
+
+Both sides prove that they know a secret before either unpickles anything. A message is a pickled (id, method,
+arguments) behind its length. Calls are concurrent on one connection, and are answered in any order.
+"""
 
 from __future__ import annotations
 
@@ -31,40 +36,141 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: For a message to be taken, seconds: the process at the other end may be stopped.
+
+# The frames: proof of the secret, then messages.
+
+
+SECRET_BYTES = 32
+PROOF_S = 10.0
+"""Limit of the proof, seconds: another program at the port may stay silent."""
+
+_NONCE = 32
+_PROOF = 32
+_LENGTH = struct.Struct("!Q")
+_MOST_BYTES = (1 << 31) - 1
+"""Largest message; calls carry names and figures, not tensors."""
+
+# The death of the other machine is noticed after about 30 s of silence.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class ForeignPeerError(RunError):
+    """The other end of a connection does not know the secret."""
+
+
+def pack(message: object) -> bytes:
+    """Return the frame of a message."""
+    body = pickle.dumps(message)
+    if len(body) > _MOST_BYTES:
+        raise RunError(f"a message of {len(body)} bytes is too large; the limit is {_MOST_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def _length(head: bytes) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if length > _MOST_BYTES:
+        raise OSError(f"a message of {length} bytes is over the limit of {_MOST_BYTES}")
+    return int(length)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice the death of the other machine, and send small messages at once."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def prove(sock: socket.socket, secret: bytes) -> None:
+    """As the caller, prove the secret to the server and check the server's proof, within `PROOF_S`.
+
+    Raises:
+        ForeignPeerError: one side does not accept the other's proof.
+        EOFError, OSError: the connection broke, or the server is silent.
+    """
+    until = time.monotonic() + PROOF_S
+    theirs = _read(sock, _NONCE, until)
+    ours = secrets.token_bytes(_NONCE)
+    sock.sendall(ours + _proof(secret, b"client", theirs, ours))
+    try:
+        proof = _read(sock, _PROOF, until)
+    except EOFError:
+        raise ForeignPeerError("it did not accept the secret") from None
+    if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
+        raise ForeignPeerError("it does not know the secret")
+
+
+async def have_proved(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """As the server, check the caller's proof of the secret, and prove the same.
+
+    Raises:
+        ForeignPeerError: the caller does not know it.
+        TimeoutError: the caller was silent for `PROOF_S`.
+        EOFError, OSError: the connection broke.
+    """
+    async with asyncio.timeout(PROOF_S):
+        ours = secrets.token_bytes(_NONCE)
+        writer.write(ours)
+        theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
+        if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
+            raise ForeignPeerError("it does not know the secret")
+        writer.write(_proof(secret, b"server", ours, theirs))
+        await writer.drain()
+
+
+def _proof(secret: bytes, side: bytes, servers: bytes, clients: bytes) -> bytes:
+    """Return one side's proof. It contains the side's name, so it cannot be sent back as the other's."""
+    return hmac.digest(secret, side + servers + clients, "sha256")
+
+
+def _read(sock: socket.socket, length: int, until: float | None = None) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        if until is not None:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+        piece = sock.recv(min(length - len(data), 1 << 20))
+        if not piece:
+            raise EOFError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+# The calling side.
+
+
 _SEND_S = 30
-#: A connection is made anew so often in a row without one answer in between, or so many seconds that it holds.
+"""Limit for the other process to take a message, seconds."""
 _MOST_IN_VAIN, _HOLDS_S = 5, 10.0
+"""Reconnections in a row without an answer in between, before the handle gives up; a connection that lasted longer than
+the second (seconds) starts the count again.
+"""
 
 
 class Link:
-    """A connection to an actor's process, which has proved that it knows the secret.
+    """A connection to an actor's process that has proved the secret.
+
+    Args:
+        address, port: where the process listens.
+        who: the actor's name in errors.
+        timeout_s: limit for the actor to be ready, seconds.
 
     Attributes:
-        hello: what the process says of itself.
+        hello: the server's first message, about itself.
+
+    Raises:
+        ForeignPeerError: the process there does not know the secret.
+        WaitTimeout: it knows the secret, but is not ready.
+        OSError, EOFError: no process listens there, or it is silent.
     """
 
     def __init__(self, address: str, port: int, secret: bytes, who: str, timeout_s: float) -> None:
-        """Connect.
-
-        Args:
-            address, port: where it listens.
-            secret: what both sides know.
-            who: what errors call the actor.
-            timeout_s: limit for it to be ready, seconds.
-
-        Raises:
-            ForeignPeerError: who listens there does not know the secret.
-            WaitTimeout: it knows the secret, but is not ready.
-            OSError, EOFError: nobody is there, or says nothing.
-        """
         self._sock = socket.create_connection((address, port), timeout=PROOF_S)
         try:
             prove(self._sock, secret)
             keep_alive(self._sock)
             self._sock.settimeout(timeout_s)
             try:
-                self.hello = receive(self._sock)
+                self.hello = self.receive()
             except TimeoutError:
                 raise WaitTimeout(who, "get ready", timeout_s) from None
             self._sock.settimeout(None)
@@ -75,7 +181,7 @@ class Link:
         _links.add(self)
 
     def send(self, frame: bytes) -> None:
-        """Send a whole message; where that fails, the connection ends."""
+        """Send a whole message; a failure ends the connection."""
         try:
             self._sock.sendall(frame)
         except OSError:
@@ -83,16 +189,20 @@ class Link:
             raise
 
     def receive(self) -> Any:
-        """Wait for the next message; errors as for `frames.receive`."""
-        return receive(self._sock)
+        """Wait for the next message.
+
+        Raises:
+            EOFError, OSError: the connection is closed or broken.
+        """
+        return pickle.loads(_read(self._sock, _length(_read(self._sock, _LENGTH.size))))
 
     def end(self) -> None:
-        """End the connection, also for whoever is waiting for a message of it."""
+        """End the connection, also for a thread that waits for a message."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self._sock.close()
 
 
@@ -100,7 +210,7 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _forget_links() -> None:
-    """A fork holds its parent's connections open, so their end would not be noticed before its own."""
+    """Close the parent's connections in a fork, which would keep them open after the parent's end."""
     for link in list(_links):
         link.close()
 
@@ -109,11 +219,9 @@ os.register_at_fork(after_in_child=_forget_links)
 
 
 class LocalCall(Pending[T]):
-    """A call over a connection that is under way.
+    """A call over a connection; see `Pending`.
 
     Args:
-        who: who was asked.
-        what: what it is to do.
         frame: the message.
     """
 
@@ -124,43 +232,38 @@ class LocalCall(Pending[T]):
 
     @property
     def owned(self) -> Sequence[object]:
-        """Nothing: the connection is what tells of this process's end."""
+        """Nothing: the server notices the end of this process by its connection."""
         return ()
 
     def result(self, timeout_s: float) -> T:
-        """Wait for the answer; errors as for `Pending`."""
         if not self.has_ended(timeout_s):
             raise WaitTimeout(self.who, self.what, timeout_s)
         return self.future.result()
 
     async def answer(self, timeout_s: float) -> T:
-        """As `result`, on an event loop."""
         answered = asyncio.wrap_future(self.future)
-        done, _ = await asyncio.wait([answered], timeout=timeout_s)  # it cancels nothing
+        done, _ = await asyncio.wait([answered], timeout=timeout_s)  # does not cancel the call
         if not done:
             raise WaitTimeout(self.who, self.what, timeout_s)
         return answered.result()
 
     def is_answered(self) -> bool:
-        """Tell whether it has ended well by now."""
         return self.future.done() and self.future.exception() is None
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait until it has ended, well or not, or the time is over; tell whether it has."""
         return bool(wait([self.future], timeout_s).done)
 
 
 class LocalHandle(CallTransport):
-    """Calls an actor in a local process. Any thread may.
+    """Calls an actor in a local process, from any thread.
 
-    Where the connection ends, `again` makes another one, to the process that goes on in the place of the one that is
-    gone, and all calls that are under way are made again, with their ids. Without `again`, or where that fails, they
-    fail, and so do all later ones.
+    When the connection ends, `again` connects to the actor's next process, and all unanswered calls are repeated with
+    their ids. Without `again`, or if it fails, these calls and all later ones fail.
 
     Args:
         link: the connection.
-        again: makes another connection; gets why the last one ended. It limits itself, and raises a `TrinityError`
-            where there is none.
+        again: returns another connection, given the reason for the end of the last one. It limits its own wait, and
+            raises a `TrinityError` if there is none.
     """
 
     def __init__(self, link: Link, again: Callable[[str], Link] | None = None) -> None:
@@ -176,18 +279,18 @@ class LocalHandle(CallTransport):
         threading.Thread(target=self._read, args=(link,), name="answers", daemon=True).start()
 
     def caller(self) -> tuple[str, str]:
-        """Name this process: its host's name, and that and its number."""
         host = socket.gethostname()
         return host, f"{host}-{os.getpid()}"
 
     def call(
         self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> LocalCall[Any]:
-        """Begin a call; see `Transport`."""
         name = f"{self._name}-{next(self._numbers)}"
         call: LocalCall[Any] = LocalCall(who, what, pack((name, method, pickle.dumps((tuple(args), dict(kwargs))))))
         if os.getpid() != self._pid:
-            call.future.set_exception(RunError(f"{who} cannot be asked to {what} by a fork of who is connected to it"))
+            call.future.set_exception(
+                RunError(f"{who} cannot {what} for a fork of the process that is connected to it")
+            )
             return call
         with self._lock:
             if self._over is not None:
@@ -195,18 +298,16 @@ class LocalHandle(CallTransport):
                 return call
             self._calls[name] = call
             if self._link is not None:
-                with contextlib.suppress(OSError):  # who reads notices it, and calls again
+                with contextlib.suppress(OSError):  # the reading thread notices it, and repeats the call
                     self._link.send(call.frame)
         return call
 
     def close(self) -> None:
-        """End the connection; calls that are under way fail."""
+        """End the connection; unanswered calls fail."""
         self._end("the connection was closed here")
 
-    # ---- what comes
-
     def _read(self, link: Link) -> None:
-        """Hand out answers, over one connection after another."""
+        """Deliver answers, over one connection after another. Runs in the handle's thread."""
         current: Link | None = link
         while current is not None:
             try:
@@ -215,7 +316,7 @@ class LocalHandle(CallTransport):
             except (EOFError, OSError) as error:
                 why = str(error) or type(error).__name__
             except Exception as error:
-                why = f"what it sent cannot be read: {type(error).__name__}: {error}"
+                why = f"its message cannot be read: {type(error).__name__}: {error}"
             current.close()
             current = self._anew(why)
 
@@ -223,12 +324,12 @@ class LocalHandle(CallTransport):
         self._in_vain = 0
         with self._lock:
             call = self._calls.pop(name, None)
-        if call is None:  # a call that was repeated is answered twice
+        if call is None:  # a repeated call may be answered twice
             return
         try:
             answer = pickle.loads(data)
         except Exception as error:
-            unread = f"{call.who} answered what cannot be read: {type(error).__name__}: {error}"
+            unread = f"the answer of {call.who} cannot be read: {type(error).__name__}: {error}"
             call.future.set_exception(RunError(unread))
             return
         if how == ANSWER:
@@ -239,7 +340,7 @@ class LocalHandle(CallTransport):
             )
 
     def _anew(self, why: str) -> Link | None:
-        """Make another connection, and the calls again; None: it is over."""
+        """Connect again and repeat the unanswered calls; return None if the handle gives up."""
         with self._lock:
             self._link = None
             if self._over is not None:
@@ -253,7 +354,7 @@ class LocalHandle(CallTransport):
                 break
             except Exception as error:
                 why = f"{why}; {type(error).__name__}: {error}"
-                logger.exception("no other connection could be made")
+                logger.exception("the connection could not be made again")
                 break
             with self._lock:
                 if self._over is not None:
@@ -283,125 +384,13 @@ class LocalHandle(CallTransport):
             call.future.set_exception(MemberDied(call.who, call.what, why))
 
 
-# What goes over a connection: first the proof that both sides know the secret, then messages, each with its length.
+# The answering side, on an event loop.
 
 
-SECRET_BYTES = 32
-#: Limit of the proof, seconds: who listens there and is no actor of ours says nothing, or something else.
-PROOF_S = 10.0
-
-_NONCE = 32
-_PROOF = 32
-_LENGTH = struct.Struct("!Q")
-
-# Of a machine that is gone without a word, the end is noticed after so many seconds.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-
-
-class ForeignPeerError(RunError):
-    """Who is at the other end of a connection does not know the secret."""
-
-
-def pack(message: object) -> bytes:
-    """Return a message as it goes over a connection."""
-    body = pickle.dumps(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Have the death of the other machine noticed, and send small messages at once."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-# ---- the side that calls, which blocks
-
-
-def prove(sock: socket.socket, secret: bytes) -> None:
-    """Prove to a server that this side knows the secret, and have it prove the same, within `PROOF_S`.
-
-    Raises:
-        ForeignPeerError: it does not know it, or does not take our word.
-        OSError: the connection broke, or nothing came.
-    """
-    until = time.monotonic() + PROOF_S
-    theirs = _read(sock, _NONCE, until)
-    ours = secrets.token_bytes(_NONCE)
-    sock.sendall(ours + _proof(secret, b"client", theirs, ours))
-    try:
-        proof = _read(sock, _PROOF, until)
-    except EOFError:
-        raise ForeignPeerError("it did not accept the secret") from None
-    if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
-        raise ForeignPeerError("it does not know the secret")
-
-
-def receive(sock: socket.socket) -> Any:
-    """Wait for the next message.
-
-    Raises:
-        EOFError: there will be none.
-        OSError: the connection broke.
-    """
-    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
-    return pickle.loads(_read(sock, length))
-
-
-def _read(sock: socket.socket, length: int, until: float | None = None) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        if until is not None:
-            sock.settimeout(max(until - time.monotonic(), 0.001))
-        piece = sock.recv(min(length - len(data), 1 << 20))
-        if not piece:
-            raise EOFError("the connection was closed")
-        data += piece
-    return bytes(data)
-
-
-# ---- the side that answers, on an event loop
-
-
-async def have_proved(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Have a caller prove that it knows the secret, and prove the same.
-
-    Raises:
-        ForeignPeerError: it does not know it.
-        TimeoutError: it did not say anything in time.
-        EOFError, OSError: the connection broke.
-    """
-    async with asyncio.timeout(PROOF_S):
-        ours = secrets.token_bytes(_NONCE)
-        writer.write(ours)
-        theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
-        if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
-            raise ForeignPeerError("it does not know the secret")
-        writer.write(_proof(secret, b"server", ours, theirs))
-        await writer.drain()
-
-
-async def receive_next(reader: asyncio.StreamReader) -> Any:
-    """As `receive`."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
-
-
-def _proof(secret: bytes, side: bytes, servers: bytes, clients: bytes) -> bytes:
-    """What only who knows the secret can say of the two numbers; `side`: whose word it is, which the other cannot
-    send back as its own.
-    """
-    return hmac.digest(secret, side + servers + clients, "sha256")
-
-
-# Hosts an actor in this process: serves its methods to whoever connects and knows the secret.
-
-
-#: So often members are counted though nothing has changed, seconds.
 _LOOK_S = 60.0
-#: How the answer to a call ended.
+"""Longest wait for a change of the members, seconds."""
 ANSWER, FORESEEN, FAILED = "answer", "foreseen", "failed"
+"""Outcomes of a call: its result, a `TrinityError`, the text of any other error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,7 +401,7 @@ class _Connection:
 
 @dataclass(frozen=True)
 class _Current:
-    """The call that is being answered."""
+    """The call that the current task answers."""
 
     id: str
     connection: _Connection
@@ -422,10 +411,10 @@ _current: ContextVar[_Current] = ContextVar("current call")
 
 
 class LocalHost:
-    """This process, as the `hosting.Host` of its actor.
+    """This process as the `Host` of its actor.
 
     Args:
-        restarted: the process of before was killed, and this one goes on in its place.
+        restarted: this process continues for one that was killed.
     """
 
     def __init__(self, *, restarted: bool = False) -> None:
@@ -433,27 +422,21 @@ class LocalHost:
 
     @property
     def restarted(self) -> bool:
-        """Whether this process goes on in the place of one that was killed."""
         return self._restarted
 
     def call_id(self) -> str:
-        """Return the id that the caller gave the current call."""
         return _current.get().id
 
     async def outlived(self, owned: Sequence[object]) -> bool:
-        """Wait for the end of the connection by which the current call came."""
+        """Wait for the end of the current call's connection."""
         await _current.get().connection.closed.wait()
         return True
 
 
 class LocalServer:
-    """Accepts connections from the start, and answers calls once there is an actor. All on one event loop.
+    """Accepts connections from the start, and answers calls once it has an actor (`serve`). For one event loop.
 
-    A caller is told who this is (`serve`'s `hello`) before its first call. It counts as a member from that call on,
-    until its connection ends.
-
-    Args:
-        secret: what a caller has to know.
+    A connection starts with the server's `hello`. Its caller is a member from the first call until the connection ends.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -468,15 +451,11 @@ class LocalServer:
 
     @property
     def members(self) -> int:
-        """How many callers are connected that have called."""
+        """The number of members."""
         return len(self._members)
 
     async def listen(self, address: str) -> int:
-        """Begin to accept connections; return the port.
-
-        Raises:
-            OSError: the address is none of this machine's.
-        """
+        """Begin to accept connections; return the port. OSError: the address does not belong to this machine."""
         self._server = await asyncio.start_server(self._connected, address, 0, backlog=4096)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -486,17 +465,17 @@ class LocalServer:
 
         Args:
             body: the actor; its public methods may be called.
-            hello: what a caller is told first; asked for each.
+            hello: returns the first message to a caller.
         """
         self._ready.set_result((body, hello))
 
     async def members_gone(self, *, first_s: float, grace_s: float, least_s: float = 0.0) -> None:
-        """Return when no caller is connected any more.
+        """Return when no member is left.
 
         Args:
-            first_s: how long to wait for the first one, seconds.
-            grace_s: for so long none has been connected, seconds.
-            least_s: not before so many seconds from now, as callers may be on their way back.
+            first_s: wait for the first member, seconds.
+            grace_s: time without a member, seconds.
+            least_s: shortest wait, seconds, in which the callers of an earlier process can return.
         """
         clock = asyncio.get_running_loop().time
         least = clock() + least_s
@@ -509,13 +488,13 @@ class LocalServer:
                 await self._changes.next(until - clock())
 
     def take_no_more(self) -> None:
-        """Answer no calls from now on, and end the members' connections. Who connects is told who this is, still."""
+        """Answer no more calls, and end the members' connections. A new connection still gets the `hello`."""
         self._takes_more = False
         for connection in self._members:
             connection.writer.close()
 
     async def close(self) -> None:
-        """End all connections, and accept no more."""
+        """End all connections, and accept no others."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -526,8 +505,6 @@ class LocalServer:
         if not self._ready.done():
             self._ready.cancel()
 
-    # ---- one connection
-
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(writer)
         self._connections.add(connection)
@@ -537,7 +514,7 @@ class LocalServer:
             body, hello = await asyncio.shield(self._ready)
             await _send(connection, pack(hello()))
             await self._answer_calls(reader, connection, body)
-        except (EOFError, OSError, TimeoutError, asyncio.CancelledError):  # the caller is gone, or we are
+        except (EOFError, OSError, TimeoutError, asyncio.CancelledError):  # one of the two sides has ended
             pass
         except ForeignPeerError as error:
             logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
@@ -550,7 +527,8 @@ class LocalServer:
 
     async def _answer_calls(self, reader: asyncio.StreamReader, connection: _Connection, body: object) -> None:
         while True:
-            call, method, arguments = await receive_next(reader)
+            head = await reader.readexactly(_LENGTH.size)
+            call, method, arguments = pickle.loads(await reader.readexactly(_length(head)))
             if not self._takes_more:
                 return
             if connection not in self._members:
@@ -564,19 +542,19 @@ class LocalServer:
         _current.set(current)
         try:
             args, kwargs = pickle.loads(arguments)
-            how, said = ANSWER, pickle.dumps(await _called(body, method, args, kwargs))
+            frame = pack((current.id, ANSWER, pickle.dumps(await _called(body, method, args, kwargs))))
         except TrinityError as error:
-            how, said = FORESEEN, _foreseen(error)
+            frame = pack((current.id, FORESEEN, _foreseen(error)))
         except Exception as error:
-            how, said = FAILED, pickle.dumps(_where(error))
-        with contextlib.suppress(OSError):  # whoever asked is gone
-            await _send(current.connection, pack((current.id, how, said)))
+            frame = pack((current.id, FAILED, pickle.dumps(_where(error))))
+        with contextlib.suppress(OSError):  # the caller has ended
+            await _send(current.connection, frame)
 
 
 async def _called(body: object, method: str, args: Sequence[object], kwargs: dict[str, Any]) -> object:
     found = None if method.startswith("_") else getattr(body, method, None)
     if found is None:
-        raise RunError(f"there is no {method!r} to call")
+        raise RunError(f"the actor has no method {method!r}")
     answer = found(*args, **kwargs)
     return await answer if inspect.isawaitable(answer) else answer
 
@@ -584,16 +562,16 @@ async def _called(body: object, method: str, args: Sequence[object], kwargs: dic
 def _foreseen(error: TrinityError) -> bytes:
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # its class may take other arguments than it keeps
+        pickle.loads(data)  # fails for a class whose arguments are not those that it keeps
     except Exception:
         return pickle.dumps(RunError(str(error)))
     return data
 
 
 def _where(error: BaseException) -> str:
-    """Put an error that nobody foresaw into words, with where it was raised."""
+    """Return the text of an unexpected error with the place where it was raised."""
     steps = traceback.extract_tb(error.__traceback__)
-    if origin(error) is not None or not steps:  # the words have it
+    if origin(error) is not None or not steps:  # the text has the place
         return told(error)
     return f"{told(error)} ({steps[-1].filename}:{steps[-1].lineno})"
 
@@ -601,5 +579,5 @@ def _where(error: BaseException) -> str:
 async def _send(connection: _Connection, frame: bytes) -> None:
     if connection.closed.is_set():
         return
-    connection.writer.write(frame)  # whole, so that answers do not mix
+    connection.writer.write(frame)  # in one piece, so that answers do not mix
     await connection.writer.drain()

@@ -157,7 +157,7 @@ class MegatronOption(MegatronConfig, BackendOption):
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
         ranks, shared = get("backend.ranks"), get("backend.tp") * get("backend.pp")
         if ranks % shared:
-            return None  # said by `_check_ranks`
+            return None  # `_check_ranks` reports it
         return ranks // shared, "data-parallel ranks (backend.ranks / (backend.tp x backend.pp))"
 
     @classmethod
@@ -173,7 +173,7 @@ class MegatronOption(MegatronConfig, BackendOption):
     def engine_fields(self, cfg: Config) -> dict[str, Any]:
         overrides = cfg.backend.overrides
         transformer: dict[str, Any] = {
-            # verl hands sequence_parallel to its other bridge only
+            # verl passes sequence_parallel to its other bridge only
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
             # fused kernels that need Apex or come with Transformer Engine
             "masked_softmax_fusion": False,
@@ -201,12 +201,12 @@ class MegatronOption(MegatronConfig, BackendOption):
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,
-            "use_checkpoint_opt_param_scheduler": False,  # the configuration says the schedule, a checkpoint the step
-            # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
+            "use_checkpoint_opt_param_scheduler": False,  # schedule from the configuration, step from a checkpoint
+            # verl does not pass its betas on, and megatron-core needs the overlap in both configs
             "override_optimizer_config": {
                 "adam_beta1": trainer.betas[0],
                 "adam_beta2": trainer.betas[1],
-                "loss_scale": 1.0,  # it looks for gradients that are not finite where it scales them only
+                "loss_scale": 1.0,  # it checks for non-finite gradients only where it scales them
                 "overlap_param_gather": bool(ddp.get("overlap_param_gather", False)),
             },
         }

@@ -26,10 +26,9 @@ from trinity_sync.checkpoint.reading.pieces import (
     TensorReader,
     WeightsError,
     assembled,
-    loading_fault,
 )
 from trinity_sync.models.files import CONFIG
-from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.tensors import from_torch, loading_fault
 
 METADATA = ".metadata"
 

@@ -21,13 +21,6 @@ class WeightsError(RunError):
     """Files of a checkpoint are missing, damaged or contradictory; the message names the file and the fault."""
 
 
-def loading_fault(error: Exception) -> str:
-    """Return the error of torch's weights-only loader without its advice."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    telling = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
-    return telling.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Dtype (safetensors name, such as ``"BF16"``) and whole shape of a tensor."""

@@ -32,7 +32,6 @@ from trinity_sync.checkpoint.reading.pieces import (
     View,
     WeightsError,
     assembled,
-    loading_fault,
 )
 from trinity_sync.errors import RunError
 from trinity_sync.models.files import CONFIG
@@ -41,7 +40,7 @@ from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights import lora, shards
 from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
-from trinity_sync.weights.tensors import byte_tensor, from_torch, saved_tensors, to_torch
+from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, to_torch
 
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOADING = threading.Lock()
