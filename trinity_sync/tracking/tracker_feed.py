@@ -49,7 +49,7 @@ class Trackers:
     """All trackers of a run. After the start only `close` waits, and nothing is raised.
 
     Raises:
-    ConfigError: a tracker cannot start; the others are closed again.
+        ConfigError: a tracker cannot start; the others are closed again.
     """
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
