@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trinity_sync.backends.option import (
     PACKED,
@@ -22,6 +22,9 @@ from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, FsdpConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import IMAGES, auto_class
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine, FsdpEngine
 
 
 def _check_fsdp_size(get: Get) -> Iterator[Problem]:
@@ -81,7 +84,7 @@ class FsdpOption(FsdpConfig, BackendOption):
     def compute_dtype(self) -> str:
         return self.param_dtype
 
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
         return {
             "strategy": self.strategy,
             "fsdp_size": self.fsdp_size,
@@ -98,7 +101,7 @@ class FsdpOption(FsdpConfig, BackendOption):
             **cfg.backend.overrides,
         }
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
         return {**adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -117,12 +120,12 @@ class FsdpOption(FsdpConfig, BackendOption):
             f"{self.ranks}, the random numbers of a rank are not"
         )
 
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
-    def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+    def reference_fields(self, engine: Mapping[str, object]) -> dict[str, object]:
         import torch
 
         # verl keeps a model for inference in pinned memory, which needs an accelerator. Without one the model gets an
@@ -134,17 +137,17 @@ class FsdpOption(FsdpConfig, BackendOption):
     def ranks_per_sequence(self) -> int:
         return self.sp
 
-    def packs(self, model: Mapping[str, Any], attention: str, wanted: str) -> bool:
+    def packs(self, model: Mapping[str, object], attention: str, wanted: str) -> bool:
         if text := refused(wanted, self.sp, model, attention):
             raise ConfigError(" ".join(text))
         return wanted != "never" and unpackable(model, attention) is None
 
-    def divide_in_fp32(self, engine: Any) -> None:
+    def divide_in_fp32(self, engine: Engine) -> None:
         from trinity_sync.backends.fsdp import logits_in_fp32
 
-        logits_in_fp32(engine)
+        logits_in_fp32(cast("FsdpEngine", engine))
 
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         from trinity_sync.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(engine, wire_dtype, keep_fp32, merged=merged)
+        return FsdpBackend(cast("FsdpEngine", engine), wire_dtype, keep_fp32, merged=merged)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from verl.utils.fsdp_utils import (
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engine_types import FsdpEngine
 from trinity_sync.backends.meetings import RankMeeting
-from trinity_sync.backends.safe_loading import load_file, nothing_runs
+from trinity_sync.backends.safe_loading import StateDict, load_file, nothing_runs
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
@@ -70,7 +70,7 @@ class FsdpState:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._of_adapter = peft_config(engine.module) is not None
 
-    def files(self, form: Format) -> dict[str, object]:
+    def files(self, form: Format) -> StateDict:
         """Return file name -> live value, with `DISTRIBUTED` in place of a file for the argument of `write`.
         Collective.
         """
@@ -118,7 +118,7 @@ class FsdpState:
         self._load_extra(folder)
         dist.barrier()
 
-    def _trained(self, model: dict[str, Any]) -> dict[str, Any]:
+    def _trained(self, model: StateDict) -> StateDict:
         """Leave out the base of an adapter."""
         return {name: value for name, value in model.items() if is_adapter(name)} if self._of_adapter else model
 
@@ -138,7 +138,7 @@ class FsdpState:
 
     # -- torch.distributed.checkpoint
 
-    def _distributed(self) -> dict[str, Any]:
+    def _distributed(self) -> StateDict:
         return {
             "model": self._trained(get_model_state_dict(self._engine.module, options=_OPTIONS)),
             "optim": get_optimizer_state_dict(self._engine.module, self._engine.optimizer, options=_OPTIONS),
@@ -177,7 +177,7 @@ class FsdpState:
         if self._engine.scaler is not None and (saved := extra.get(_SCALER)):
             self._engine.scaler.load_state_dict(saved)
 
-    def _go_to(self, place: dict[str, Any]) -> None:
+    def _go_to(self, place: StateDict) -> None:
         """Go to the saved place in the schedule, with our own learning rates there."""
         scheduler = self._engine.lr_scheduler
         scheduler.load_state_dict({**place, "base_lrs": scheduler.base_lrs})
@@ -254,7 +254,7 @@ def _shape(value: object) -> list[int]:
 
 
 def write(
-    value: dict[str, object], copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
+    value: StateDict, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
 ) -> list[Path]:
     """Write a state dict of sharded tensors with torch.distributed.checkpoint, and return this rank's files.
 
@@ -316,7 +316,7 @@ _STATE = frozenset({"params", "step"})
 class HasGroups(Protocol):
     """Any optimizer."""
 
-    param_groups: list[dict[str, Any]]
+    param_groups: list[StateDict]
 
 
 @contextmanager
@@ -351,19 +351,17 @@ def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
             yield
 
 
-def live_state(
-    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def live_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> tuple[StateDict, StateDict]:
     """Return the state dicts of a model and of its optimizer, empty for None; inside `sharded`. Collective in FSDP1.
 
     Parameters and optimizer states are the live tensors, which change at the optimizer's step. Buffers are copies, as
     a forward pass may change them, and so are the containers.
     """
-    state: dict[str, Any] = {} if model is None else apart_from_buffers(model, model.state_dict())
+    state: StateDict = {} if model is None else apart_from_buffers(model, model.state_dict())
     return state, {} if optimizer is None else _optimizer_state(optimizer)
 
 
-def apart_from_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def apart_from_buffers(model: torch.nn.Module, state: StateDict) -> StateDict:
     """Replace the buffers in a state dict of the model by copies, and return it."""
     live = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
     for name, value in state.items():
@@ -372,7 +370,7 @@ def apart_from_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[st
     return state
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> StateDict:
     state = optimizer.state_dict()
     copies = {key: dict(value) if isinstance(value, dict) else value for key, value in state["state"].items()}
     return {**state, "state": copies}

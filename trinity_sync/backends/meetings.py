@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -82,10 +82,10 @@ class Meetings:
         Raises:
             WaitTimeout: rank 0, which serves the store, does not answer.
         """
-        store: Any = _get_default_store()
+        store = cast(Store, _get_default_store())
         rank = dist.get_rank()
         number = _Client(store).call(lambda store: store.add(f"saves/made-by-{rank}", 1))
-        prefixed: Any = dist.PrefixStore(f"saves/{number}", store)
+        prefixed = cast(Store, dist.PrefixStore(f"saves/{number}", cast(dist.Store, store)))
         return cls(prefixed, rank, dist.get_world_size(), timeout_s)
 
     def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> RankMeeting:

@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import BackendConfig, Config
 from trinity_sync.host.package_source import dataclass_fields
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine
 
 _BATCH_KEYS = {
     "micro_batch_size_per_gpu": "trainer.micro_batch_size",
@@ -97,11 +100,11 @@ class BackendOption(ABC):
         yield from ((name, named.get(name)) for name in map(str, backend.overrides))
 
     @abstractmethod
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
         """Return the fields of verl's engine config for `engine_configs`, from the whole configuration."""
 
     @abstractmethod
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
         """Return the fields of verl's optimizer config for `engine_configs`, from the whole configuration."""
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -127,7 +130,7 @@ class BackendOption(ABC):
         """The number of ranks that share each sequence."""
         return 1
 
-    def packs(self, model: Mapping[str, Any], attention: str, wanted: str) -> bool:
+    def packs(self, model: Mapping[str, object], attention: str, wanted: str) -> bool:
         """Return whether the engine computes a model's sequences without padding, one after another.
 
         Args:
@@ -141,7 +144,7 @@ class BackendOption(ABC):
         return False
 
     def make_model(
-        self, engine: Mapping[str, Any], architecture: Mapping[str, object], seed: int, folder: Path
+        self, engine: Mapping[str, object], architecture: Mapping[str, object], seed: int, folder: Path
     ) -> None:
         """Write the initial model of a run that names none; on rank 0, before the engine is built.
 
@@ -165,14 +168,14 @@ class BackendOption(ABC):
         """Prepare the process, before verl builds the engine."""
 
     @abstractmethod
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         """Return verl's configs of the engine and of its optimizer."""
 
-    def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+    def reference_fields(self, engine: Mapping[str, object]) -> dict[str, object]:
         """Return the fields of verl's engine config for an additional model that only infers, from `engine_fields`."""
         return {**engine, "forward_only": True}
 
-    def divide_in_fp32(self, engine: Any) -> None:  # noqa: B027 - most engines do
+    def divide_in_fp32(self, engine: Engine) -> None:  # noqa: B027 - most engines do
         """Have the engine divide logits by the sampler's temperature in fp32, as explorers do.
 
         Called once, when the engine is initialised, if the temperature is not 1.
@@ -185,7 +188,7 @@ class BackendOption(ABC):
         return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
     @abstractmethod
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         """Return the rank's view of the initialised engine: a `trinity_sync.backends.base.Backend`, with the saving of
         `SelfWritingBackend` instead if it `writes_own_files`.
 
@@ -240,7 +243,7 @@ def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:
             )
 
 
-def shared_fields(cfg: Config) -> dict[str, Any]:
+def shared_fields(cfg: Config) -> dict[str, object]:
     """Return the common fields of verl's engine configs."""
     return {
         "param_offload": cfg.backend.param_offload,
@@ -251,7 +254,7 @@ def shared_fields(cfg: Config) -> dict[str, Any]:
     }
 
 
-def adam_fields(cfg: Config) -> dict[str, Any]:
+def adam_fields(cfg: Config) -> dict[str, object]:
     """Return the common fields of verl's optimizer configs."""
     trainer = cfg.trainer
     return {
@@ -306,7 +309,7 @@ def check_packing(get: Get) -> Iterator[Problem]:
         yield Problem(*text)
 
 
-def refused(wanted: str, sharing: int, model: Mapping[str, Any], attention: str) -> tuple[str, str] | None:
+def refused(wanted: str, sharing: int, model: Mapping[str, object], attention: str) -> tuple[str, str] | None:
     """Return the key that requests packed sequences, and the reason why the model does not support them; None: it does.
 
     Args:

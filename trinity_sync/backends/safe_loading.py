@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.tensors import loading_fault
+
+StateDict: TypeAlias = dict[str, Any]
+"""The state of an object of torch, which alone knows its types."""
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _LOADING = threading.RLock()
@@ -87,7 +90,7 @@ def nothing_runs(folder: str | Path) -> Iterator[None]:
             os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def load_file(path: Path, *, mmap: bool = False) -> StateDict:
     """Load a rank's file of ``torch.save`` onto the CPU, without running its pickle; `mmap`: read tensors on use.
 
     Raises:
@@ -97,7 +100,7 @@ def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
     with nothing_runs(path):
         try:
-            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+            found: StateDict = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
         except (OSError, RuntimeError, EOFError) as error:
             raise RunError(f"{path} cannot be loaded: {loading_fault(error)}") from error
     return found

@@ -5,8 +5,7 @@ Imports nothing heavy, because the checks of a configuration use it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 ATTENTION = "trinity_packed"
 """Name of the attention for transformers in place of sdpa, see `trinity_sync.backends.packed_attention`."""
@@ -29,7 +28,7 @@ FAMILIES = (
 """Model families of transformers whose log-probs were compared, packed and padded."""
 
 
-def unpackable(model: Mapping[str, Any], attention: str) -> str | None:
+def unpackable(model: Mapping[str, object], attention: str) -> str | None:
     """Return why a model does not support packed sequences; None: it does.
 
     Args:
@@ -41,8 +40,8 @@ def unpackable(model: Mapping[str, Any], attention: str) -> str | None:
     family = model.get("model_type")
     if family not in FAMILIES:
         return f"models of the family {family} are not among those that were tried so ({', '.join(FAMILIES)})"
-    layers = model.get("layer_types") or ()
-    windowed = [kind for kind in layers if kind != "full_attention"]
+    layers = model.get("layer_types")
+    windowed = [kind for kind in layers if kind != "full_attention"] if isinstance(layers, Sequence) else []
     window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
     if windowed or (not layers and window is not None):
         return f"the model has layers of {windowed[0] if windowed else 'sliding_attention'}, which are padded only"

@@ -15,7 +15,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Set
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
 
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.threads import in_background
@@ -23,8 +24,11 @@ from trinity_sync.host.threads import in_background
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 
+_Handler: TypeAlias = Callable[[int, FrameType | None], object]
+_Replaced: TypeAlias = _Handler | int | None
+
 _seen = threading.Event()
-_replaced: list[tuple[object, dict[int, Any]]] = []
+_replaced: list[tuple[object, dict[int, _Replaced]]] = []
 """Our handlers, each with the replaced ones by signal."""
 _stop: threading.Event | None = None
 _wake: int | None = None
@@ -75,7 +79,7 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
 
     first, raised = math.inf, -math.inf
 
-    def interrupt(signum: int, frame: Any) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal first, raised
         if signum in handled:
             received.append(signum)
@@ -114,7 +118,7 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
 
 
 @contextlib.contextmanager
-def handling(signums: Collection[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+def handling(signums: Collection[int], handler: _Handler) -> Iterator[None]:
     """Handle signals so within the block, but not in forks of this process."""
     before = {signum: signal.signal(signum, handler) for signum in signums}
     _replaced.append((handler, before))
@@ -246,7 +250,7 @@ def leave_to_driver() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
-def _count(signum: int, frame: Any) -> None:
+def _count(signum: int, frame: FrameType | None) -> None:
     global _left
     _left += 1
 

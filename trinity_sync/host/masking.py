@@ -47,7 +47,7 @@ def is_secret(name: str) -> bool:
     return not (len(words) > 1 and words[-2] in _NO_SECRET.get(words[-1], "").split())
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: object, name: str = "") -> Any:
     """Return a value for display, at any depth: secrets are masked, and references stay.
 
     Args:
@@ -87,12 +87,12 @@ def shown(place: str) -> str:
     return _QUERY.sub(lambda found: f"{found[1]}{found[2]}={MASK if is_secret(found[2]) else found[3]}", text)
 
 
-def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
+def without_secrets(text: str, place: str, options: Mapping[str, object]) -> str:
     """Return a text, such as a store's error, without the secrets of the place and its options."""
     return _without(text, (secret for secret in secrets_of([place, options]) if len(secret) > 3))
 
 
-def hide(settings: Mapping[str, Any]) -> None:
+def hide(settings: Mapping[str, object]) -> None:
     """Have `without_hidden` mask the secrets in resolved settings, for the life of this process."""
     found = secrets_of(settings)
     _hidden.update(one for one in found if len(one) >= (_LEAST_OF_LETTERS if one.isalpha() else _LEAST))
@@ -116,7 +116,7 @@ def _without(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def secrets_of(value: Any, *, secret: bool = False) -> Iterator[str]:
+def secrets_of(value: object, *, secret: bool = False) -> Iterator[str]:
     """Yield the secrets in settings, at any depth; `secret`: the value's name is a secret's."""
     if isinstance(value, str):
         if secret:

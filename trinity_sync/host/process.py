@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 DRIVER = "TRINITY_SYNC_LIFELINE"
 """Environment variable: path of a named pipe that only the driver of the run has open for writing."""
@@ -31,7 +30,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def small_actor(cls: type, *args: Any, **kwargs: Any) -> type:
+def small_actor(cls: type, *args: object, **kwargs: object) -> type:
     """Return a class that constructs `cls(*args, **kwargs)` without arguments, for actors with small processes.
 
     Ray imports pyarrow, where it is installed, into every worker that takes an argument or returns a value, to prepare

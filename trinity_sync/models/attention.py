@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import modeling_source
@@ -17,13 +16,13 @@ _FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
 _SDPA, _EAGER = "sdpa", "eager"
 
 
-def check_attention(fields: Mapping[str, Any], attention: str) -> None:
+def check_attention(fields: Mapping[str, object], attention: str) -> None:
     """Raise a ConfigError where `attention_problem` finds one."""
     if problem := attention_problem(fields, attention):
         raise ConfigError(f"model.attn_implementation {problem}")
 
 
-def attention_problem(fields: Mapping[str, Any], attention: str, where: str = "the model's config") -> str | None:
+def attention_problem(fields: Mapping[str, object], attention: str, where: str = "the model's config") -> str | None:
     """Return why an attention does not compute a model as its config says; None: it does, or the model comes with code.
 
     Args:
@@ -49,7 +48,7 @@ def attention_problem(fields: Mapping[str, Any], attention: str, where: str = "t
     return None
 
 
-def _of_kernels(source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _of_kernels(source: str, fields: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the config fields that a family leaves to the attention's kernel, and the kernels that apply each."""
     for field in re.findall(r"\bsoftcap=self\.(\w+)", source):
         if fields.get(field, True):

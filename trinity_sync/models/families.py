@@ -9,7 +9,6 @@ import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from trinity_sync.host.package_source import source_of
 
@@ -34,7 +33,7 @@ def suggestion(model_type: str) -> str:
     return f" (meant {close[0]}?)" if close else ""
 
 
-def auto_class(fields: Mapping[str, Any]) -> str:
+def auto_class(fields: Mapping[str, object]) -> str:
     """Return the auto class of transformers that makes a model: for the trainer, the explorers and the checks.
 
     It is verl's choice, because verl's engines choose by themselves (`verl.utils.model.get_hf_auto_model_class`).
@@ -45,9 +44,14 @@ def auto_class(fields: Mapping[str, Any]) -> str:
     return IMAGES if str(fields.get("model_type")) in _table("modeling_auto.py", _TABLES[IMAGES]) else TEXTS
 
 
-def class_problem(fields: Mapping[str, Any]) -> str | None:
+def class_problem(fields: Mapping[str, object]) -> str | None:
     """Return why no class makes a model that can be trained on texts, by its config.json; None: one does."""
-    family, named, code, chosen = str(fields.get("model_type")), _named(fields), _code_class(fields), auto_class(fields)
+    family, named, code, chosen = (
+        str(fields.get("model_type")),
+        named_class(fields),
+        _code_class(fields),
+        auto_class(fields),
+    )
     if named is None:
         return "config.json has no `architectures`, by which verl chooses the model's class"
     if code is None and chosen == IMAGES and family not in WITH_IMAGES:
@@ -66,7 +70,7 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def noise(fields: Mapping[str, Any]) -> str | None:
+def noise(fields: Mapping[str, object]) -> str | None:
     """Return the fields of a model's config by which training has noise that sampling lacks (dropout, router jitter),
     or None.
     """
@@ -80,7 +84,7 @@ def noise(fields: Mapping[str, Any]) -> str | None:
     return ", ".join(f"{name}={value}" for name, value in found.items()) or None
 
 
-def made_class(fields: Mapping[str, Any]) -> str | None:
+def made_class(fields: Mapping[str, object]) -> str | None:
     """Return the class that transformers makes of a config; None: the model comes with code, or the tables lack it."""
     if _code_class(fields) is not None:
         return None
@@ -93,15 +97,15 @@ def modeling_source(model_type: str) -> str | None:
     return source_of("transformers", f"models/{module}/modeling_{module}.py")
 
 
-def _named(fields: Mapping[str, Any]) -> str | None:
+def named_class(fields: Mapping[str, object]) -> str | None:
     """Return the class that the config names, which verl and vLLM use."""
     named = fields.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else None
 
 
-def _code_class(fields: Mapping[str, Any]) -> str | None:
+def _code_class(fields: Mapping[str, object]) -> str | None:
     """Return the auto class for which code comes with the model; None: none does."""
-    named, code = _named(fields), fields.get("auto_map")
+    named, code = named_class(fields), fields.get("auto_map")
     if named is None or not isinstance(code, Mapping):
         return None
     return next((kind for kind, value in code.items() if value is not None and named in value), None)

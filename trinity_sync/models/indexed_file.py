@@ -31,7 +31,7 @@ class IndexedFile:
     def __enter__(self) -> IndexedFile:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._opened.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:

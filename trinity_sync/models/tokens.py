@@ -38,7 +38,7 @@ class ModelTokens:
         self,
         tokenizer: PreTrainedTokenizerBase,
         config: PreTrainedConfig,
-        files: Mapping[str, Mapping[str, Any]] | None = None,
+        files: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         self.tokenizer, self.config = tokenizer, config
         rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -134,7 +134,7 @@ def _appended(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _fields(model_path: str, name: str) -> dict[str, Any]:
+def _fields(model_path: str, name: str) -> dict[str, object]:
     """Return the fields of a file of the model; empty if it is missing or cannot be read."""
     from transformers.utils.hub import cached_file
 
@@ -146,7 +146,7 @@ def _fields(model_path: str, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _ends(fields: Mapping[str, Any]) -> Iterator[Any]:
+def _ends(fields: Mapping[str, object]) -> Iterator[object]:
     """Yield the end tokens that the fields of a file name."""
     text = fields.get("text_config")
     for part in (fields, text if isinstance(text, Mapping) else {}):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_sync.errors import ConfigError
 
@@ -19,7 +19,7 @@ WITH_EXPERTS = ("qwen3_moe",)
 """Families with mixtures of experts in every layer."""
 
 
-def dense_layers(model: Mapping[str, Any]) -> dict[str, bool]:
+def dense_layers(model: Mapping[str, object]) -> dict[str, bool]:
     """Return, for the fields of a model's Hugging Face config, which settings leave layers without experts or route to
     one.
     """

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trinity_sync.backends.megatron.megatron_families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
 from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, check_unpadded, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine, MegatronEngineProtocol
 
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
 """Fields of megatron-core's `TransformerConfig` that other keys set."""
@@ -170,9 +173,9 @@ class MegatronOption(MegatronConfig, BackendOption):
             named |= {**cls.engine_keys, **_TRANSFORMER_KEYS}
             yield from ((f"{_OF_TRANSFORMER}.{name}", named.get(name)) for name in map(str, transformer))
 
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
         overrides = cfg.backend.overrides
-        transformer: dict[str, Any] = {
+        transformer: dict[str, object] = {
             # verl passes sequence_parallel to its other bridge only
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
             # fused kernels that need Apex or come with Transformer Engine
@@ -196,7 +199,7 @@ class MegatronOption(MegatronConfig, BackendOption):
             _OF_TRANSFORMER: {**transformer, **overrides.get(_OF_TRANSFORMER, {})},
         }
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
         trainer, ddp = cfg.trainer, cfg.backend.overrides.get("override_ddp_config", {})
         return {
             **adam_fields(cfg),
@@ -219,7 +222,7 @@ class MegatronOption(MegatronConfig, BackendOption):
 
         prepare()
 
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
         return McoreEngineConfig(**engine), McoreOptimizerConfig(**optimizer)
@@ -234,8 +237,10 @@ class MegatronOption(MegatronConfig, BackendOption):
         finally:
             set_rng_state(before)
 
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         # megatron-core takes seconds to import
         from trinity_sync.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(engine, wire_dtype, keep_fp32, restore_rng=self.restore_rng)
+        return MegatronBackend(
+            cast("MegatronEngineProtocol", engine), wire_dtype, keep_fp32, restore_rng=self.restore_rng
+        )

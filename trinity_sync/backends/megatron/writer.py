@@ -281,7 +281,7 @@ ALL = (MODEL, OPTIMIZER, EXTRA)
 RNG_OF_RANK = "rng_state_of_rank"
 """A `ShardedObject`, one for each rank."""
 
-_Content: TypeAlias = dict[str, Any]
+_Content: TypeAlias = dict[str, object]
 """megatron-core's notes about the content of a tree, from which a load describes it again."""
 
 
@@ -352,7 +352,7 @@ def load_model(manager: MegatronCheckpointManager, folder: Path, content: _Conte
         chunk.load_state_dict(loaded["model" if len(manager.model) == 1 else f"model{index}"], strict=True)
 
 
-def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> dict[str, Any] | None:
+def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> dict[str, object] | None:
     """Load the tree of the optimizer, and return the state of the schedule, if there is one, for `load_schedule`."""
     optimizer_state.materialise(manager.optimizer)
     # The load of the model has changed its description.
@@ -360,11 +360,11 @@ def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _C
     wanted = manager._build_optimizer_state_dict(model, content, is_loading=True)
     loaded = load_dist_checkpointing(wanted, str(folder / OPTIMIZER))
     optimizer_state.load(manager.optimizer, loaded["optimizer"])
-    schedule: dict[str, Any] | None = loaded.get("lr_scheduler")
+    schedule: dict[str, object] | None = loaded.get("lr_scheduler")
     return schedule
 
 
-def load_schedule(manager: MegatronCheckpointManager, state: dict[str, Any]) -> None:
+def load_schedule(manager: MegatronCheckpointManager, state: dict[str, object]) -> None:
     """Set the place in the schedule."""
     manager.lr_scheduler.num_steps = 0  # its load adds to the present count
     manager.lr_scheduler.load_state_dict(state)
