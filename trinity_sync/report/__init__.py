@@ -68,15 +68,15 @@ def write_trace(run: Run, target: Path | None = None) -> Path:
     """Write the timeline of a run as a trace for Perfetto and chrome://tracing.
 
     Args:
-    run: the run, from `load`.
-    target: the file; `trace.json` in the run's folder by default.
+        run: the run, from `load`.
+        target: the file; `trace.json` in the run's folder by default.
 
     Returns:
-    The file.
+        The file.
 
     Raises:
-    ConfigError: the target cannot be a file.
-    RunError: the disk refuses.
+        ConfigError: the target cannot be a file.
+        RunError: the disk refuses.
     """
     target = target or run.path / "trace.json"
     if target.is_dir() or not target.parent.is_dir():

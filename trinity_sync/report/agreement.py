@@ -33,10 +33,10 @@ class Agreement:
     """Comparison of the digests of jobs.
 
     Attributes:
-    jobs: the number of jobs that were compared.
-    sets: the number of sets of jobs that should be equal.
-    versions: the number of versions with digests of at least two jobs of a set.
-    differs: the first difference.
+        jobs: the number of jobs that were compared.
+        sets: the number of sets of jobs that should be equal.
+        versions: the number of versions with digests of at least two jobs of a set.
+        differs: the first difference.
     """
 
     jobs: int

@@ -37,12 +37,12 @@ class Series:
     """One curve.
 
     Attributes:
-    name: its name in the legend.
-    points: (x, y) by x; a None breaks the line.
-    colour: 0 to `COLOURS` - 1.
-    style: ``line``, ``faint`` (in the background), ``steps`` (level until the next point) or ``dots``.
-    dash: index of a dash pattern, 0 for a full line.
-    low, high: edges of a band around it, as points; none if empty.
+        name: its name in the legend.
+        points: (x, y) by x; a None breaks the line.
+        colour: 0 to `COLOURS` - 1.
+        style: ``line``, ``faint`` (in the background), ``steps`` (level until the next point) or ``dots``.
+        dash: index of a dash pattern, 0 for a full line.
+        low, high: edges of a band around it, as points; none if empty.
     """
 
     name: str
@@ -145,14 +145,14 @@ def line_chart(
     """Draw curves over one axis of numbers.
 
     Args:
-    series: the curves; those without a value are left out.
-    label: describes the chart for screen readers.
-    y_format: returns the text of a value.
-    width, height: size in pixels, before scaling.
-    y_bounds: values that the axis has to include, where not None.
-    log: a logarithmic vertical axis; values of zero or less are left out.
-    marks: vertical lines by x, with their text.
-    empty: the text of a chart without values.
+        series: the curves; those without a value are left out.
+        label: describes the chart for screen readers.
+        y_format: returns the text of a value.
+        width, height: size in pixels, before scaling.
+        y_bounds: values that the axis has to include, where not None.
+        log: a logarithmic vertical axis; values of zero or less are left out.
+        marks: vertical lines by x, with their text.
+        empty: the text of a chart without values.
     """
     most = min(_MOST_POINTS, max(100, _MOST_TOGETHER // max(len(series), 1)))
     curves = [item for item in (_thinned(item, log, most) for item in series) if item.pieces]
@@ -191,8 +191,8 @@ def bar_chart(
     """Draw stacked bars by step: one bar per step, or in a long run per few steps (means).
 
     Args:
-    xs: the steps, ascending.
-    parts: heights by name, one per step, the lowest part first.
+        xs: the steps, ascending.
+        parts: heights by name, one per step, the lowest part first.
     """
     if not xs or not parts:
         return _said(empty)

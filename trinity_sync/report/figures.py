@@ -20,11 +20,11 @@ class Figure:
     """One figure with its spread: of a job, or of several jobs that differ by their seeds.
 
     Attributes:
-    value: median or mean of the measurements; of several jobs the mean of their values.
-    low, high: of a job the quartiles; of several jobs the lowest and highest value.
-    least, most: the lowest and highest measurement; of several jobs as `low` and `high`.
-    tail: of a job the 95th (or 5th) percentile, the bad end.
-    count: the number of measurements of a job; of several jobs the number of jobs with a value.
+        value: median or mean of the measurements; of several jobs the mean of their values.
+        low, high: of a job the quartiles; of several jobs the lowest and highest value.
+        least, most: the lowest and highest measurement; of several jobs as `low` and `high`.
+        tail: of a job the 95th (or 5th) percentile, the bad end.
+        count: the number of measurements of a job; of several jobs the number of jobs with a value.
     """
 
     value: float
@@ -41,13 +41,13 @@ class Column:
     """A measured quantity.
 
     Attributes:
-    key: its name in JSON.
-    title: its name for people.
-    meaning: a short description.
-    better: the better direction.
-    statistic: the value of a job: median or mean of the measurements, or the only one.
-    text: formats a value.
-    measure: returns the measurements of a job.
+        key: its name in JSON.
+        title: its name for people.
+        meaning: a short description.
+        better: the better direction.
+        statistic: the value of a job: median or mean of the measurements, or the only one.
+        text: formats a value.
+        measure: returns the measurements of a job.
     """
 
     key: str

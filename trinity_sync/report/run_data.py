@@ -36,18 +36,18 @@ class Run:
     """One run.
 
     Attributes:
-    checkpoints: its checkpoint folder; None: not known.
-    record: the content of run.json, empty if missing.
-    metrics, events: its lines, oldest first.
-    samples: the last lines of samples.jsonl of the last step with training samples.
-    validation_samples: likewise of the last validation.
-    summary: the content of summary.json, computed from the current lines.
-    status: the status in run.json; ``interrupted`` if it says running but no process has locked the folder; ``not
-        started`` without a record.
-    config_text: the config as YAML, see `host.references.shown`; None if missing.
-    config: the config as a mapping, resolved.
-    overrides: the command-line overrides, secrets masked.
-    notes: one sentence for each file that could not be read.
+        checkpoints: its checkpoint folder; None: not known.
+        record: the content of run.json, empty if missing.
+        metrics, events: its lines, oldest first.
+        samples: the last lines of samples.jsonl of the last step with training samples.
+        validation_samples: likewise of the last validation.
+        summary: the content of summary.json, computed from the current lines.
+        status: the status in run.json; ``interrupted`` if it says running but no process has locked the folder; ``not
+            started`` without a record.
+        config_text: the config as YAML, see `host.references.shown`; None if missing.
+        config: the config as a mapping, resolved.
+        overrides: the command-line overrides, secrets masked.
+        notes: one sentence for each file that could not be read.
     """
 
     path: Path
@@ -123,7 +123,7 @@ def load(path: Path) -> Run | Sweep:
     """Read the folder of a run or of a sweep.
 
     Raises:
-    ConfigError: it is neither, or no folder.
+        ConfigError: it is neither, or no folder.
     """
     path = path.absolute()
     if not path.is_dir():

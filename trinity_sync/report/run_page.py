@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -233,12 +232,12 @@ class RunLine:
     """A run in a list; None: not known.
 
     Attributes:
-    status: as in a report, or `UNREADABLE`.
-    steps, total_steps: completed, and planned.
-    reward: mean of the last ten steps.
-    wall_s: seconds of all attempts.
-    started: the beginning of its newest attempt, in Unix seconds.
-    problems: one sentence for each file that could not be read.
+        status: as in a report, or `UNREADABLE`.
+        steps, total_steps: completed, and planned.
+        reward: mean of the last ten steps.
+        wall_s: seconds of all attempts.
+        started: the beginning of its newest attempt, in Unix seconds.
+        problems: one sentence for each file that could not be read.
     """
 
     path: Path
@@ -352,6 +351,8 @@ def _read_settings(folder: Path, line: RunLine) -> None:
     if not path.exists():
         return
     config = _load(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a mapping")
     values = [_at(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
         resolved = OmegaConf.create(config)
@@ -365,10 +366,13 @@ def _read_settings(folder: Path, line: RunLine) -> None:
 def _read_overrides(folder: Path, line: RunLine) -> None:
     path = folder / ".hydra" / "overrides.yaml"
     if path.exists():
-        line.overrides = [masked_override(str(text)) for text in _load(path) or ()]
+        overrides = _load(path) or []
+        if not isinstance(overrides, list):
+            raise ValueError(f"{path} is not a list")
+        line.overrides = [masked_override(str(text)) for text in overrides]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> object:
     try:
         return yaml.load(path.read_bytes(), Loader=_Loader)
     except yaml.YAMLError as error:

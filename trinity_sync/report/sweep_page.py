@@ -85,10 +85,10 @@ class SweepRow:
     """One row.
 
     Attributes:
-    settings: the overrides that distinguish it.
-    runs: its jobs; several differ by seed only.
-    figures: by the key of their column, where measured.
-    marks: by the key of their column, where marked.
+        settings: the overrides that distinguish it.
+        runs: its jobs; several differ by seed only.
+        figures: by the key of their column, where measured.
+        marks: by the key of their column, where marked.
     """
 
     settings: tuple[str, ...]
@@ -129,9 +129,9 @@ class SweepRow:
     def steps(self) -> str:
         """Completed steps of planned ones, from the fewest to the most."""
         done = sorted({run.summary["steps"] for run in self.runs})
-        asked = {run.total_steps for run in self.runs} - {None}
+        planned = {run.total_steps for run in self.runs} - {None}
         text = str(done[0]) if len(done) == 1 else f"{done[0]} to {done[-1]}"
-        return f"{text}/{asked.pop()}" if len(asked) == 1 else text
+        return f"{text}/{planned.pop()}" if len(planned) == 1 else text
 
     @property
     def faults(self) -> int:

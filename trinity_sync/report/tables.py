@@ -36,8 +36,8 @@ def render(found: Run | Sweep, width: int | None = None) -> str:
     lines = _sweep(found, width) if isinstance(found, Sweep) else _run(found, width)
     for run in runs:
         error = run.record.get("error") if isinstance(found, Sweep) else None  # a single run has it in its table
-        told = [*([f"{run.status}: {error}"] if error else []), *run.notes]
-        lines += textwrap.wrap(f"{run.path.name}: {' '.join(told)}", width) if told else []
+        notes = [*([f"{run.status}: {error}"] if error else []), *run.notes]
+        lines += textwrap.wrap(f"{run.path.name}: {' '.join(notes)}", width) if notes else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -170,8 +170,8 @@ def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) ->
     """Choose the steps to show: the last ones, and the slowest one before them.
 
     Args:
-    since: the beginning of the newest attempt, in Unix seconds. A window shows one attempt only, since days may lie
-        between two.
+        since: the beginning of the newest attempt, in Unix seconds. A window shows one attempt only, since days may lie
+            between two.
     """
     steps = [span for span in lanes.get(TRAINER, []) if span.what == "step"]
     if not steps:
@@ -273,13 +273,13 @@ class TimelineSpan(NamedTuple):
     """A piece of work.
 
     Attributes:
-    who: an explorer's name, or one of `TRAINER`, `AGENT`, `SAVES` and `MIRROR`.
-    what: ``step`` and its parts; ``generate``, ``load`` and its ``pause``; ``digest``, ``publish``; ``save`` with
-        ``write`` and ``commit``; ``copy``.
-    about: its step or version, such as ``step 12``.
-    begin, end: Unix seconds.
-    parts: its consecutive parts.
-    facts: further values, by name.
+        who: an explorer's name, or one of `TRAINER`, `AGENT`, `SAVES` and `MIRROR`.
+        what: ``step`` and its parts; ``generate``, ``load`` and its ``pause``; ``digest``, ``publish``; ``save`` with
+            ``write`` and ``commit``; ``copy``.
+        about: its step or version, such as ``step 12``.
+        begin, end: Unix seconds.
+        parts: its consecutive parts.
+        facts: further values, by name.
     """
 
     who: str
@@ -335,7 +335,7 @@ def span_rows(ordered: Iterable[TimelineSpan], slack_s: float = 1e-3) -> list[li
     """Put the spans of one lane, sorted by begin, into as few rows without overlaps as possible.
 
     Args:
-    slack_s: clocks differ by up to this; for such an overlap the later span is cut.
+        slack_s: clocks differ by up to this; for such an overlap the later span is cut.
     """
     found: list[list[TimelineSpan]] = []
     for span in ordered:

@@ -35,7 +35,7 @@ _INSTANTS = {FaultEvent: _RUN, SkipEvent: _AGENT, CommitEvent: _SAVES, PruneEven
 def document(run: Run) -> Iterator[str]:
     """Return the trace of a run as pieces of one JSON object; the run may be running."""
     about = {"run": str(run.path), "name": run.name, "status": run.status}
-    about["clock"] = "the driver's: others told it how long they took"
+    about["clock"] = "the driver's; other processes reported their durations"
     yield f'{{"displayTimeUnit": "ms", "otherData": {_text(about)}, "traceEvents": [\n'
     separator = ""
     for event in events(run):

@@ -29,11 +29,11 @@ class Bundle:
     """A run for another machine.
 
     Attributes:
-    record: the environment, from its run.json.
-    config_name: the primary config.
-    overrides: of the command line, as text.
-    config: all settings, resolved.
-    outcome: digests and metrics.
+        record: the environment, from its run.json.
+        config_name: the primary config.
+        overrides: of the command line, as text.
+        config: all settings, resolved.
+        outcome: digests and metrics.
     """
 
     record: RunJson
@@ -65,7 +65,7 @@ def read_bundle(path: Path) -> Bundle:
     """Read a file of `Bundle.write`.
 
     Raises:
-    ConfigError: it cannot be read, is not a bundle, is from a newer version, or was changed since it was written.
+        ConfigError: it cannot be read, is not a bundle, is from a newer version, or was changed since it was written.
     """
     try:
         content = json.loads(path.read_bytes())

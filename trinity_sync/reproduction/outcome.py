@@ -37,8 +37,8 @@ class Outcome:
     """The numbers that a run computed.
 
     Attributes:
-    digests: digest of the weights by published or committed step, 0 for the initial ones.
-    metrics: numbers by step and name, without measured times.
+        digests: digest of the weights by published or committed step, 0 for the initial ones.
+        metrics: numbers by step and name, without measured times.
     """
 
     digests: Mapping[int, str] = field(default_factory=dict)
@@ -65,10 +65,10 @@ class Comparison:
     """Comparison of two outcomes.
 
     Attributes:
-    versions, values: the number of digests and metrics that both have.
-    unequal: the differences by step; metrics come before the digest of the version that they led to.
-    absent: steps that only the old outcome has. Versions do not count if the new outcome has a later one: a run that
-        is stopped saves one more.
+        versions, values: the number of digests and metrics that both have.
+        unequal: the differences by step; the metrics of a step come before its digest.
+        absent: steps that only the old outcome has. A version does not count if the new outcome has a later one: a
+            stopped run saves one more.
     """
 
     versions: int
@@ -121,7 +121,7 @@ def read_outcome(folder: Path, record: RunJson) -> Outcome:
     """Read the outcome of a run's folder, and its last version from its record.
 
     Raises:
-    ConfigError: a log cannot be read, or is damaged.
+        ConfigError: a log cannot be read, or is damaged.
     """
     try:
         metrics, events = json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")

@@ -18,13 +18,13 @@ def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: 
     """Add ``prune`` events to a run that has ended, and update its summary.
 
     Args:
-    pruned: step, reason and freed bytes of each deleted checkpoint.
+        pruned: step, reason and freed bytes of each deleted checkpoint.
 
     Returns:
-    False if the run is still running: nothing is written, as its summary will look at the disk.
+        False if the run is still running: nothing is written, as its summary will look at the disk.
 
     Raises:
-    ConfigError, RunError: its files cannot be read or written.
+        ConfigError, RunError: its files cannot be read or written.
     """
     try:
         with RunFolder.open(run, resume=True) as folder:

@@ -44,7 +44,7 @@ def standing(folder: Path) -> Standing:
     """Return the status of a run.
 
     Raises:
-    ConfigError: there is a run.json that cannot be read.
+        ConfigError: there is a run.json that cannot be read.
     """
     owner = lock_owner(folder)
     record = read_record(folder / "run.json") if (folder / "run.json").exists() else None
@@ -79,8 +79,8 @@ class Tail:
         """Return the new whole lines.
 
         Raises:
-        ReplacedError: the log was cut or replaced.
-        RunError: it cannot be read.
+            ReplacedError: the log was cut or replaced.
+            RunError: it cannot be read.
         """
         try:
             with self.path.open("rb") as file:

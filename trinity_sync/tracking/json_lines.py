@@ -28,7 +28,7 @@ class JsonlWriter:
     """Appends objects to a file that only this process writes. Any thread may append.
 
     Raises:
-    RunError: the file cannot be opened, or is a link.
+        RunError: the file cannot be opened, or is a link.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class JsonlWriter:
         """Write one line; the operating system has it on return.
 
         Raises:
-        RunError: the disk refuses (full, gone), or the writer is closed. Earlier lines are unharmed.
+            RunError: the disk refuses (full, gone), or the writer is closed. Earlier lines are unharmed.
         """
         line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
@@ -63,7 +63,7 @@ class JsonlWriter:
         """Make the lines durable and close the file; closing twice is fine.
 
         Raises:
-        RunError: the disk did not take the lines.
+            RunError: the disk did not take the lines.
         """
         with self._lock:
             handle, self._handle = self._handle, None
@@ -117,13 +117,13 @@ def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> 
     """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte.
 
     Args:
-    key: returns the step of a line; None: the line always stays.
+        key: returns the step of a line; None: the line always stays.
 
     Returns:
-    The number of whole lines that were dropped.
+        The number of whole lines that were dropped.
 
     Raises:
-    RunError: the log is damaged before its last line, or the disk refuses; the log is then unchanged.
+        RunError: the log is damaged before its last line, or the disk refuses; the log is then unchanged.
     """
     if not path.exists():
         return 0
@@ -226,7 +226,7 @@ def write_atomic(path: Path, data: bytes | Iterable[str]) -> None:
     """Replace `path` by `data`, given as bytes or as pieces of text. Readers see the old content or the new one.
 
     Raises:
-    RunError: the disk refuses (full, read-only, gone); the old file is still there.
+        RunError: the disk refuses (full, read-only, gone); the old file is still there.
     """
     try:
         replace_file(path, data)

@@ -59,17 +59,17 @@ class LiveView:
     """Shows a run: phases, steps and events. Any thread may call; nothing is raised.
 
     Args:
-    mode: ``panel`` (redrawn), ``line`` (plain lines), ``off``, or ``auto``: panel on a terminal, line elsewhere.
-    state: the run's state; from now on only this view feeds it.
-    console: the output; standard output by default.
-    clock: returns Unix seconds.
-    interval_s: in line mode, seconds between lines of steps (each tenth of the steps has one too).
+        mode: ``panel`` (redrawn), ``line`` (plain lines), ``off``, or ``auto``: panel on a terminal, line elsewhere.
+        state: the run's state; from now on only this view feeds it.
+        console: the output; standard output by default.
+        clock: returns Unix seconds.
+        interval_s: in line mode, seconds between lines of steps (each tenth of the steps has one too).
 
     Attributes:
-    failure: the error of the last drawing; None: it worked.
+        failure: the error of the last drawing; None: it worked.
 
     Raises:
-    ValueError: an unknown mode.
+        ValueError: an unknown mode.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class LiveView:
         """Switch to another run; line mode prints its state at once.
 
         Args:
-        state: the run; None: none is shown.
-        label: prefix of its lines.
-        above: draws the area above its panel.
+            state: the run; None: none is shown.
+            label: prefix of its lines.
+            above: draws the area above its panel.
         """
         with self._lock:
             self._above, self._shown = above, state is not None
@@ -277,8 +277,8 @@ def step_line(state: RunState) -> str:
     parts += [f"loss {units.number(loss)}"] if loss is not None else []
     parts += rate_cells(state)
     if state.published is not None:
-        held = sorted(set(state.held.values()))
-        spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
+        versions = sorted(set(state.held.values()))
+        spread = str(versions[0]) if len(versions) == 1 else f"{versions[0]}-{versions[-1]}" if versions else ""
         parts.append(f"version {state.published.version}" + (f" (explorers at {spread})" if spread else ""))
         parts.append(f"blocked {units.seconds(state.published.blocked_s)}")
     ready = units.finite(state.metrics.get("samples/ready"))
@@ -329,8 +329,8 @@ class LiveRow:
     """A row of the panel: a label and cells; lines break between cells.
 
     Attributes:
-    drawing: drawn after the first cell where there is room.
-    most: the largest number of lines; None: no limit.
+        drawing: drawn after the first cell where there is room.
+        most: the largest number of lines; None: no limit.
     """
 
     label: str
@@ -362,14 +362,14 @@ class RunPanel:
         if bordered and self._too_high(lines, bordered):
             bordered, width = False, min(options.max_width, _WIDEST)
             lines = self._lines(rows, width, bordered)
-        gone: list[str] = []
+        dropped: list[str] = []
         while self._too_high(lines, bordered) and len(rows) > 1:
             found = [row for label in _LEAST_FIRST for row in rows if row.label == label]
             rows.remove(found[0] if found else rows[0])
-            gone.append(found[0].label if found else "")
+            dropped.append(found[0].label if found else "")
             lines = self._lines(rows, width, bordered)
-        if any(gone):
-            lines[-1] = Text(f"no room: {', '.join(filter(None, gone))}", style="dim")
+        if any(dropped):
+            lines[-1] = Text(f"no room: {', '.join(filter(None, dropped))}", style="dim")
         if not bordered:
             for line in lines:
                 line.truncate(width)
@@ -407,15 +407,15 @@ class RunPanel:
         return lines if bordered else [*lines, Text(f"after {self._elapsed}", style="dim")]
 
     def _row(self, row: LiveRow, indent: int, width: int) -> list[Text]:
-        beside = width - indent >= _NARROWEST
-        room = width - indent if beside else width
+        two_columns = width - indent >= _NARROWEST
+        room = width - indent if two_columns else width
         lines = self._flow(row.cells, room)
         if row.most is not None and len(lines) > row.most:
             lines = lines[: row.most]
             mark = self._marks[1]
             lines[-1] = f"{lines[-1][: room - len(mark)]}{mark}"
         texts = [Text(line, style=row.style) for line in lines]
-        if not beside:
+        if not two_columns:
             return [Text(row.label, style="bold"), *texts]
         if len(lines) == 1:
             texts = [self._drawn(row, room) or texts[0]]

@@ -33,9 +33,9 @@ class MlflowTracker:
     """Logs the metrics to one run of an experiment, which a resume continues, and the config as its parameters.
 
     Args:
-    experiment: the experiment's name; created if missing.
-    uri: tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
-    timeout_s: see `Tracker`.
+        experiment: the experiment's name; created if missing.
+        uri: tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
+        timeout_s: see `Tracker`.
     """
 
     apart = True
@@ -50,7 +50,7 @@ class MlflowTracker:
         """Begin a run, or continue the earlier one.
 
         Raises:
-        ConfigError: MLflow is not installed, the server does not answer, or it has no such run.
+            ConfigError: MLflow is not installed, the server does not answer, or it has no such run.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         folder = run.folder / "mlflow"

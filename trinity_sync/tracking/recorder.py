@@ -38,11 +38,11 @@ from trinity_sync.tracking.json_lines import plain
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.run_end import (
     ResumeCommand,
+    beginning_text,
+    ending_text,
+    event_text,
     render_summary,
-    told_beginning,
-    told_ending,
-    told_event,
-    told_step,
+    step_text,
 )
 from trinity_sync.tracking.run_record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
@@ -58,12 +58,12 @@ class Recorder:
 
     ::
 
-    with RunFolder.open(path, resume=False) as folder, Recorder.start(folder, ...) as recorder:
-        recorder.phase("starting Ray")
-        for step in ...:
-            recorder.event(PublishEvent(version=step, ...))  # from any thread
-            recorder.metrics(step, {"reward/mean": 0.5, "timing/update": 0.2})
-        recorder.finish("completed", peak_memory={"trainer": 10**9})
+        with RunFolder.open(path, resume=False) as folder, Recorder.start(folder, ...) as recorder:
+            recorder.phase("starting Ray")
+            for step in ...:
+                recorder.event(PublishEvent(version=step, ...))  # from any thread
+                recorder.metrics(step, {"reward/mean": 0.5, "timing/update": 0.2})
+            recorder.finish("completed", peak_memory={"trainer": 10**9})
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._finished = False
         self._late: list[Event] = []
-        trackers.tell_faults(self._tracker_fault)
+        trackers.report_faults(self._tracker_fault)
 
     @classmethod
     def start(
@@ -124,21 +124,21 @@ class Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
 
         Args:
-        folder: the run folder, locked by this process.
-        command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
-        total_steps: the last step of the run; None: no limit.
-        name, subtitle: title of the view, and a note next to it (backend, sync mode).
-        config: for the trackers, see `TrackedRun`.
-        resumed_from: the step from which a resume starts, required for a resume; later lines are cut.
-        view: mode of the live view.
-        report: writes the report of a run folder at the end; a failure is only logged.
-        resume: returns the command that resumes the run, for the summary.
-        checkpoints: the checkpoint folder, in which the summary counts checkpoints; None: it counts by the events.
-        clock: returns Unix seconds.
+            folder: the run folder, locked by this process.
+            command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
+            total_steps: the last step of the run; None: no limit.
+            name, subtitle: title of the view, and a note next to it (backend, sync mode).
+            config: for the trackers, see `TrackedRun`.
+            resumed_from: the step from which a resume starts, required for a resume; later lines are cut.
+            view: mode of the live view.
+            report: writes the report of a run folder at the end; a failure is only logged.
+            resume: returns the command that resumes the run, for the summary.
+            checkpoints: the checkpoint folder, in which the summary counts checkpoints; None: it counts by the events.
+            clock: returns Unix seconds.
 
         Raises:
-        ConfigError: a tracker cannot start, or an earlier run.json cannot be read; nothing is written in this case.
-        RunError: the disk refuses.
+            ConfigError: a tracker cannot start, or an earlier run.json cannot be read; nothing is written in this case.
+            RunError: the disk refuses.
         """
         if folder.resumed and resumed_from is None:
             raise ValueError("a resume needs the step it starts from")
@@ -164,7 +164,7 @@ class Recorder:
                 json_lines.cut_after(folder.events, resumed_from, key=event_line_step)
                 _cut_samples(folder.samples, resumed_from)
             record.start()
-            story.info("%s", told_beginning(record.to_json(), name, subtitle))
+            story.info("%s", beginning_text(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
                 for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
@@ -187,13 +187,13 @@ class Recorder:
 
     def phase(self, text: str) -> None:
         """Record work outside of the steps, such as ``starting Ray``."""
-        self._tell(PhaseEvent(what=text))
+        self._record_shown(PhaseEvent(what=text))
 
     def saving(self, step: int) -> None:
         """Record that a checkpoint is being written; the commit of this step or of a later one ends it."""
-        self._tell(SaveEvent(step=step))
+        self._record_shown(SaveEvent(step=step))
 
-    def _tell(self, event: Event) -> None:
+    def _record_shown(self, event: Event) -> None:
         """Record an event that only the views need: if the disk refuses it, the run goes on."""
         try:
             self.event(event)
@@ -205,12 +205,12 @@ class Recorder:
         """Record the numbers of one trainer step, such as ``reward/mean`` and ``timing/update`` (seconds).
 
         Raises:
-        RunError: the disk refuses.
+            RunError: the disk refuses.
         """
         numbers = {name: plain(value) for name, value in {**(values or {}), **more}.items()}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
-        story.info("%s", told_step(int(step), numbers))
+        story.info("%s", step_text(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.take(line)
 
@@ -230,7 +230,7 @@ class Recorder:
         """Record one event with the time and the attempt. Any thread; after `finish` it is dropped with a log line.
 
         Raises:
-        RunError: the disk refuses.
+            RunError: the disk refuses.
         """
         event = replace(event, time=self._clock(), attempt=self.attempt)
         if not self._record_event(event):
@@ -240,8 +240,8 @@ class Recorder:
         """Record a failure. Any thread.
 
         Args:
-        where: the part that failed: an actor, a rank, a stage of the work.
-        error: the reason.
+            where: the part that failed: an actor, a rank, a stage of the work.
+            error: the reason.
         """
         text = error if isinstance(error, str) else str(error) or type(error).__name__
         found = None if isinstance(error, str) else origin(error)
@@ -254,11 +254,11 @@ class Recorder:
         Every part is tried even if another one fails. A second call does nothing.
 
         Args:
-        error: the reason of a failure, one paragraph.
-        peak_memory: bytes by role; the driver's own is added.
+            error: the reason of a failure, one paragraph.
+            peak_memory: bytes by role; the driver's own is added.
 
         Raises:
-        RunError: the disk refused one of the files (the first error).
+            RunError: the disk refused one of the files (the first error).
         """
         error = error and without_hidden(error)
         with self._lock:
@@ -295,7 +295,7 @@ class Recorder:
             attempt(self._add_late)
             attempt(conclude)
         self._write_report()
-        story.info("%s", told_ending(status, error, summary))
+        story.info("%s", ending_text(status, error, summary))
         flush_logs()
         if summary is not None:
             folder, total = self.folder.path, self._total
@@ -341,7 +341,7 @@ class Recorder:
         with self._lock:
             if self._finished:
                 return False
-            story.log(logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", told_event(event))
+            story.log(logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", event_text(event))
             line = event_line(event)
             self._events.append(line)
         self._trackers.event(line)
@@ -352,7 +352,7 @@ class Recorder:
         """Record a fault of a tracker. Trackers end after the run's record: their last faults wait for `finish`."""
         event = FaultEvent(time=self._clock(), attempt=self.attempt, where=where, error=without_hidden(error))
         if not self._record_event(event):
-            story.warning("%s", told_event(event))
+            story.warning("%s", event_text(event))
             self._late.append(event)
 
     def _add_late(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict, TypeGuard
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
@@ -103,16 +103,16 @@ class RunRecord:
     """The record of the current attempt, with the earlier ones in `attempts`.
 
     Attributes:
-    attempt: 0 for a fresh run, one more for each resume.
-    command: the command line, quoted for a shell.
-    git: the state of the working directory's repository; None without one.
-    packages: versions of Python and of the distributions that decide the numbers.
-    hardware: properties of the driver's machine that decide rounding, see `host.hardware`.
-    threads: CPU threads per process, one number or one per role; they change sums, hence digests.
-    reproducible: whether a repetition gives the same digests; a run whose parts go at their own pace does not.
-    last_version: the newest version, once the attempt has ended.
-    places: the places outside of the run folder, by config key; None: inside it, or none.
-    started, ended: Unix seconds; `ended` is None while the attempt runs.
+        attempt: 0 for a fresh run, one more for each resume.
+        command: the command line, quoted for a shell.
+        git: the state of the working directory's repository; None without one.
+        packages: versions of Python and of the distributions that decide the numbers.
+        hardware: properties of the driver's machine that decide rounding, see `host.hardware`.
+        threads: CPU threads per process, one number or one per role; they change sums, hence digests.
+        reproducible: whether a repetition gives the same digests; a run whose parts go at their own pace does not.
+        last_version: the newest version, once the attempt has ended.
+        places: the places outside of the run folder, by config key; None: inside it, or none.
+        started, ended: Unix seconds; `ended` is None while the attempt runs.
     """
 
     path: Path
@@ -156,14 +156,14 @@ class RunRecord:
         """Describe an attempt; nothing is written before `start`.
 
         Args:
-        path: run.json. If it exists this is one attempt more, else attempt 0.
-        command: as typed; a sequence is quoted and joined.
-        id: the run id; None: that of run.json, or a new one.
-        source: the folder whose git commit counts; the working directory by default.
-        clock: returns Unix seconds.
+            path: run.json. If it exists this is one attempt more, else attempt 0.
+            command: as typed; a sequence is quoted and joined.
+            id: the run id; None: that of run.json, or a new one.
+            source: the folder whose git commit counts; the working directory by default.
+            clock: returns Unix seconds.
 
         Raises:
-        ConfigError: run.json exists and cannot be read.
+            ConfigError: run.json exists and cannot be read.
         """
         earlier = _earlier_attempts(read_record(path)) if path.exists() else []
         return cls(
@@ -194,12 +194,12 @@ class RunRecord:
         """Write the end of the attempt.
 
         Args:
-        status: completed, failed or interrupted.
-        error: the reason of a failure, one paragraph.
-        last_version: the newest that was published or committed.
+            status: completed, failed or interrupted.
+            error: the reason of a failure, one paragraph.
+            last_version: the newest that was published or committed.
 
         Raises:
-        RunError: the disk refuses.
+            RunError: the disk refuses.
         """
         if status not in ENDINGS:
             raise ValueError(f"a run ends as one of {', '.join(ENDINGS)}, not as {status!r}")
@@ -251,16 +251,16 @@ def read_record(path: Path) -> RunJson:
     """Read the content of a run.json.
 
     Raises:
-    ConfigError: it is missing, is not a record of a run, or is from a newer version.
+        ConfigError: it is missing, is not a record of a run, or is from a newer version.
     """
     try:
         record: RunJson = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
-    if isinstance(record, dict) and isinstance(made := record.get("format", FORMAT), int) and made > FORMAT:
+    if isinstance(record, dict) and isinstance(number := record.get("format", FORMAT), int) and number > FORMAT:
         raise ConfigError(
-            f"{path} has format {made}, written by a newer version; this one reads up to {FORMAT}: install the version "
-            "that the run was made with"
+            f"{path} has format {number}, written by a newer version; this one reads up to {FORMAT}: install the "
+            "version that made the run"
         )
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
         raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
@@ -276,7 +276,7 @@ def check_shape(record: Mapping[str, object], path: Path) -> None:
     """Check the types of a record, or of an attempt in it; another program may have written it.
 
     Raises:
-    ConfigError: a value has the wrong type or range.
+        ConfigError: a value has the wrong type or range.
     """
     for name, fits in _SHAPES.items():
         value = record.get(name)
@@ -301,7 +301,7 @@ def is_run_id(text: object) -> bool:
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
-def _has(part: object, **kinds: type) -> bool:
+def _has(part: object, **kinds: type) -> TypeGuard[dict[str, object]]:
     """Return whether something is a mapping with values of these types."""
     return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
 
@@ -315,7 +315,7 @@ def _are_threads(value: object) -> bool:
     return all(isinstance(count, int | None) and _in_range(count, 1, MOST_THREADS) for count in counts)
 
 
-_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+_SHAPES: Mapping[str, Callable[[object], bool]] = {
     "attempt": _is_count,
     "resumed_from": _is_count,
     "started": lambda value: _in_range(value, 0, _MOST),
@@ -337,16 +337,16 @@ def run_id(path: Path) -> str:
     Earlier releases wrote no id: then a new one is saved, so the next call returns the same.
 
     Raises:
-    ConfigError: the file cannot be read.
-    RunError: the disk refuses.
+        ConfigError: the file cannot be read.
+        RunError: the disk refuses.
     """
-    made = uuid.uuid4().hex
+    new_id = uuid.uuid4().hex
     if not path.exists():
-        return made
+        return new_id
     record = read_record(path)
     if "id" not in record:
-        write_json(path, record | {"id": made})
-    return record.get("id") or made
+        write_json(path, record | {"id": new_id})
+    return record.get("id") or new_id
 
 
 def package_versions() -> dict[str, str]:
@@ -432,15 +432,15 @@ class RunFolder:
 
     ::
 
-    with RunFolder.open("outputs/copy/2026-01-31_14-05", resume=False) as folder:
-        ...  # folder.metrics, folder.logs, ...
+        with RunFolder.open("outputs/copy/2026-01-31_14-05", resume=False) as folder:
+            ...  # folder.metrics, folder.logs, ...
 
     Attributes:
-    path: the folder, absolute.
-    resumed: whether the run in the folder is resumed.
-    model: the folder of the initial model, where it is made here.
-    checkpoints: the folder of checkpoints, unless `checkpoint.dir` names another.
-    slots: the folder of slots as files, where shared memory is too small for them; deleted at the end of the run.
+        path: the folder, absolute.
+        resumed: whether the run in the folder is resumed.
+        model: the folder of the initial model, where it is made here.
+        checkpoints: the folder of checkpoints, unless `checkpoint.dir` names another.
+        slots: the folder of slots as files, where shared memory is too small for them; deleted at the end of the run.
     """
 
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
@@ -464,19 +464,19 @@ class RunFolder:
         """Lock the folder for this process.
 
         Args:
-        path: the folder. Created for a fresh run; must have a run for a resume.
-        resume: whether to resume the run in the folder.
+            path: the folder. Created for a fresh run; must have a run for a resume.
+            resume: whether to resume the run in the folder.
 
         Raises:
-        RunFolderInUse: another process has locked it.
-        ConfigError: a fresh run in a folder that has one, a resume where there is none, or the folder takes no writes.
+            RunFolderInUse: another process has locked it.
+            ConfigError: a fresh run in a folder with a run, a resume without one, or a folder that takes no writes.
         """
         path = Path(path).absolute()
         run_json = path / "run.json"
-        held = _held.pop(path.resolve(), None)
+        early = _locks.pop(path.resolve(), None)
         if resume and not run_json.exists():
             raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
-        lock = _locked(path) if held is None else held
+        lock = _locked(path) if early is None else early
         try:
             if not resume and run_json.exists():
                 raise ConfigError(
@@ -511,25 +511,25 @@ class RunFolder:
         self.close()
 
 
-_held: dict[Path, int] = {}
+_locks: dict[Path, int] = {}
 """Locks of folders for the next run of this process."""
 
 
-def hold(path: str | os.PathLike[str]) -> None:
-    """Make and lock the folder of the next run, before anything is written to it, until `RunFolder.open` or `let_go`.
+def lock_run_folder(path: str | os.PathLike[str]) -> None:
+    """Make and lock the folder of the next run, until `RunFolder.open` takes the lock over, or `unlock_run_folder`.
 
     Raises:
-    RunFolderInUse: another process has locked it.
-    ConfigError: it takes no writes.
+        RunFolderInUse: another process has locked it.
+        ConfigError: it takes no writes.
     """
     path = Path(path).absolute()
     lock = _locked(path)
-    _held[path.resolve()] = lock
+    _locks[path.resolve()] = lock
 
 
-def let_go(path: str | os.PathLike[str]) -> None:
-    """Unlock a folder that `hold` has locked, if no run has begun in it."""
-    lock = _held.pop(Path(path).resolve(), None)
+def unlock_run_folder(path: str | os.PathLike[str]) -> None:
+    """Unlock a folder of `lock_run_folder`, if no run has begun in it."""
+    lock = _locks.pop(Path(path).resolve(), None)
     if lock is not None:
         os.close(lock)
 

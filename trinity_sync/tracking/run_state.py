@@ -50,16 +50,16 @@ class RunState:
     """Follows a run by its lines in metrics.jsonl and events.jsonl. Not thread-safe.
 
     Attributes:
-    attempt, began: the newest attempt, and its beginning in Unix seconds.
-    step, stepped: the last completed step; its end in Unix seconds, None before the attempt's first step.
-    phases: work of the attempt outside of its steps, each with its beginning.
-    metrics: the line of the last step.
-    rewards, losses: values of the steps of all attempts.
-    committed, committed_at: the newest full checkpoint of all attempts, and its time.
-    held: explorer -> step of its version.
-    saving: the step whose checkpoint is being written.
-    faults, fault: the attempt's number of faults, and the newest.
-    dropped: samples dropped as too stale in the attempt.
+        attempt, began: the newest attempt, and its beginning in Unix seconds.
+        step, stepped: the last completed step; its end in Unix seconds, None before the attempt's first step.
+        phases: work of the attempt outside of its steps, each with its beginning.
+        metrics: the line of the last step.
+        rewards, losses: values of the steps of all attempts.
+        committed, committed_at: the newest full checkpoint of all attempts, and its time.
+        held: explorer -> step of its version.
+        saving: the step whose checkpoint is being written.
+        faults, fault: the attempt's number of faults, and the newest.
+        dropped: samples dropped as too stale in the attempt.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RunState:
         """Take an event, or the metrics of a step; unknown lines are ignored.
 
         Args:
-        now: Unix seconds, for a line without a time.
+            now: Unix seconds, for a line without a time.
         """
         at = line_time(line)
         at = now if at is None else at

@@ -103,9 +103,9 @@ class ShapesFigures(TypedDict):
     """The cost of a version where only bytes are moved (`workload=bytes`).
 
     Attributes:
-    share: of the bytes of the whole model.
-    gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
-    copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
+        share: of the bytes of the whole model.
+        gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
+        copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
     """
 
     share: float
@@ -117,13 +117,13 @@ class Summary(TypedDict):
     """The content of summary.json; None: not measured.
 
     Attributes:
-    steps: the last completed one.
-    wall_s: seconds of all attempts.
-    reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
-    digests: step as text -> digest.
-    skipped_updates: optimizer steps with a gradient that is not finite.
-    failed_rewards: responses that the task could not judge.
-    peak_memory: bytes by role.
+        steps: the last completed one.
+        wall_s: seconds of all attempts.
+        reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
+        digests: step as text -> digest.
+        skipped_updates: optimizer steps with a gradient that is not finite.
+        failed_rewards: responses that the task could not judge.
+        peak_memory: bytes by role.
     """
 
     status: str
@@ -229,8 +229,8 @@ def kept_checkpoints(events: Iterable[Event], checkpoints: Path | None = None) -
     """List the commits that were not pruned later, by step; a step committed again counts once.
 
     Args:
-    checkpoints: the checkpoint folder; checkpoints that it lacks are not kept. None, or a folder that cannot be read:
-        count by the events alone.
+        checkpoints: the checkpoint folder; checkpoints that it lacks are not kept. None, or an unreadable folder:
+            count by the events alone.
     """
     kept = _kept(events, checkpoints)
     return [kept[step] for step in sorted(kept)]
@@ -420,9 +420,9 @@ class MismatchFigures(TypedDict):
     """Difference of the samplers' log-probs from the trainer's; None: no step measured it.
 
     Attributes:
-    kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
-    log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
-    log_prob_abs_diff_max: the largest of all steps.
+        kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
+        log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
+        log_prob_abs_diff_max: the largest of all steps.
     """
 
     kl: float | None
@@ -482,7 +482,7 @@ def was_validated(metrics: Path, step: int) -> bool:
     """Return whether metrics.jsonl has a validation of a step's version.
 
     Raises:
-    RunError: it is damaged.
+        RunError: it is damaged.
     """
     lines = (line for line in json_lines.read(metrics) if json_lines.metrics_step(line) == step)
     return any(name.startswith("val/") for line in lines for name in line)

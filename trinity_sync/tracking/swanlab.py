@@ -53,7 +53,7 @@ class SwanlabTracker:
         """Open the experiment, the earlier one on a resume.
 
         Raises:
-        ConfigError: SwanLab is not installed, or refuses (no login, wrong mode).
+            ConfigError: SwanLab is not installed, or refuses (no login, wrong mode).
         """
         try:
             import swanlab

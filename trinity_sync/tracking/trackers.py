@@ -31,11 +31,11 @@ class TrackedRun:
     """The run as a tracker sees it.
 
     Attributes:
-    folder: the run folder.
-    name: the run's name.
-    config: the config to show, see `host.references.shown`.
-    attempt: 0, or one more for each resume.
-    resumed_from: the step from which a resume starts; later points of earlier attempts are abandoned.
+        folder: the run folder.
+        name: the run's name.
+        config: the config to show, see `host.references.shown`.
+        attempt: 0, or one more for each resume.
+        resumed_from: the step from which a resume starts; later points of earlier attempts are abandoned.
     """
 
     folder: Path
@@ -76,11 +76,11 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     """Build the trackers that the config names, not started yet.
 
     Args:
-    settings: options by name. Unknown names need ``_target_``, the dotted name of a class with the methods of
-        `Tracker`, called with the other options except ``names``.
+        settings: options by name. Unknown names need ``_target_``, the dotted name of a class with the methods of
+            `Tracker`, called with the other options except ``names``.
 
     Raises:
-    ConfigError: a tracker's class cannot be found, or does not take its options.
+        ConfigError: a tracker's class cannot be found, or does not take its options.
     """
     built = []
     for name, given in settings.items():
@@ -106,7 +106,7 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     return built
 
 
-def tell_end(tracker: Tracker, status: Status) -> None:
+def call_end(tracker: Tracker, status: Status) -> None:
     """Call a tracker's `end`, if it has one."""
     end = getattr(tracker, "end", None)
     if end is not None:
@@ -117,7 +117,7 @@ def kept_id(run: TrackedRun, tracker: str) -> str:
     """Return the id of a tracker's own run: new at first, then read from ``<tracker>/run_id`` in the run's folder.
 
     Raises:
-    OSError: the folder takes no writes.
+        OSError: the folder takes no writes.
     """
     path = run.folder / tracker / "run_id"
     path.parent.mkdir(exist_ok=True)

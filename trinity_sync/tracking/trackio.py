@@ -18,11 +18,11 @@ class TrackioTracker:
     """Logs the metrics to one run of a project, which a resume continues.
 
     Args:
-    project: the project's name.
-    folder: of the local store; None: ``TRACKIO_DIR``, or else ``trackio/`` in the run's folder.
-    space: Hugging Face Space for the metrics, such as ``user/name``; None: they stay local, unless
-        ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is set.
-    timeout_s: see `Tracker`.
+        project: the project's name.
+        folder: of the local store; None: ``TRACKIO_DIR``, or else ``trackio/`` in the run's folder.
+        space: Hugging Face Space for the metrics, such as ``user/name``; None: they stay local, unless
+            ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is set.
+        timeout_s: see `Tracker`.
     """
 
     apart = True
@@ -38,7 +38,7 @@ class TrackioTracker:
         """Begin a run, or continue the earlier one.
 
         Raises:
-        ConfigError: Trackio is not installed, or cannot use the folder or the Space.
+            ConfigError: Trackio is not installed, or cannot use the folder or the Space.
         """
         folder = self._folder or os.environ.get("TRACKIO_DIR") or str(run.folder / "trackio")
         os.environ["TRACKIO_DIR"] = folder  # read when the package is imported
@@ -94,6 +94,6 @@ class TrackioTracker:
             self._complaints.append(str(message))
 
     def _complain(self) -> None:
-        said, self._complaints = self._complaints, []
-        if said:
-            raise OSError("; ".join(said))
+        texts, self._complaints = self._complaints, []
+        if texts:
+            raise OSError("; ".join(texts))
