@@ -170,7 +170,7 @@ def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
         key, value = f"{prefix}{name}", node[name]
         if closed and name not in limits:
             known = ", ".join(known for known in limits if known != TARGET) or "none"
-            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {known}")
+            yield Problem(key, f"is not a setting; {prefix.rstrip('.') or 'the configuration'} has {known}")
         elif isinstance(value, DictConfig):
             yield from _field_problems(value, f"{key}.")
         elif isinstance(value, ListConfig):
@@ -248,7 +248,7 @@ def _check_saving(key: str, get: Get) -> Iterator[Problem]:
             yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
     else:
         others = (str(name) for name in node if name != TARGET)
-        yield from (Problem(f"{key}.{name}", f"is no setting of {target}") for name in others)
+        yield from (Problem(f"{key}.{name}", f"is not a setting of {target}") for name in others)
 
 
 def _check_name(get: Get) -> Iterator[Problem]:
