@@ -117,7 +117,7 @@ def bundled(cfg: DictConfig) -> DictConfig:
     return OmegaConf.create(without_masked(values))
 
 
-def without_masked(values: dict[str, Any]) -> dict[str, Any]:
+def without_masked(values: dict[str, object]) -> dict[str, object]:
     """Return settings without secrets."""
     return _kept(values, masked(values))
 
@@ -135,13 +135,13 @@ def is_place(key: str) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
 
 
-def _drop_places(values: dict[str, Any], places: Sequence[str] = LOCATIONS) -> None:
+def _drop_places(values: dict[str, object], places: Sequence[str] = LOCATIONS) -> None:
     for key in places:
         *parents, last = key.split(".")
         _descend(values, parents).pop(last, None)
 
 
-def _plain_values(cfg: object) -> dict[str, Any]:
+def _plain_values(cfg: object) -> dict[str, object]:
     """Return a configuration's values without our own class names."""
     values = _without_own_targets(cfg)
     assert isinstance(values, dict)

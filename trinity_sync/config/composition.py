@@ -108,7 +108,7 @@ def inspected(
         ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
 
 
-def plain(node: DictConfig) -> dict[str, Any]:
+def plain(node: DictConfig) -> dict[str, object]:
     """Return a node of the config as plain values, interpolations resolved."""
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)

@@ -134,9 +134,9 @@ def _kind(key: str, types_of: Mapping[str, type]) -> str:
     if not above:
         return ""
     place = max(above, key=len)
-    owner: Any = types_of[place]
-    field: Field[Any] | None = None
-    hint: Any = None
+    owner: object = types_of[place]
+    field: Field[object] | None = None
+    hint: object = None
     for name in key.removeprefix(place).lstrip(".").split("."):
         field = next((found for found in fields(owner) if found.name == name), None) if is_dataclass(owner) else None
         if field is None:

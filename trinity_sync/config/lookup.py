@@ -123,7 +123,7 @@ def load_class(key: str, name: str, kind: type[T]) -> type[T]:
     return found
 
 
-def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
+def build(key: str, values: Mapping[str, object], kind: type[T]) -> T:
     """Build the object of a part of the configuration: the class under `_target_`, from all other keys.
 
     Args:

@@ -117,7 +117,7 @@ def hub_or_folder_problem(path: str) -> str | None:
     return f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name"
 
 
-def model_fields(get: Get) -> dict[str, Any]:
+def model_fields(get: Get) -> dict[str, object]:
     """Return the fields of the model's Hugging Face config; empty for a model on the hub."""
     path = get("model.path")
     if path is not None:
@@ -126,7 +126,7 @@ def model_fields(get: Get) -> dict[str, Any]:
     return {} if architecture is None else {str(name): value for name, value in architecture.items()}
 
 
-def read_fields(folder: Path) -> dict[str, Any]:
+def read_fields(folder: Path) -> dict[str, object]:
     """Return the fields of a model folder's config.json; empty if it cannot be read, which other checks report."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -440,7 +440,7 @@ class _DamagedError(Exception):
     """A file is damaged; the message has the reason."""
 
 
-def weights_problems(folder: Path, fields: Mapping[str, Any]) -> Iterator[Problem]:
+def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Problem]:
     """Check the weights of a folder in Hugging Face format. `fields` are those of its config.json."""
     try:
         files = _files(folder)
@@ -502,7 +502,7 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
 
 
 def _vocabulary_problems(
-    folder: Path, fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+    folder: Path, fields: Mapping[str, object], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[Problem]:
     """Check that config.json has the vocabulary size of the embedding."""
     text = fields.get("text_config")

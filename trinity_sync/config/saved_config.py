@@ -314,9 +314,9 @@ class _Shipped:
     """
 
     interpolated: frozenset[tuple[str, str]]
-    written: Mapping[str, Any]
+    written: Mapping[str, object]
     named: frozenset[str]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
 
 
 @cache
@@ -622,7 +622,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _given(new: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield (key, value) of the command line itself; a choice of an option counts only by our option's content."""
     for override in OverridesParser.create().parse_overrides(list(new)):
         key, value = override.get_key_element().lstrip("+~"), override.value()

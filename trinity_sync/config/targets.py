@@ -142,7 +142,7 @@ def validation_items(cfg: DictConfig | Config, task: Any) -> list[Any]:
     """Return the prompts of a `validation_task`, or its rows for a validation by the loss."""
     asked = _task_values(cfg)["validation"]
     by_loss = ROWS in asked
-    found: list[Any] = task.validation_rows(asked[ROWS]) if by_loss else task.validation_prompts(asked["prompts"])
+    found: list[object] = task.validation_rows(asked[ROWS]) if by_loss else task.validation_prompts(asked["prompts"])
     return found
 
 
@@ -159,7 +159,7 @@ def _check_text(value: object, key: str) -> None:
         raise ConfigError(f"{key} is {value}; a text with '${{' in it cannot be handed to a task")
 
 
-def instantiate_target(node: DictConfig, **kwargs: Any) -> Any:
+def instantiate_target(node: DictConfig, **kwargs: object) -> object:
     """Build the object that a node names by `_target_`. The only call of Hydra's `instantiate`.
 
     Args:

@@ -119,7 +119,7 @@ class OwnRay:
 
 @contextlib.contextmanager
 def own_ray(
-    settings: ClusterConfig, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, Any]
+    settings: ClusterConfig, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, object]
 ) -> Iterator[Path]:
     """Give a run a new or a kept Ray, and yield its session's folder. Errors as for `start_ray`."""
     wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
@@ -276,7 +276,7 @@ def _processes_looked_after() -> Iterator[None]:
     started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     start, gcs_port, own_node = services.start_ray_process, node.wait_for_persisted_port, services.get_node
 
-    def start_process(command: list[str], kind: str, *args: Any, **kwargs: Any) -> Any:
+    def start_process(command: list[str], kind: str, *args: object, **kwargs: object) -> object:
         with left_to_driver():
             info = start(list(map(_with_driver, command)), kind, *args, **kwargs)
         printed = next((text.removeprefix(_PRINTED) for text in command if text.startswith(_PRINTED)), "")
@@ -288,7 +288,7 @@ def _processes_looked_after() -> Iterator[None]:
             if (code := running.poll()) is not None:
                 raise _DiedError(f"its {kind} {_end_of(code, printed)}")
 
-    def wait_for_port(*args: Any, timeout_ms: int) -> Any:
+    def wait_for_port(*args: object, timeout_ms: int) -> object:
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
             try:
@@ -298,7 +298,7 @@ def _processes_looked_after() -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise
 
-    def wait_for_node(*args: Any) -> Any:
+    def wait_for_node(*args: object) -> object:
         answer = in_background(partial(own_node, *args), "Ray's start")  # Ray waits half a minute
         while not answer.done():
             look()
@@ -496,9 +496,9 @@ def workers_forked() -> Iterator[None]:
     """Within the block, make Ray start its workers by `worker_fork`; `ray.init` has no switch for it."""
     from ray._private.node import Node
 
-    start: Callable[..., Any] = Node.start_raylet
+    start: Callable[..., object] = Node.start_raylet
 
-    def start_raylet(self: Node, *args: Any, **kwargs: Any) -> Any:
+    def start_raylet(self: Node, *args: object, **kwargs: object) -> object:
         self._ray_params.setup_worker_path = worker_fork.__file__
         return start(self, *args, **kwargs)
 
