@@ -45,7 +45,7 @@ $(error $(WRONG_PART))
 endif
 endif
 
-LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tests.house
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -70,12 +70,14 @@ run: $(STAMP)
 lint: $(STAMP)
 	$(LINT)
 
-# Lint runs beside the tests, see tests/beside.py.
+# Lint runs beside the tests, see tests/beside.py; so do the figures of the package's structure, which it prints.
+HOUSE = $(BIN)/python -m tests.house
+
 test: $(STAMP)
-	$(BIN)/python -m tests.beside "$(LINT)" $(PYTEST) -m "not all"
+	$(BIN)/python -m tests.beside "$(LINT) && $(HOUSE)" $(PYTEST) -m "not all"
 
 test-all: $(STAMP)
-	$(BIN)/python -m tests.beside "$(LINT)" $(PYTEST)
+	$(BIN)/python -m tests.beside "$(LINT) && $(HOUSE)" $(PYTEST)
 
 # The SVG files of docs/figures from their sources; a test fails where they are out of date.
 figures: $(STAMP)

@@ -37,6 +37,7 @@ UNTRIED = {
     r"export TRINITY_SYNC_RETENTION=": "is the shell's, too; tests/integrations/test_retention.py reads such words",
     r"trinity-sync verl doctor": "looks at what was exported before; tests/cli/test_verl_doctor.py does so, too",
     r"python .*--experimental-rerun": "reads what the command before it wrote, as tests/cli/test_hydras_tools.py",
+    r"\.venv/bin/python -m tests\.house": "prints figures; tests/test_house.py measures them",
     r"VLLM_SERVER_DEV_MODE=1 vllm serve": "runs until it is ended; tests/vllm/servers.py starts servers so",
 }
 """Commands that nothing here can try, as patterns, and why."""

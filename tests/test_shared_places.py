@@ -276,12 +276,12 @@ def test_a_lock_of_a_checkpoint_folder_that_is_none_is_named(
     plant(shared / name, kind, precious)
     told = in_a_process(lambda: hold(shared))
     assert told.startswith("ConfigError: ")
-    assert f"{shared / name} is no regular file" in told
+    assert f"{shared / name} is not a regular file" in told
     assert kept(precious)
     if name == ".lock":
         assert in_a_process(lambda: lock.writer_of(shared)) is None
     else:
-        assert "is no regular file" in in_a_process(lambda: lock.lock_as_writer(shared))
+        assert "is not a regular file" in in_a_process(lambda: lock.lock_as_writer(shared))
 
 
 def test_a_monitor_does_not_wait_for_ever_for_its_lock(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_a_lock_of_a_run_folder_that_is_none_is_named(shared: Path, precious: Pa
     plant(shared / ".lock", kind, precious)
     assert in_a_process(lambda: lock_owner(shared)) is None
     told = in_a_process(lambda: RunFolder.open(shared, resume=False))
-    assert f"{shared / '.lock'} is no regular file" in told
+    assert f"{shared / '.lock'} is not a regular file" in told
     assert kept(precious)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class TrinityError(Exception):
-    """Base of all expected failures. The message is one short paragraph: what is wrong, where, what would be right."""
+    """Base of all expected failures. The message is one short paragraph: what is wrong, where, what to do."""
 
     exit_code = 1
 
@@ -24,13 +24,13 @@ class RunError(TrinityError, RuntimeError):
     """A run or a check failed after it had begun. Exit code 1. A `RuntimeError`, as callers of verl expect."""
 
 
-class WaitTimeout(RunError):  # noqa: N818 - it says what happened
-    """A wait ran out of time.
+class WaitTimeout(RunError):  # noqa: N818 - the name says what happened
+    """A wait timed out.
 
     Args:
-        who: whom or what was waited for, such as ``"explorer-0"``.
-        what: what it was to do, such as ``"load version 12"``.
-        seconds: how long was waited.
+        who: the awaited process or actor, such as ``"explorer-0"``.
+        what: its work, such as ``"load version 12"``.
+        seconds: the timeout.
     """
 
     def __init__(self, who: str, what: str, seconds: float) -> None:
@@ -42,7 +42,7 @@ class WaitTimeout(RunError):  # noqa: N818 - it says what happened
 
 
 def take_back(error: BaseException, undo: Callable[[], object]) -> None:
-    """Undo what was done before an error. That error is the one to tell; what the undoing fails of is a note of it."""
+    """Undo earlier work after an error. A failure of the undoing becomes a note of that error."""
     try:
         undo()
     except Exception as second:

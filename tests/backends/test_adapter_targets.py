@@ -39,7 +39,7 @@ def saved(folder: Path, family: str, targets: list[str]) -> Path:
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_output_layer_is_refused_where_verl_wraps_it_by_itself(tied: bool) -> None:
     model = model_of("qwen3", tie_word_embeddings=tied)
-    with pytest.raises(ConfigError, match=r"model\.lora\.targets means lm_head.*use backend=fsdp$"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets includes lm_head.*use backend=fsdp$"):
         adapter_targets(model, asked(["lm_head"]), "fsdp2")
 
 
@@ -53,7 +53,7 @@ def test_what_peft_itself_refuses_is_said_with_the_key() -> None:
     config = CONFIG_MAPPING["mamba"](vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"model\.lora\.targets=\[out_proj\] cannot be had of this model: .*out_proj"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets=\[out_proj\] does not fit this model: .*out_proj"):
         adapter_targets(model, asked(["out_proj"]), "fsdp2")
 
 

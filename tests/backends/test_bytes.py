@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_model_or_without_the_optimizer_is_refused(tmp_p
     held = {name: torch.empty(saved.shape) for name, saved in adapter.saved().items()}
     path = tmp_path / "model_world_size_1_rank_0.pt"
     torch.save(held, path)
-    with pytest.raises(ConfigError, match=rf"^{path} is of another model, as .* go on with the model\.shapes"):
+    with pytest.raises(ConfigError, match=rf"^{path} is of another model, as .* resume with the model\.shapes"):
         backend.load(tmp_path)
     torch.save({name: torch.empty(shape) for name, shape in backend._shapes.items()}, path)
     with pytest.raises(ConfigError, match=r"was saved with workload\.optimizer=false; set that$"):

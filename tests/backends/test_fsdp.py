@@ -96,7 +96,9 @@ def test_router_biases_stay_in_fp32_and_are_not_trained_rounded(facts: Facts, ca
     for rank in facts[case]:
         assert rank["kept"] == [f"model.layers.1.mlp.gate.{KEPT}"]
         assert rank["file"] != rank["file_in_bf16"]
-        assert rank["rounded"].startswith("backend.master_dtype is bf16, in which the trainer would round what is kept")
+        assert rank["rounded"].startswith(
+            "backend.master_dtype is bf16, in which the trainer would round tensors that are kept"
+        )
         assert f"model.layers.1.mlp.gate.{KEPT}; set backend.master_dtype=fp32" in rank["rounded"]
 
 

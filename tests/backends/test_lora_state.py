@@ -87,4 +87,4 @@ class TestACheckpointOfAnAdapter:
                 "lora_A.default.weight as [4, 64], the adapter that is trained has it as [2, 64]"
                 in (of_rank["into_other_rank"])
             )
-            assert "which the adapter has not" in of_rank["into_other_targets"]
+            assert "which the adapter does not have" in of_rank["into_other_targets"]

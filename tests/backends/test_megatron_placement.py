@@ -146,7 +146,7 @@ def test_a_part_of_a_parameter_travels_in_its_own_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_what_the_engine_has_rounded_is_not_said_to_be_kept(dtype: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^sync\.keep_fp32 keeps {UP} in fp32, which backend=megatron trains"):
+    with pytest.raises(ConfigError, match=rf"^sync\.keep_fp32 keeps {UP} in fp32, but backend=megatron trains"):
         dtypes_of([GATE, UP], "BF16", WireFormat(dtype, frozenset([UP])))
     assert dtypes_of([GATE, UP], "BF16", WireFormat("F32", frozenset([UP]))) == {GATE: "F32", UP: "F32"}
     assert dtypes_of([GATE, UP], "BF16", WireFormat(dtype)) == {GATE: dtype, UP: dtype}

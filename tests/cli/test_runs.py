@@ -229,7 +229,7 @@ def test_settings_are_composed_no_more_often_than_needed(
         ("--info=all --cfg=job", "Only one of "),
         (
             "hydra.run.dir=/proc/none",
-            "/proc/none does not take writes: .*choose another folder by hydra.run.dir",
+            "/proc/none does not take writes: .*choose another folder with hydra.run.dir",
         ),
         ("hydra.run.dir=${oops}", "Interpolation key 'oops' not found"),
     ],

@@ -63,5 +63,5 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.Cap
         assert cli.main(["trace", str(folder)]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert cli.main(["trace", str(run), "-o", str(tmp_path / "none" / "a.json")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json.*"))

@@ -183,7 +183,7 @@ def test_the_file_lies_in_the_run_or_where_it_is_asked_for(finished: Run, tmp_pa
 def test_where_no_file_can_be_nothing_is_left(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         write_trace(finished, tmp_path)
-    with pytest.raises(ConfigError, match="none is no folder"):
+    with pytest.raises(ConfigError, match="none is not a folder"):
         write_trace(finished, tmp_path / "none" / "trace.json")
 
     def broken(run: Run) -> Any:

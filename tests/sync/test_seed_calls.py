@@ -105,7 +105,7 @@ def _bytes(reference: Any) -> int:
 
 def test_an_enums_member_that_is_named_goes_as_its_value() -> None:
     asked: list[dict[str, Any]] = []
-    client = SimpleNamespace(_ask=lambda method, **kwargs: asked.append(kwargs) or SimpleNamespace(reference=None))
+    client = SimpleNamespace(_call=lambda *what, **kwargs: asked.append(kwargs) or SimpleNamespace(reference=None))
     handle: Any = SimpleNamespace(client=client)
     vars(Synchronizer)["set_trainer_status"].__get__(handle, Synchronizer).remote(status=RunningStatus.STOPPED)
     assert asked == [{"status": "stopped"}]
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_read_now_is_not_taken_for_an_empty_one(tmp_path
     (tmp_path / "latest_state_dict_iteration.txt").write_text("2")
     (tmp_path / what).unlink(missing_ok=True)
     (tmp_path / what).mkdir(parents=True)  # reading it is an OSError
-    with pytest.raises(RunError, match=f"what was committed in {tmp_path} cannot be read now"):
+    with pytest.raises(RunError, match=f"the newest commit in {tmp_path} cannot be read now"):
         SynchronizerActor(SynchronizerConfig(checkpoint_dir=str(tmp_path)))
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.tracking import synthetic
 from tests.tracking.test_recorder import EXAMPLES
 from trinity_sync.tracking.events import EVENTS
-from trinity_sync.tracking.run_end import told_event, told_step
+from trinity_sync.tracking.run_end import event_text, step_text
 
 LINES: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -90,7 +90,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "fields", "line"), LINES)
 def test_an_event_is_told_in_plain_words(name: str, fields: dict[str, Any], line: str) -> None:
-    assert told_event(synthetic.event(name, time=0.0, attempt=0, **fields)) == line
+    assert event_text(synthetic.event(name, time=0.0, attempt=0, **fields)) == line
 
 
 def test_each_kind_of_event_has_a_line_here() -> None:
@@ -99,13 +99,13 @@ def test_each_kind_of_event_has_a_line_here() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_event_without_what_it_need_not_have_is_told(name: str) -> None:
-    told = told_event(synthetic.event(name, **EXAMPLES[name]))
+    told = event_text(synthetic.event(name, **EXAMPLES[name]))
     assert "None" not in told
     assert "\n" not in told
 
 
 def test_a_step_is_told_with_its_figures_and_where_its_seconds_went() -> None:
     values = {"reward/mean": 0.5, "loss": 0.25, "timing/generate": 0.2, "timing/step": 1.5, "lr": 1e-3}
-    assert told_step(7, values) == "step 7 done in 1.5 s (generate 200 ms): reward 0.500, loss 0.250"
-    assert told_step(7, {}) == "step 7 done"
-    assert told_step(7, {"loss": float("nan")}) == "step 7 done"
+    assert step_text(7, values) == "step 7 done in 1.5 s (generate 200 ms): reward 0.500, loss 0.250"
+    assert step_text(7, {}) == "step 7 done"
+    assert step_text(7, {"loss": float("nan")}) == "step 7 done"

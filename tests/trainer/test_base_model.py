@@ -47,10 +47,10 @@ def held(model: torch.nn.Module, share: tuple[float, float], keep: list[str] | N
 
 def test_the_digest_is_that_of_a_version_of_it(model: torch.nn.Module, folder: Path) -> None:
     wire = WireFormat("BF16", frozenset([KEPT]))
-    found = check_held(folder, held(model, (0.0, 1.0), [KEPT]), "BF16", told=True)
+    found = check_held(folder, held(model, (0.0, 1.0), [KEPT]), "BF16", digested=True)
     assert found == (state_digest(saved_tensors(model), wire), wire)
     assert found.digest != state_digest(saved_tensors(model), "BF16")
-    assert check_held(folder, held(model, (0.0, 0.5)), "BF16", told=False) is None
+    assert check_held(folder, held(model, (0.0, 0.5)), "BF16", digested=False) is None
 
 
 def test_each_tensor_is_read_once_and_by_who_tells_no_digest_only_what_it_holds(
@@ -60,10 +60,10 @@ def test_each_tensor_is_read_once_and_by_who_tells_no_digest_only_what_it_holds(
     plainly = Weights.read
     monkeypatch.setattr(Weights, "read", lambda self, name: read.append(name) or plainly(self, name))
     base = held(model, (0.0, 0.5))
-    check_held(folder, base, "BF16", told=True)
+    check_held(folder, base, "BF16", digested=True)
     assert sorted(read) == sorted(base.saved)
     read.clear()
-    check_held(folder, base._replace(shards=base.shards[:3]), "BF16", told=False)
+    check_held(folder, base._replace(shards=base.shards[:3]), "BF16", digested=False)
     assert sorted(read) == sorted(shard.name for shard in base.shards[:3])
 
 
@@ -80,7 +80,7 @@ def test_a_rank_s_share_is_told_from_another_one(
         return
     name = data.draw(st.sampled_from(some))
     base.sources[name][data.draw(st.integers(0, base.sources[name].numel() - 1))] += 1
-    with pytest.raises(ConfigError, match=rf"holds of the adapter's base is not what the folder has in {name}, so"):
+    with pytest.raises(ConfigError, match=rf"base of the adapter differs from the folder's in {name}, so"):
         whole.check(base.shards, base.sources)
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.weights.helpers import raw, reference_digest
 from trinity_sync.weights.apply import Receiver, groups
 from trinity_sync.weights.digests import RowPlan, version_digest
-from trinity_sync.weights.layout import Cut, PartLayout, Stretch
+from trinity_sync.weights.layout import Cut, PartLayout
 from trinity_sync.weights.shards import whole
-from trinity_sync.weights.staging import stage
+from trinity_sync.weights.staging import Stretch, stage
 from trinity_sync.weights.tensors import to_torch
 
 SHAPES = [(32,), (64,), (2, 32), (4, 32), (2, 64), (1, 32), (3, 2, 16), (5,), (3, 7), (), (0, 32)]

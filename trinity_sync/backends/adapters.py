@@ -1,6 +1,6 @@
-"""What a version of an adapter has to consist of, and on which layers of a model an adapter can be trained.
+"""The tensors of an adapter's versions, the layers that can have an adapter, and the sources of versions on a rank.
 
-Worked out from the architecture and peft's config alone, on a model without storage, as for whole models in `saved`.
+The tensors follow from the architecture and peft's config alone, on a model without storage, as in `saved_tensors`.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
 def adapter_by(
     model_config: EngineModel, config: LoraConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None
 ) -> dict[str, Saved]:
-    """Return the tensors that peft's `save_pretrained` would write, by name, in the dtypes in which they travel.
+    """Return the tensors that peft's `save_pretrained` would write, by name, in wire dtypes.
 
     Args:
         model_config: the model config of verl's engine.
         config: peft's, of the adapter.
-        wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
-        keep_fp32: which of them travel in fp32 nevertheless, by parts of names (`found_in`); None: none.
+        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it.
+        keep_fp32: the tensors that travel in fp32 instead, by name patterns (`found_in`); None: none.
     """
     saved = {
         saved_name(name): Saved.as_held(from_torch(tensor.dtype), tensor.shape, name)
         for name, tensor in _on_meta(meta_model(model_config), config).items()
     }
-    # not strict: an entry may mean tensors of the base alone
+    # not strict: an entry may match only tensors of the base
     return travelling(saved, wire_dtype, keep_fp32 or (), strict=False)
 
 
 @contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the base of a model with a LoRA adapter is at work alone.
+    """Compute with the base of a model with a LoRA adapter alone during the block.
 
-    peft's own way also says of the adapter's parameters that they need no gradient, and then that they do. FSDP2 makes
-    those that it computes with only once, and would go on with what it was told first.
+    peft's own way also switches `requires_grad` of the adapter's parameters off and on. FSDP2 creates its unsharded
+    parameters only once, and would keep the first setting.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -72,7 +72,7 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy: str) -> AdapterLayers:
-    """Return the layers of a model that get the adapter which is asked for, before an engine is built.
+    """Return the layers of a model that get the requested adapter, before an engine is built.
 
     Args:
         model: on the meta device.
@@ -81,7 +81,7 @@ def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy:
 
     Raises:
         ConfigError: a target is not a layer that can have an adapter, peft refuses it for this model, or the adapter at
-            `model.lora.path` is another model's; one line that names the key and the module.
+            `model.lora.path` belongs to another model; one line that names the key and the module.
     """
     from peft import LoraConfig
 
@@ -92,8 +92,8 @@ def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy:
         raise error if path is None else ConfigError(f"model.lora.path={path}, {CONFIG_FILE}: {error}") from error
     if strategy == "fsdp2" and any(name.rpartition(".")[2] == "lm_head" for name in layers.shapes):
         raise ConfigError(
-            "model.lora.targets means lm_head, which verl wraps by itself with backend=fsdp2, as torch cannot with "
-            "peft's layer: leave it out, or use backend=fsdp"
+            "model.lora.targets includes lm_head, which verl wraps by itself with backend=fsdp2, and torch cannot do "
+            "so with peft's layer: leave it out, or use backend=fsdp"
         )
     if path is None:
         _on_meta(model, LoraConfig(r=fields["lora_rank"], target_modules=list(layers.names)))
@@ -104,31 +104,29 @@ def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy:
 
 
 def _on_meta(model: PreTrainedModel, config: LoraConfig) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, under the names that the model, which is on the meta device, then holds them by."""
+    """Return the adapter's tensors, by their names in the model, which is on the meta device."""
     from peft import get_peft_model
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a base on the meta device is not
+            warnings.simplefilter("ignore")  # about the base on the meta device
             with torch.device("meta"):
                 get_peft_model(model, copy.deepcopy(config))
     except ValueError as error:
         raise ConfigError(
-            f"model.lora.targets={target_text(config.target_modules or ())} cannot be had of this model: "
+            f"model.lora.targets={target_text(config.target_modules or ())} does not fit this model: "
             f"{' '.join(str(error).split())}"
         ) from error
     return held_adapter(model)
 
 
 def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a saved adapter has the tensors that a model wants, and no others; reads a file's header.
+    """Check that a saved adapter has the tensors that a model needs (shapes by saved name), and no others.
 
-    Args:
-        path: the adapter's folder.
-        wanted: shapes by saved name.
+    Only the header of the file in the folder `path` is read.
 
     Raises:
-        ConfigError: it has not; names a tensor.
+        ConfigError: it differs; names a tensor.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -140,9 +138,9 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
         raise ConfigError(f"model.lora.path={path}: {file} cannot be read: {error}") from error
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
-        what = [f"has no {listed(missing)}"] if missing else []
-        what += [f"has {listed(unknown)}, which this one does not take"] if unknown else []
-        raise ConfigError(f"model.lora.path={path} is an adapter for another model: it {', and '.join(what)}")
+        found_text = [f"has no {listed(missing)}"] if missing else []
+        found_text += [f"has {listed(unknown)}, which this one does not take"] if unknown else []
+        raise ConfigError(f"model.lora.path={path} is an adapter for another model: it {', and '.join(found_text)}")
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ConfigError(
@@ -151,17 +149,17 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
             )
 
 
-# The sources of versions from what a rank holds of the model's tensors: the same views as long as these stay where
-# they are. Models with experts save thousands of tensors that are parts of a few.
+# The sources of versions: views of a rank's tensors, reused while these stay in place. Models with experts save
+# thousands of tensors that are parts of a few.
 
 
 class HeldPart:
-    """A range of one of the model's tensors, and what it is of the saved ones.
+    """A range of one of the model's tensors, and the parts of the saved tensors in it.
 
     Args:
-        local: gives the range's elements as they are now, detached and contiguous.
-        cuts: what is published of it.
-        is_copy: `local` gives a new copy at each call.
+        local: returns the range's present elements, detached and contiguous.
+        cuts: the published parts.
+        is_copy: `local` returns a new copy at each call.
     """
 
     def __init__(self, local: Callable[[], torch.Tensor], cuts: Sequence[Cut], *, is_copy: bool = False) -> None:
@@ -171,10 +169,9 @@ class HeldPart:
         self._place: tuple[int, torch.dtype] | None = None
 
     def moved(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """The sources by name that are not those of the last call any more.
+        """Return the sources by name that differ from those of the last call.
 
-        Args:
-            keep: the caller holds on to what it got, so the storage is not another's meanwhile.
+        `keep`: the caller keeps the tensors, so that their storage cannot be reused for others meanwhile.
         """
         local = self._local()
         place = local.data_ptr(), local.dtype
@@ -185,11 +182,11 @@ class HeldPart:
 
 
 class HeldSources:
-    """All that a rank publishes.
+    """The sources of a rank.
 
     Args:
-        parts: of the tensors that the rank holds.
-        keep: the storage of what is held stays. Else nothing is held on to, so that it can be given back.
+        parts: of the rank's tensors.
+        keep: their storage stays. Else no reference is kept, so that the storage can be released.
     """
 
     def __init__(self, parts: Iterable[HeldPart], *, keep: bool) -> None:
@@ -198,11 +195,11 @@ class HeldSources:
         self._last: dict[str, torch.Tensor] = {}
 
     def shards(self) -> list[Shard]:
-        """In the order in which they lie in memory, as far as they lie together there."""
+        """Return the shards in the order of the memory, as far as they are adjacent there."""
         return [cut.shard for part in self._parts for cut in part.cuts]
 
     def now(self) -> Mapping[str, torch.Tensor]:
-        """The sources by name: the same objects as at the last call where nothing moved."""
+        """Return the sources by name: the same objects as at the last call where nothing moved."""
         moved: dict[str, torch.Tensor] = {}
         for part in self._parts:
             moved |= part.moved(keep=self._keep)
@@ -213,11 +210,7 @@ class HeldSources:
 
 
 class SavedParts:
-    """What the tensors of a model are saved as.
-
-    Args:
-        saved: of all tensors that are saved.
-    """
+    """The saved tensors of a model, by the model's tensors."""
 
     def __init__(self, saved: Mapping[str, Saved]) -> None:
         self._saved = saved
@@ -225,16 +218,11 @@ class SavedParts:
 
     @property
     def held(self) -> Collection[str]:
-        """Names of the model's tensors that something is saved of."""
+        """Names of the model's tensors that contain saved ones."""
         return self._names
 
     def of(self, held: str, shape: Sequence[int], start: int, stop: int) -> list[Cut]:
-        """What a range of a tensor's elements is of the saved tensors.
-
-        Args:
-            held: the tensor's name.
-            shape: of the whole tensor.
-            start, stop: the elements.
+        """Return the parts of the saved tensors in a range of a model tensor's elements; `shape`: of the whole tensor.
 
         Raises:
             ConfigError: the tensor has another size than in the architecture, so some of it would be left out.
@@ -243,34 +231,33 @@ class SavedParts:
         size = sum(prod(self._saved[name].shape) for name in names)
         if names and size != prod(shape):
             raise ConfigError(
-                f"model.path: the engine holds {held} as {shape_text(shape)}, {prod(shape)} elements; what is saved of "
-                f"it by the model's config has {size}"
+                f"model.path: the engine holds {held} as {shape_text(shape)}, {prod(shape)} elements; its saved form "
+                f"by the model's config has {size}"
             )
         found = (cut(name, self._saved[name], start, stop) for name in names)
         return [part for part in found if part is not None]
 
     def empty(self) -> dict[str, Saved]:
-        """Tensors without elements, which no rank holds a part of."""
+        """Return the tensors without elements, which no rank has a part of."""
         return {name: saved for name, saved in self._saved.items() if 0 in saved.shape and saved.held is not None}
 
 
-# Versions of a model with its adapter added (`sync.what=merged`): what `merge_and_unload` of peft gives, in rows.
-
-
 class MergedSources:
-    """What a rank publishes of the sums. Making one is collective.
+    """A rank's sources of the sums of base and adapter (`sync.what=merged`), in rows. The constructor is collective.
+
+    The sums are those of `merge_and_unload` of peft.
 
     Args:
-        base: what the rank holds of the base.
-        saved: the tensors of all of the base.
-        adapter: what the rank holds of the adapter, under the names that peft saves.
-        adapter_saved: the tensors of all of the adapter.
+        base: the rank's sources of the base.
+        saved: all tensors of the base.
+        adapter: the rank's sources of the adapter, by the names that peft saves.
+        adapter_saved: all tensors of the adapter.
         config: peft's.
-        device: where the engine's parameters are now, the same on all ranks.
+        device: returns the present device of the engine's parameters, the same on all ranks.
 
     Raises:
-        ConfigError: the adapter is not added as products of matrices alone, or to weights that are saved in another
-            form than they are held in.
+        ConfigError: the adapter is more than products of matrices, or the saved form of a weight differs from the
+            model's.
     """
 
     def __init__(
@@ -279,7 +266,7 @@ class MergedSources:
         saved: Mapping[str, Saved],
         adapter: HeldSources,
         adapter_saved: Mapping[str, Saved],
-        config: Any,
+        config: LoraConfig,
         device: Callable[[], torch.device],
     ) -> None:
         try:
@@ -298,33 +285,33 @@ class MergedSources:
         self._starts = {shard.name: _span(shard)[0] for shard in base.shards()}
 
     def shards(self) -> Sequence[Shard]:
-        """As of the base."""
         return self._base.shards()
 
     def now(self) -> Sources:
-        """The sources by name, from the adapter as it is now; sums are computed when they are copied. Collective."""
+        """Return the sources by name; sums are computed, with the present adapter, when they are copied. Collective."""
         factors, sources = self._factors.now(), dict[str, torch.Tensor | Computed](self._base.now())
         for name in sources.keys() & self._pairs.keys():
             part = sources[name]
-            assert isinstance(part, torch.Tensor), "what is held"
+            assert isinstance(part, torch.Tensor), "sources of the base are tensors"
             a, b = (factors[factor].to(part.device) for factor in self._pairs[name])
             compute = partial(self._sum, part, a, b, self._starts[name])
             sources[name] = Computed(torch.float32, part.device, part.numel(), compute)
         return sources
 
     def _sum(self, part: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: int) -> torch.Tensor:
-        """A part of a weight, which begins at its element `start`, with the adapter added."""
+        """Add the adapter to a part of a weight that begins at the weight's element `start`."""
         change = lora.change(a, b, self._scale, transposed=self._transposed).reshape(-1)
         return part.float() + change[start : start + part.numel()].view(part.shape)
 
 
 class GatheredTensors:
-    """Tensors of which each rank holds ranges, whole on all ranks. Making one is collective.
+    """Gathers tensors whose ranges are spread over the ranks. The constructor is collective.
 
     Args:
-        held: what this rank holds; of one dtype.
+        held: this rank's ranges; of one dtype.
         saved: all tensors.
-        device: where to gather them now, on all ranks alike: one that holds nothing cannot tell by its own.
+        device: returns the device of the gathered tensors, the same on all ranks; a rank without a range cannot derive
+            it.
     """
 
     def __init__(self, held: HeldSources, saved: Mapping[str, Saved], device: Callable[[], torch.device]) -> None:
@@ -337,7 +324,7 @@ class GatheredTensors:
         self._most = max(sum(stop - start for _, start, stop in spans) for spans in self._spans)
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies in fp32, by name. Collective; waits no longer than the group's timeout."""
+        """Return whole copies in fp32, by name. Collective, with the group's timeout."""
         local, device = self._held.now(), self._device()
         mine = [local[name].reshape(-1).float() for name, _, _ in self._spans[dist.get_rank()]]
         flat = torch.zeros(self._most, device=device)
@@ -356,7 +343,7 @@ class GatheredTensors:
 
 
 def _span(shard: Shard) -> tuple[int, int]:
-    """The elements of the flattened tensor that a shard is, which are in one range: first, and one past the last."""
+    """Return the range of the flattened tensor's elements that a shard is: first, and one past the last."""
     if not shard.rects:
         return 0, 0
     first = min(shard.rects)

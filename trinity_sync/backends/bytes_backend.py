@@ -1,18 +1,15 @@
-"""The weights of `workload=bytes`: a model's tensors as transformers holds them, cut in rows as FSDP2 would, that
-change a little each step.
+"""The weights of `workload=bytes`: a model's tensors, cut in rows as FSDP2 would, that change a little each step.
 
-What a value is hangs on the seed, the step, the tensor and its place in it, and on nothing else: any number of ranks
-hold the same weights.
+A value depends only on the seed, the step, the tensor and its place in it: any number of ranks has the same weights.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +29,11 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.protocol.parts import rank_file
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import Saved, row_major
 from trinity_sync.weights.shards import Shard, listed
 
 _BLOCK = 1 << 20
-"""Values that are drawn at random; what comes behind them in a tensor, and other tensors, are variations of them."""
+"""Number of random values; the rest of a tensor, and other tensors, are variations of them."""
 _MANTISSA = 7
 """Bits of a bf16 value's mantissa."""
 
@@ -46,17 +43,17 @@ class BytesBackend:
 
     Args:
         folder: of the model, as `BytesOption.make_model` writes it.
-        wire_dtype: in which floating tensors travel, as safetensors names it.
-        keep_fp32: which of them travel in fp32, as for `saved_by`.
-        rank, ranks: this one, of how many.
+        wire_dtype: of floating tensors, as safetensors names it.
+        keep_fp32: those that travel in fp32, as for `saved_by`.
+        rank, ranks: this rank, and the number of ranks.
         seed: of the run.
         changed: share of the bf16 values that a step changes.
         master_dtype: ``bf16`` or ``fp32``.
-        optimizer: whether two averages are held and saved as well.
+        optimizer: keep and save two averages as well.
         device: of the weights.
 
     Raises:
-        ConfigError: a tensor is saved in a form that is not a view of what the model holds.
+        ConfigError: the saved form of a tensor is not a view of the model's.
     """
 
     deadline: Deadline = "optimizer_step"
@@ -117,9 +114,7 @@ class BytesBackend:
         }
         self._sources = HeldSources(
             [
-                HeldPart(
-                    partial(_itself, local), parts.of(name, shape, first * prod(shape[1:]), last * prod(shape[1:]))
-                )
+                HeldPart(local.detach, parts.of(name, shape, first * prod(shape[1:]), last * prod(shape[1:])))
                 for name, local in self._held.items()
                 for shape, (first, last) in ((self._shapes[name], self._rows[name]),)
             ],
@@ -136,7 +131,7 @@ class BytesBackend:
         return self._sources.now()
 
     def update(self, step: int) -> float:
-        """Change the weights as `step` does; returns the share of the values that changed."""
+        """Change the weights as `step` does, and return the share of changed values."""
         for callback in self._callbacks:
             callback()
         count, bit = round(self._changed * _BLOCK), _bit(step)
@@ -147,14 +142,8 @@ class BytesBackend:
             flat = local.view(-1)
             if len(flat) == 0:
                 continue
-            changed += _flip(
-                flat,
-                self._rows[name][0] * prod(self._shapes[name][1:]),
-                _key(step, name),
-                places,
-                on_device.to(flat.device),
-                bit,
-            )
+            start = self._rows[name][0] * prod(self._shapes[name][1:])
+            changed += _flip(flat, start, _key(step, name), places, on_device.to(flat.device), bit)
             total += len(flat)
         self._step.fill_(step)
         return changed / max(total, 1)
@@ -170,16 +159,16 @@ class BytesBackend:
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        """Of all ranks, where their weights are. Collective the first time."""
+        """The mesh of all ranks, on the device of their weights. Collective the first time."""
         return DeviceMesh(self._device, list(range(self._ranks)))
 
     def _sharded(self, name: str, local: torch.Tensor) -> DTensor:
-        shape = self._shapes[name]
-        strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        given: dict[str, Any] = {"run_check": False, "shape": torch.Size(shape), "stride": tuple(strides)}
-        made = DTensor.from_local(local, self._mesh, [Cut(0)], **given)
-        assert isinstance(made, DTensor)
-        return made
+        shape = torch.Size(self._shapes[name])
+        tensor = DTensor.from_local(
+            local, self._mesh, [Cut(0)], run_check=False, shape=shape, stride=row_major(self._shapes[name])
+        )
+        assert isinstance(tensor, DTensor)
+        return tensor
 
     def write_distributed(
         self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
@@ -201,7 +190,7 @@ class BytesBackend:
         found = {name: tuple(tensor.shape) for name, tensor in model.items()}
         if odd := {name for name, _ in found.items() ^ self._shapes.items()}:
             raise ConfigError(
-                f"{path} is of another model, as {listed(sorted(odd), 3)} show; go on with the model.shapes, "
+                f"{path} is of another model, as {listed(sorted(odd), 3)} show; resume with the model.shapes, "
                 "model.layers and model.lora with which it was saved"
             )
         if averages.exists() != bool(self._averages):
@@ -218,12 +207,8 @@ class BytesBackend:
         return rank_file(name, self._ranks, self._rank)
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
-    """Rows [first, last) of a rank, as torch.chunk cuts them."""
+    """Return rows [first, last) of a rank, as torch.chunk cuts them."""
     rows = shape[0] if shape else 1
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
@@ -234,14 +219,14 @@ def _key(number: int, name: str) -> int:
 
 
 def _noise(seed: int, device: str) -> torch.Tensor:
-    """A block of values, as bf16 patterns."""
+    """Return a block of random values, as bf16 patterns."""
     drawn = np.random.default_rng(seed).standard_normal(_BLOCK, dtype=np.float32) * np.float32(0.02)
     return torch.from_numpy(drawn).to(torch.bfloat16).view(torch.int16).to(device)
 
 
 def _blocks(numel: int, start: int, key: int) -> Iterator[tuple[int, int, int, int]]:
-    """Elements [first, last) of a range that begins at element `start` of its tensor, each with their place in a block
-    and the block's number.
+    """Yield elements [first, last) of a range that begins at element `start` of its tensor, each with their place in a
+    block and the block's number.
     """
     at = 0
     while at < numel:
@@ -258,8 +243,9 @@ def _fill(flat: torch.Tensor, start: int, key: int, noise: torch.Tensor) -> None
 
 
 def _bit(step: int) -> int:
-    """The bit of bf16's mantissa that a step changes, from the last place on. As in a Gray code, so that a value which
-    each step changes is what it was before after 128 steps, and not after two.
+    """Return the bit of bf16's mantissa that a step changes, from the last place on.
+
+    As in a Gray code, a value that every step changes returns to its first value after 128 steps, and not after two.
     """
     return min((step & -step).bit_length() - 1, _MANTISSA - 1)
 
@@ -267,7 +253,7 @@ def _bit(step: int) -> int:
 def _flip(
     flat: torch.Tensor, start: int, key: int, places: NDArray[np.int64], on_device: torch.Tensor, bit: int
 ) -> int:
-    """Change a bit of the bf16 values at some places of each block; returns how many."""
+    """Change a bit of the bf16 values at some places of each block, and return their number."""
     wide = flat.element_size() == 4
     patterns, one = flat.view(torch.int32 if wide else torch.int16), 1 << (bit + 16 if wide else bit)
     count = 0

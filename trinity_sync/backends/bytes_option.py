@@ -1,4 +1,4 @@
-"""`backend=bytes`: ranks that hold weights and train nothing, part of `workload=bytes`."""
+"""`backend=bytes`: ranks with weights that train nothing, part of `workload=bytes`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, cast
 
 from trinity_sync.backends.option import BackendOption
 from trinity_sync.config import Check, Get, Problem
@@ -14,7 +14,10 @@ from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.config.schema import BackendConfig, BytesConfig, Config
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.hardware import available_memory
-from trinity_sync.models.shapes import SIZES, bytes_by_layers, cut, read_shapes, saved_shapes
+from trinity_sync.models.shapes import SIZES, LoraShape, bytes_by_layers, cut, read_shapes, saved_shapes
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine
 
 
 def _check_engine_keys(get: Get) -> Iterator[Problem]:
@@ -38,11 +41,25 @@ def _check_shapes(get: Get) -> Iterator[Problem]:
         key, _, why = str(error).partition(" ")
         yield Problem(key.rstrip(":"), why)
         return
-    # families that call it otherwise are told by `cut`, in a rank
+    # for families with another name of the field `cut` raises the error, in a rank
     text = fields.get("text_config", fields)
     layers, count = get("model.layers"), text.get("num_hidden_layers") if isinstance(text, dict) else None
     if layers is not None and isinstance(count, int) and layers > count:
         yield Problem("model.layers", f"is {layers}, but the model has {count}; give at most that")
+
+
+class BytesFields(TypedDict):
+    """The result of `BytesOption.engine_fields`."""
+
+    shapes: Mapping[str, object]
+    layers: int | None
+    lora: LoraShape | None
+    changed: float
+    master_dtype: str
+    optimizer: bool
+    ranks: int
+    slots: int
+    replicas: int
 
 
 @dataclass(kw_only=True)
@@ -55,24 +72,25 @@ class BytesOption(BackendConfig, BackendOption):
     trains_adapters: ClassVar[bool] = True
     worker: ClassVar[str] = "trinity_sync.trainer.bytes_worker.BytesWorker"
 
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
         workload = cfg.workload
         if not isinstance(workload, BytesConfig) or cfg.model.shapes is None:
             raise ConfigError("backend is bytes, a part of workload=bytes; choose that")
         adapter = adapter_of(cfg.model.lora)
-        return {
-            "shapes": read_shapes(cfg.model.shapes),
-            "layers": cfg.model.layers,
-            "lora": None if adapter is None else {"rank": adapter.rank, "targets": adapter.of_peft},
-            "changed": workload.changed,
-            "master_dtype": workload.master_dtype,
-            "optimizer": workload.optimizer,
-            "ranks": self.ranks,
-            "slots": cfg.sync.slots,
-            "replicas": cfg.explorer.replicas,
-        }
+        fields = BytesFields(
+            shapes=read_shapes(cfg.model.shapes),
+            layers=cfg.model.layers,
+            lora=None if adapter is None else LoraShape(rank=adapter.rank, targets=adapter.of_peft),
+            changed=workload.changed,
+            master_dtype=workload.master_dtype,
+            optimizer=workload.optimizer,
+            ranks=self.ranks,
+            slots=cfg.sync.slots,
+            replicas=cfg.explorer.replicas,
+        )
+        return {**fields}
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
         return {}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -84,38 +102,35 @@ class BytesOption(BackendConfig, BackendOption):
         )
 
     def make_model(
-        self, engine: Mapping[str, Any], architecture: Mapping[str, object], seed: int, folder: Path
+        self, engine: Mapping[str, object], architecture: Mapping[str, object], seed: int, folder: Path
     ) -> None:
-        whole, left = cut(engine["shapes"], engine["layers"])
+        fields = cast(BytesFields, engine)
+        whole, left = cut(fields["shapes"], fields["layers"])
         all_bytes = bytes_by_layers(saved_shapes(whole))
         count = len(all_bytes) - 1
-        sums = bytes_by_layers(saved_shapes(whole, engine["lora"]), count) if engine["lora"] else all_bytes
-        layers = count if engine["layers"] is None else int(engine["layers"])
-        _check_memory(engine, sums, layers)
+        sums = bytes_by_layers(saved_shapes(whole, fields["lora"]), count) if fields["lora"] else all_bytes
+        layers = count if fields["layers"] is None else fields["layers"]
+        _check_memory(fields, sums, layers)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(left, indent=2, sort_keys=True) + "\n")
         made_of = {key: engine[key] for key in ("shapes", "layers", "lora")}
         sizes = {"bytes": sums[layers], "bytes_whole": all_bytes[-1], **made_of}
         (folder / SIZES).write_text(json.dumps(sizes) + "\n")
 
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         raise ConfigError("backend=bytes has no engine; choose workload=bytes, or another backend")
 
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         return engine
 
 
-def copies(engine: Mapping[str, Any]) -> float:
-    """How many times the bytes of the bf16 weights a run holds on this node, its checkpoint in shared memory included.
-
-    Args:
-        engine: what `BytesOption.engine_fields` gave.
-    """
+def copies(engine: BytesFields) -> float:
+    """Return how many copies of the bf16 weights a run has on this node, its checkpoint in shared memory included."""
     state = (2.0 if engine["master_dtype"] == "fp32" else 1.0) + (4.0 if engine["optimizer"] else 0.0)
-    return 2 * state + float(engine["slots"]) + float(engine["replicas"])
+    return 2 * state + engine["slots"] + engine["replicas"]
 
 
-def _check_memory(engine: Mapping[str, Any], sums: list[int], layers: int) -> None:
+def _check_memory(engine: BytesFields, sums: list[int], layers: int) -> None:
     free, times = available_memory(), copies(engine)
     if free is None or sums[layers] * times <= free:
         return

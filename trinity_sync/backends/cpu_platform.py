@@ -2,8 +2,8 @@
 
 verl 0.9.1 imports this module in every process in which `VERL_USE_EXTERNAL_MODULES` names it, and uses the platform
 when `VERL_PLATFORM=cpu` (see `platform_env`). The engines, their loss and their checkpoints are verl's own and
-unchanged; this module only answers, for a CPU, the questions that verl asks of an accelerator. On a CUDA machine it
-is never loaded.
+unchanged; this module only answers, for a CPU, verl's questions about the accelerator. On a CUDA machine it is never
+loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 class _CpuDeviceId(str):
-    """The device id of the CPU, in the three shapes in which verl uses one.
+    """The device id of the CPU, in the three forms that verl uses.
 
-    `tensor.to(id)` and FSDP's `device_id` need "cpu"; `torch.device(f"{name}:{id}")` needs "cpu:0", hence
-    its format "0".
+    `tensor.to(id)` and FSDP's `device_id` need "cpu"; `torch.device(f"{name}:{id}")` needs "cpu:0", hence its format
+    "0".
     """
 
     __slots__ = ()
@@ -34,18 +34,18 @@ class _CpuDeviceId(str):
 
 
 class _CpuDeviceModule(types.ModuleType):
-    """`torch.cpu` with the functions of `torch.cuda` that verl calls without asking."""
+    """`torch.cpu` with the functions of `torch.cuda` that verl calls unconditionally."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """There is no device cache, counter or context to act on."""
+    """Do nothing: there is no device cache, counter or context."""
 
 
 def _zero(*_: object, **__: object) -> int:
-    """A CPU reports no device memory; resident memory is measured by the run's own records."""
+    """Return 0: a CPU has no device memory; the run's own records measure resident memory."""
     return 0
 
 
@@ -68,7 +68,7 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """The answers of a machine that has no accelerator."""
+    """The properties of a machine without an accelerator."""
 
     _device_id = _CpuDeviceId()
     _module = _device_module()
@@ -148,8 +148,8 @@ class CpuPlatform(PlatformBase):
 
 
 def _accept_module_states_on_cpu(module_states: object) -> None:
-    """FSDP1 with `sync_module_states`, which verl sets, refuses parameters on a CPU, though gloo broadcasts them
-    well.
+    """Replace FSDP1's check for `sync_module_states`, which refuses parameters on a CPU, though gloo can broadcast
+    them.
     """
 
 

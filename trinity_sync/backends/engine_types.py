@@ -1,4 +1,4 @@
-"""The parts of verl's engines that are used here, as types. Importing this loads neither verl nor megatron-core."""
+"""Types for the parts of verl's engines that this package uses. Importing this loads neither verl nor megatron-core."""
 
 from __future__ import annotations
 
@@ -23,57 +23,51 @@ if TYPE_CHECKING:
 
 
 class EngineModel(Protocol):
-    """What verl notes of the model that an engine trains."""
+    """verl's record of the model that an engine trains."""
 
     hf_config: PretrainedConfig
     use_remove_padding: bool
     local_path: str
     trust_remote_code: bool
 
-    def get_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase | None:
-        """The processor, or the tokenizer where there is none."""
-        ...
+    def get_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase | None: ...
 
 
 class Engine(Protocol):
-    """Any of verl's, initialised."""
+    """Any initialised engine of verl."""
 
     model_config: EngineModel
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Whether the model is on the CPU while it is not used."""
+        """Whether the model is on the CPU while it is idle."""
         ...
 
     @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        """Whether the optimizer's states are on the CPU while they are not used."""
-        ...
+    def is_optimizer_offload_enabled(self) -> bool: ...
 
-    def get_data_parallel_rank(self) -> int:
-        """Which share of the data this rank takes."""
-        ...
+    def get_data_parallel_rank(self) -> int: ...
 
-    def get_data_parallel_size(self) -> int:
-        """How many shares there are."""
-        ...
+    def get_data_parallel_size(self) -> int: ...
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Inside, the engine computes as when it trains, dropout included. Collective where it offloads."""
+        """Compute as in training, dropout included, during the block. Collective where the engine offloads."""
         ...
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Inside, the engine infers. Collective where it offloads."""
+        """Infer during the block. Collective where the engine offloads."""
         ...
 
     def infer_batch(self, data: TensorDict) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Go forward with a batch; `log_probs` and more under ``model_output``, jagged, at each position that of the
-        next token. Empty on pipeline stages before the last. Collective.
+        """Run a forward pass; ``model_output`` has `log_probs` and more, jagged, at each position those of the next
+        token.
+
+        Empty on pipeline stages before the last. Collective.
         """
         ...
 
     def get_per_tensor_param(self) -> tuple[Iterable[tuple[str, torch.Tensor]], object | None]:
-        """(name, full tensor) of all weights, and the configuration of adapters that are not among them."""
+        """Return (name, full tensor) of all weights, and the configuration of adapters that are not among them."""
         ...
 
 
@@ -90,7 +84,7 @@ class FsdpEngine(Engine, Protocol):
 
 
 class MegatronEngineProtocol(Engine, Protocol):
-    """verl's `MegatronEngineProtocol`."""
+    """verl's `MegatronEngine`."""
 
     module: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -100,5 +94,5 @@ class MegatronEngineProtocol(Engine, Protocol):
     checkpoint_mananager: MegatronCheckpointManager  # verl spells it so
 
     def save_checkpoint(self, local_path: str, *, global_step: int) -> None:
-        """Save what the manager's contents name. Collective."""
+        """Save the manager's contents. Collective."""
         ...

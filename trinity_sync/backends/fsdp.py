@@ -1,8 +1,8 @@
 """verl's FSDP engine, both generations (`backend=fsdp` and `backend=fsdp2`), as Hugging Face shards and verl's own
 checkpoint files.
 
-What of a version a rank contributes is found by `fsdp_parts`. With hybrid sharding (`backend.fsdp_size` below the
-number of ranks) every group of ranks holds the same; the first group contributes.
+`FsdpParts` finds a rank's contribution to a version. With hybrid sharding (`backend.fsdp_size` below the number of
+ranks) every group of ranks has the same tensors; the first group contributes.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class FsdpBackend:
 
     Args:
         engine: verl's engine, initialised.
-        wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
-        keep_fp32: which of them travel in fp32 nevertheless, see `saved_by`.
-        merged: of an engine that trains an adapter, publish the sum of base and adapter, in place of the adapter alone.
-            Collective then.
+        wire_dtype: dtype of floating parameters on the wire, as safetensors names it (``"BF16"``).
+        keep_fp32: those that travel in fp32 instead, see `saved_by`.
+        merged: for an engine that trains an adapter, publish the sum of base and adapter, in place of the adapter
+            alone. Collective then.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FsdpBackend:
         offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
         self.deadline: Deadline = "now" if offloads else "optimizer_step"
         self._state = FsdpState(engine)
-        # read before anything is trained: what becomes of the folder then does not matter
+        # read before training, so that later changes of the folder do not matter
         self._files = ModelFiles.read(local_folder(engine.model_config.local_path)) if self._rank == 0 else None
         empty = meta_model(engine.model_config)
         whole, self._tower = on_the_wire(empty, wire_dtype, keep_fp32), tower(empty)
@@ -103,17 +103,17 @@ class FsdpBackend:
         return self._sources.now()
 
     def base(self) -> HeldBase:
-        """Return what the adapter is trained on, of an engine that trains one. Collective where the engine offloads."""
+        """Return the base of the adapter, for an engine that trains one. Collective where the engine offloads."""
         held = self._base(keep=False)
         return HeldBase(self._whole, held.shards(), held.now())
 
     def adapter_config(self) -> dict[str, object]:
-        """Return what an ``adapter_config.json`` says of the adapter, of an engine that trains one."""
+        """Return the fields of the adapter's ``adapter_config.json``, for an engine that trains one."""
         assert self._adapter is not None
         return adapter_fields(self._adapter)
 
     def _device(self) -> torch.device:
-        """Where the parameters are now; offloaded ones in the CPU's memory, also those of replicas."""
+        """Return the present device of the parameters: the CPU for offloaded ones, on replicas too."""
         return next(self._engine.module.parameters()).device
 
     def _base(self, *, keep: bool) -> HeldSources:
@@ -123,7 +123,7 @@ class FsdpBackend:
         return HeldSources(FsdpParts(self._engine.module, self._whole, name).find(), keep=keep)
 
     def _name(self, held: str) -> str | None:
-        """A vision tower is in no version."""
+        """Return the name, or None for a vision tower's tensor, which is in no version."""
         return None if held in self._tower else held
 
     # -- full checkpoints
@@ -134,7 +134,7 @@ class FsdpBackend:
     def write_distributed(
         self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
     ) -> list[Path]:
-        assert isinstance(value, dict), "what `state` gave"
+        assert isinstance(value, dict), "the value of `state`"
         return fsdp_state.write(value, copied, folder, meeting)
 
     def before_change(self, callback: Callable[[], None]) -> None:
@@ -143,10 +143,9 @@ class FsdpBackend:
     def write_metadata(self, folder: Path) -> list[Path]:
         module = self._engine.module
         assert self._files is not None, "rank 0 writes"
-        beside = self._files.write(folder / "huggingface")
         config = folder / "fsdp_config.json"
         config.write_text(json.dumps(asdict(FSDPConfig(fsdp_version(module), self._world_size)), indent=4))
-        files = [config, *beside]
+        files = [config, *self._files.write(folder / "huggingface")]
         adapter = peft_config(module)
         return files if adapter is None else [*files, *write_adapter_config(adapter, folder)]
 
@@ -155,8 +154,9 @@ class FsdpBackend:
 
 
 def logits_in_fp32(engine: FsdpEngine) -> None:
-    """Have the model give its logits in fp32. verl divides them by the temperature in the dtype that they have, which
-    in bf16 is rounded itself, and so is what comes out.
+    """Have the model return its logits in fp32.
+
+    verl divides them by the temperature in their dtype, and in bf16 that rounds.
     """
 
     def widen(module: torch.nn.Module, inputs: object, output: CausalLMOutput) -> CausalLMOutput:
@@ -167,42 +167,39 @@ def logits_in_fp32(engine: FsdpEngine) -> None:
 
 
 def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:
-    made = sorted(name for name, tensor in saved.items() if tensor.held is None)
-    if made:
+    copies = sorted(name for name, tensor in saved.items() if tensor.held is None)
+    if copies:
         raise ConfigError(
             f"backend={'fsdp' if fsdp_version(module) == 1 else 'fsdp2'} cannot publish this model: transformers saves "
-            f"{len(made)} of its {len(saved)} tensors in another form than the model holds them, made of several or "
-            f"copied: {listed(made, 4)}; choose another model or backend"
+            f"{len(copies)} of its {len(saved)} tensors in another form than the model holds them, made of several or "
+            f"copied: {listed(copies, 4)}; choose another model or backend"
         )
 
 
 def _check_kept(saved: Mapping[str, Saved], wire_dtype: str, engine: FsdpEngine) -> None:
-    """verl casts all of a model to the dtype of its master weights, also what its class keeps in fp32."""
+    """Check that the master weights are in fp32 if tensors travel in fp32: verl casts all of a model to that dtype."""
     kept = sorted(name for name, tensor in saved.items() if tensor.dtype == FP32 != wire_dtype)
     if not kept:
         return
     dtype = engine.engine_config.model_dtype or "fp32"
     if PrecisionType.to_dtype(dtype) != torch.float32:
         raise ConfigError(
-            f"backend.master_dtype is {dtype}, in which the trainer would round what is kept in fp32: "
-            f"{listed(kept, 4)}; set backend.master_dtype=fp32, or do without it by sync.keep_fp32=[]"
+            f"backend.master_dtype is {dtype}, in which the trainer would round tensors that are kept in fp32: "
+            f"{listed(kept, 4)}; set backend.master_dtype=fp32, or sync.keep_fp32=[]"
         )
-
-
-# What a rank holds of the model of verl's FSDP engine, both generations, as parts of what is saved of it.
 
 
 _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class FsdpParts:
-    """Finds what a rank contributes. Replicas contribute nothing. Nothing that the model holds is left out in silence.
+    """Finds a rank's contribution to versions, for both generations of FSDP. Replicas contribute nothing.
 
     Args:
         module: the engine's model, wrapped by FSDP or FSDP2.
-        saved: what is to be contributed, see `saved_by`.
-        name_of: the name that `Saved.held` has of a tensor that the model holds under this one; None: it is not to be
-            contributed. Not given: the same.
+        saved: the tensors of a version, see `saved_by`.
+        name_of: maps a tensor's name in `module` to its name in `Saved.held`; None: not part of a version. Default: the
+            same name.
     """
 
     def __init__(
@@ -217,10 +214,10 @@ class FsdpParts:
         self._name_of = name_of or str
 
     def find(self) -> Iterator[HeldPart]:
-        """Yield the parts in the order in which they lie in memory.
+        """Yield the parts in the order of the memory.
 
         Raises:
-            ConfigError: a tensor is cut, or has a size, that is not known; or nothing is saved of one.
+            ConfigError: a tensor's cut or size is not supported, or a tensor has no saved form.
         """
         buffers = sorted(self._buffers())
         if fsdp_version(self._module) == 1:
@@ -231,10 +228,9 @@ class FsdpParts:
             return
         for name in buffers:
             buffer = self._buffers()[name]
-            # A copy: what is staged beside the next forward pass must not be what that pass changes.
-            yield HeldPart(
-                partial(self._buffer, name), self._parts.of(name, buffer.shape, 0, buffer.numel()), is_copy=True
-            )
+            # A copy, because a forward pass during staging changes the buffer.
+            cuts = self._parts.of(name, buffer.shape, 0, buffer.numel())
+            yield HeldPart(partial(self._buffer, name), cuts, is_copy=True)
         for name, (dtype, shape, *_) in self._parts.empty().items():
             empty = torch.empty(shape, dtype=to_torch(dtype))
             yield HeldPart(empty.detach, [Cut(whole(name, dtype, shape), (Strided(shape, row_major(shape), 0),))])
@@ -243,42 +239,39 @@ class FsdpParts:
         return self._buffers()[name].clone(memory_format=torch.contiguous_format)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Those that a state dict has, by the name that `Saved.held` has of them."""
-        held: dict[str, torch.Tensor] = {}
+        """Return the buffers of a state dict, by their names in `Saved.held`."""
+        buffers: dict[str, torch.Tensor] = {}
         for prefix, module in self._module.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or name in module._non_persistent_buffers_set:
                     continue
-                own = self._own([_joined(prefix, name)])
-                if own is not None:
-                    held[own] = buffer
-        return held
+                held = self._held_name([_joined(prefix, name)])
+                if held is not None:
+                    buffers[held] = buffer
+        return buffers
 
-    def _own(self, names: Sequence[str]) -> str | None:
-        """Return the name that `Saved.held` has of a tensor; None: it is not to be contributed.
-
-        Args:
-            names: those by which the model holds it, several of one that is tied.
+    def _held_name(self, names: Sequence[str]) -> str | None:
+        """Return a tensor's name in `Saved.held`; None: it is not part of a version. A tied tensor has several `names`.
 
         Raises:
-            ConfigError: it is to be contributed, and nothing is saved of it.
+            ConfigError: it is part of a version, but has no saved form.
         """
-        named = [own for name in names if (own := self._name_of(clean_tensor_name(name))) is not None]
-        found = next((own for own in named if own in self._parts.held), None)
+        named = [held for name in names if (held := self._name_of(clean_tensor_name(name))) is not None]
+        found = next((held for held in named if held in self._parts.held), None)
         if named and found is None:
             raise ConfigError(
-                f"model.path: the engine holds {named[0]}, of which save_pretrained would write nothing by the model's "
-                "config, so it would be trained and in no version; where the config ties it to another tensor and the "
-                "folder stores both, set tie_word_embeddings=false in its config.json"
+                f"model.path: the engine trains {named[0]}, but by the model's config save_pretrained would not write "
+                "it, so it would be in no version; where the config ties it to another tensor and the folder stores "
+                "both, set tie_word_embeddings=false in its config.json"
             )
         return found
 
     def _dtensor_parts(self) -> Iterator[HeldPart]:
         names = defaultdict(list)
-        for held, parameter in self._module.named_parameters(remove_duplicate=False):
-            names[parameter].append(held)
-        for parameter, held_as in names.items():
-            name = self._own(held_as)
+        for alias, parameter in self._module.named_parameters(remove_duplicate=False):
+            names[parameter].append(alias)
+        for parameter, aliases in names.items():
+            name = self._held_name(aliases)
             if name is None:
                 continue
             shape = tuple(parameter.shape)
@@ -297,7 +290,7 @@ class FsdpParts:
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
             if not all(size == whole_size for size, whole_size in zip(local[1:], shape[1:], strict=True)):
-                raise ConfigError(f"backend: {name} is cut along another dimension than the first, which is not known")
+                raise ConfigError(f"backend: {name} is cut along another dimension than the first: not supported")
             start = offset[0] * prod(shape[1:]) if shape else 0
             yield HeldPart(partial(_local_rows, parameter), self._parts.of(name, shape, start, start + prod(local)))
 
@@ -313,7 +306,7 @@ class FsdpParts:
             )
             flat = handle.flat_param
             for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
-                name = self._own([_joined(prefix, each) for each in _names(flat, fqn)])
+                name = self._held_name([_joined(prefix, each) for each in _names(flat, fqn)])
                 if name is None or repeats or not info.in_shard:
                     continue
                 assert info.intra_param_start_idx is not None
@@ -326,7 +319,7 @@ class FsdpParts:
 
 
 def _names(flat: FlatParameter, first: str) -> list[str]:
-    """All names of a tensor that FSDP1 knows by its first owner: a tied one has several."""
+    """Return all names of a tensor that FSDP1 knows by its first owner: a tied one has several."""
     return [
         first,
         *(
@@ -346,8 +339,6 @@ def _local_rows(parameter: DTensor) -> torch.Tensor:
 
 
 def _local_range(handle: FlatParamHandle, begin: int, count: int) -> torch.Tensor:
-    """Return elements of the master copy of what this rank holds of a flat parameter, whatever the forward pass has
-    unsharded.
-    """
-    held: torch.Tensor = getattr(handle.flat_param, "_local_shard", handle.flat_param)
-    return held.detach()[begin : begin + count]
+    """Return elements of this rank's master copy of a flat parameter, even while the forward pass has it unsharded."""
+    local: torch.Tensor = getattr(handle.flat_param, "_local_shard", handle.flat_param)
+    return local.detach()[begin : begin + count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trinity_sync.backends.option import (
     PACKED,
@@ -23,6 +23,9 @@ from trinity_sync.config.schema import Config, FsdpConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import IMAGES, auto_class
 
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine, FsdpEngine
+
 
 def _check_fsdp_size(get: Get) -> Iterator[Problem]:
     ranks, size = get("backend.ranks"), get("backend.fsdp_size")
@@ -37,9 +40,9 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
 
 
 def _check_images(get: Get) -> Iterator[Problem]:
-    """That a vision tower, to which texts give gradients of zero at most, stays as it is."""
+    """Check that weight decay does not change a vision tower, whose gradients from texts are zero at most."""
     model, decay = model_fields(get), get("trainer.weight_decay")
-    adapter = get("model.lora.rank") or get("model.lora.path")  # with which nothing else is trained
+    adapter = get("model.lora.rank") or get("model.lora.path")  # then nothing else is trained
     if decay and not adapter and auto_class(model) == IMAGES:
         yield Problem(
             "trainer.weight_decay",
@@ -74,14 +77,14 @@ class FsdpOption(FsdpConfig, BackendOption):
         if sharing == 1:
             return super().sharing_ranks(get)
         if ranks % sharing:
-            return None  # said by `check_sharing`
+            return None  # `check_sharing` reports it
         return ranks // sharing, "data-parallel ranks (backend.ranks / backend.sp)"
 
     @property
     def compute_dtype(self) -> str:
         return self.param_dtype
 
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
         return {
             "strategy": self.strategy,
             "fsdp_size": self.fsdp_size,
@@ -98,7 +101,7 @@ class FsdpOption(FsdpConfig, BackendOption):
             **cfg.backend.overrides,
         }
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
         return {**adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -117,34 +120,34 @@ class FsdpOption(FsdpConfig, BackendOption):
             f"{self.ranks}, the random numbers of a rank are not"
         )
 
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
-    def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+    def reference_fields(self, engine: Mapping[str, object]) -> dict[str, object]:
         import torch
 
-        # What only infers verl keeps in pinned memory of the CPU, which there is beside an accelerator only. Without
-        # one it gets an optimizer, which holds nothing before its first step. The dtype stays that of the master
-        # weights: verl casts buffers to it as well, and in bf16 the frequencies of rotary embeddings are others.
+        # verl keeps a model for inference in pinned memory, which needs an accelerator. Without one the model gets an
+        # optimizer, which is empty before its first step. The dtype stays that of the master weights: verl casts
+        # buffers to it as well, and bf16 would change the frequencies of rotary embeddings.
         return {**engine, "forward_only": torch.cuda.is_available()}
 
     @property
     def ranks_per_sequence(self) -> int:
         return self.sp
 
-    def packs(self, model: Mapping[str, Any], attention: str, wanted: str) -> bool:
+    def packs(self, model: Mapping[str, object], attention: str, wanted: str) -> bool:
         if text := refused(wanted, self.sp, model, attention):
             raise ConfigError(" ".join(text))
         return wanted != "never" and unpackable(model, attention) is None
 
-    def divide_in_fp32(self, engine: Any) -> None:
+    def divide_in_fp32(self, engine: Engine) -> None:
         from trinity_sync.backends.fsdp import logits_in_fp32
 
-        logits_in_fp32(engine)
+        logits_in_fp32(cast("FsdpEngine", engine))
 
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         from trinity_sync.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(engine, wire_dtype, keep_fp32, merged=merged)
+        return FsdpBackend(cast("FsdpEngine", engine), wire_dtype, keep_fp32, merged=merged)

@@ -2,12 +2,12 @@
 
 ``verl``: the files that verl itself would write, one set per rank, for the same number of ranks. ``dcp``: model and
 optimizer through torch.distributed.checkpoint under the parameters' names, which any number of ranks, and FSDP as well
-as FSDP2, can load; LR scheduler, RNG and the gradient scaler of fp16 per rank beside it.
+as FSDP2, can load; LR scheduler, RNG and the gradient scaler of fp16 in files per rank.
 
-Of a model with a LoRA adapter both hold the adapter alone, as verl does with ``save_lora_only``, and the optimizer's
-states of it: the base is the model that the run began with, and is not written again.
+For a model with a LoRA adapter both contain the adapter alone, as verl does with ``save_lora_only``, and its optimizer
+states: the base is the run's first model, and is not written again.
 
-Files are loaded without running what is pickled in them, see `safe_loading`.
+Files are loaded without running their pickles, see `safe_loading`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from verl.utils.fsdp_utils import (
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engine_types import FsdpEngine
 from trinity_sync.backends.meetings import RankMeeting
-from trinity_sync.backends.safe_loading import load_file, nothing_runs
+from trinity_sync.backends.safe_loading import StateDict, load_file, nothing_runs
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
@@ -59,23 +59,19 @@ if TYPE_CHECKING:
 
 _OPTIONS = StateDictOptions()
 _SCALER = "scaler"
-"""Beside what verl has in its file: how gradients in fp16 are scaled, and how long they have been."""
+"""Our addition to verl's file: the state of the gradient scaler of fp16."""
 
 
 class FsdpState:
-    """What a resume needs of one rank.
-
-    Args:
-        engine: verl's, initialised.
-    """
+    """One rank's state for a resume, of an initialised engine of verl."""
 
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._of_adapter = peft_config(engine.module) is not None
 
-    def files(self, form: Format) -> dict[str, object]:
-        """File name -> live value, with `DISTRIBUTED` in place of a file for what `dcp_files.write` takes.
+    def files(self, form: Format) -> StateDict:
+        """Return file name -> live value, with `DISTRIBUTED` in place of a file for the argument of `write`.
         Collective.
         """
         extra = {
@@ -98,8 +94,8 @@ class FsdpState:
             }
 
     def load(self, folder: Path) -> None:
-        """Restore what was saved below `folder`, in either format. Of optimizer and learning rate that is the state
-        and the place in the schedule; their settings stay as they are. Collective.
+        """Restore the state below `folder`, in either format, except the settings of optimizer and learning rate.
+        Collective.
 
         Raises:
             RunError: a file is missing or holds what it should not.
@@ -116,29 +112,23 @@ class FsdpState:
                 path = folder / self._file("model")
                 saved, live = load_file(path), engine.module.state_dict()
                 self._check_names(path, saved, self._trained(live))
-                # What the model has beside the adapter goes back as it is, so that nothing is passed over in silence.
+                # The model's own tensors are loaded unchanged, so that a strict load finds every name.
                 engine.module.load_state_dict({**live, **saved})
                 engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
 
-    def _trained(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what an adapter is trained on."""
+    def _trained(self, model: StateDict) -> StateDict:
+        """Leave out the base of an adapter."""
         return {name: value for name, value in model.items() if is_adapter(name)} if self._of_adapter else model
 
     def _check_names(self, path: Path, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-        """Check that what is saved is what the model wants, all of it.
-
-        Args:
-            path: for errors.
-            saved: tensors by name, or what has their `size`.
-            wanted: those of this model's state that are saved.
-        """
+        """Check that the saved tensors (by name, with a `size`) are those of this model's saved state."""
         what = "the adapter" if self._of_adapter else "the model"
         missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
         if missing or unknown:
             found = [f"no {listed(missing)}"] if missing else []
-            found += [f"{listed(unknown)}, which {what} has not"] if unknown else []
+            found += [f"{listed(unknown)}, which {what} does not have"] if unknown else []
             kind = _kind(saved)
             raise RunError(f"{path} holds {kind}, and is not of {what} that is trained: it has {', and '.join(found)}")
         for name, value in wanted.items():
@@ -148,7 +138,7 @@ class FsdpState:
 
     # -- torch.distributed.checkpoint
 
-    def _distributed(self) -> dict[str, Any]:
+    def _distributed(self) -> StateDict:
         return {
             "model": self._trained(get_model_state_dict(self._engine.module, options=_OPTIONS)),
             "optim": get_optimizer_state_dict(self._engine.module, self._engine.optimizer, options=_OPTIONS),
@@ -177,18 +167,18 @@ class FsdpState:
             extra = load_file(own)
             self._engine.checkpoint_manager.load_rng_state(extra["rng"])
         else:
-            # Of another number of ranks: the learning rate is the same on all, the RNG of a rank has no counterpart.
+            # Another number of ranks: the learning rate is the same on all, but a rank's RNG has no counterpart.
             others = sorted(folder.glob("extra_state_world_size_*_rank_0.pt"))
             if not others:
                 raise RunError(f"{own} is missing, and so is that of any other number of ranks")
             extra = load_file(others[0])
         self._go_to(extra["lr_scheduler"])
-        # A checkpoint of another dtype, or of another program, has none, and one on a CPU is empty.
+        # A checkpoint of another dtype or program has none, and one of a CPU is empty.
         if self._engine.scaler is not None and (saved := extra.get(_SCALER)):
             self._engine.scaler.load_state_dict(saved)
 
-    def _go_to(self, place: dict[str, Any]) -> None:
-        """Go to the place in the schedule that is saved, with the learning rates of our own at it."""
+    def _go_to(self, place: StateDict) -> None:
+        """Go to the saved place in the schedule, with our own learning rates there."""
         scheduler = self._engine.lr_scheduler
         scheduler.load_state_dict({**place, "base_lrs": scheduler.base_lrs})
         rates = [
@@ -206,7 +196,7 @@ class FsdpState:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Engines that offload have to be on their device where FSDP1 gathers, and where states are loaded."""
+        """Move an engine that offloads to its device, where FSDP1 gathers, and where states are loaded."""
         engine = self._engine
         model, optimizer = engine.is_param_offload_enabled, engine.is_optimizer_offload_enabled
         moves = torch.cuda.is_available() and fsdp_version(engine.module) == 1
@@ -233,11 +223,7 @@ def peft_config(module: torch.nn.Module) -> LoraConfig | None:
 
 
 def adapter_fields(config: LoraConfig) -> dict[str, object]:
-    """Return what peft writes into an ``adapter_config.json``, with names in order.
-
-    Args:
-        config: peft's.
-    """
+    """Return the fields that peft writes into an ``adapter_config.json``, with names in order."""
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         fields: dict[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
@@ -247,12 +233,7 @@ def adapter_fields(config: LoraConfig) -> dict[str, object]:
 
 
 def write_adapter_config(config: LoraConfig, folder: Path) -> list[Path]:
-    """Write what peft and verl need to know of an adapter beside its files; the files' paths.
-
-    Args:
-        config: peft's.
-        folder: the checkpoint's ``actor``.
-    """
+    """Write the config files of an adapter for peft and verl into the checkpoint's ``actor``; return the paths."""
     own, note = folder / CONFIG_FILE, folder / "lora_train_meta.json"
     own.write_text(json.dumps(adapter_fields(config), indent=2, sort_keys=True))
     task = getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
@@ -272,22 +253,21 @@ def _shape(value: object) -> list[int]:
     return list(size() if callable(size) else size)
 
 
-# Writing with torch.distributed.checkpoint from copies, as a meeting of the ranks.
-
-
 def write(
-    value: dict[str, object], copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
+    value: StateDict, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
 ) -> list[Path]:
-    """Write a state dict of sharded tensors; the files that this rank wrote. Collective, on any thread.
+    """Write a state dict of sharded tensors with torch.distributed.checkpoint, and return this rank's files.
+
+    Collective, on any thread.
 
     Args:
         value: nested containers of live tensors.
         copied: a plain tensor of this rank below `value` -> its copy in the CPU's memory.
-        folder: is made.
+        folder: is created.
         meeting: the meeting of the save's ranks.
 
     Raises:
-        RunError: on all ranks, where one could not.
+        RunError: on all ranks, if one fails.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
     planner = _Planner(copied)
@@ -329,26 +309,22 @@ class _Planner(DefaultSavePlanner):
         return self._copied(found) if isinstance(found, torch.Tensor) else found
 
 
-# What the configuration says of an optimizer, kept where a checkpoint is loaded, which says what another run was.
-
-
 _STATE = frozenset({"params", "step"})
-"""Of a group, what belongs to the training state. Some optimizers count the steps of a group, not of a parameter."""
+"""Keys of a group that belong to the training state. Some optimizers count the steps of a group, not of a parameter."""
 
 
 class HasGroups(Protocol):
     """Any optimizer."""
 
-    param_groups: list[dict[str, Any]]
+    param_groups: list[StateDict]
 
 
 @contextmanager
 def settings_kept(optimizer: HasGroups) -> Iterator[None]:
-    """Inside, a state is loaded into an optimizer: its groups have the settings of before afterwards (learning rate,
-    betas, weight decay and all others).
+    """Keep the settings of the optimizer's groups (learning rate, betas, weight decay and all others) while the block
+    loads a state: the configuration has them, and the checkpoint may be of another run.
 
-    Args:
-        optimizer: its groups are as many, and in the same order, before and after.
+    The groups are as many, and in the same order, before and after.
     """
     kept = [{name: value for name, value in group.items() if name not in _STATE} for group in optimizer.param_groups]
     yield
@@ -356,16 +332,13 @@ def settings_kept(optimizer: HasGroups) -> Iterator[None]:
         group.update(settings)
 
 
-# State dicts of what each rank holds, with both generations of FSDP.
-
-
 @contextmanager
 def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
-    """Inside, the state dicts of a model and of its optimizer are of this rank's shards.
+    """Have the state dicts of a model and of its optimizer contain this rank's shards during the block.
 
     Args:
         model: wrapped by FSDP.
-        offload: what FSDP1 gives lies on the CPU.
+        offload: FSDP1 returns tensors on the CPU.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
@@ -378,20 +351,18 @@ def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
             yield
 
 
-def live_state(
-    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def live_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> tuple[StateDict, StateDict]:
     """Return the state dicts of a model and of its optimizer, empty for None; inside `sharded`. Collective in FSDP1.
 
     Parameters and optimizer states are the live tensors, which change at the optimizer's step. Buffers are copies, as
     a forward pass may change them, and so are the containers.
     """
-    state: dict[str, Any] = {} if model is None else apart_from_buffers(model, model.state_dict())
+    state: StateDict = {} if model is None else apart_from_buffers(model, model.state_dict())
     return state, {} if optimizer is None else _optimizer_state(optimizer)
 
 
-def apart_from_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Put copies in place of the buffers in a state dict of the model, and return it."""
+def apart_from_buffers(model: torch.nn.Module, state: StateDict) -> StateDict:
+    """Replace the buffers in a state dict of the model by copies, and return it."""
     live = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
     for name, value in state.items():
         if type(value) is torch.Tensor and value.untyped_storage()._cdata in live:
@@ -399,7 +370,7 @@ def apart_from_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[st
     return state
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> StateDict:
     state = optimizer.state_dict()
     copies = {key: dict(value) if isinstance(value, dict) else value for key, value in state["state"].items()}
     return {**state, "state": copies}

@@ -1,11 +1,11 @@
-"""Imports verl's engines without what a run here does not use, which costs seconds in every process that trains:
+"""Imports verl's engines without parts that a run here does not use, which cost seconds in every training process:
 
-- Megatron's engines, which verl would load whenever megatron-core is installed. `backends.megatron.engine` imports what
-  is left out here by itself.
+- Megatron's engines, which verl would load whenever megatron-core is installed. `backends.megatron.megatron_engine`
+  imports them itself.
 - The senders of verl that import vLLM, which verl would load whenever vLLM is installed.
 - Runs of the garbage collector.
 
-To be imported before anything of `verl.workers` or `verl.checkpoint_engine`.
+Import it before anything of `verl.workers` or `verl.checkpoint_engine`.
 """
 
 from __future__ import annotations

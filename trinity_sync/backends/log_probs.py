@@ -1,5 +1,6 @@
-"""Log-probs of tokens from logits, where flash-attn's kernel is not installed: verl's own way there goes token by token
-through Python, forward and backward, which costs a small model more than its layers.
+"""Log-probs of tokens from logits without flash-attn's kernel.
+
+verl's own fallback runs token by token in Python, forward and backward, which costs a small model more than its layers.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ import torch
 import verl.utils.torch_functional
 
 _ELEMENTS = 2**26
-"""Of logits that are taken at once: 256 MiB in fp32."""
+"""Logits per step: 256 MiB in fp32."""
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Find the log-probs of `labels`: bit for bit those of verl's `logprobs_from_logits_v2`, and so are the gradients.
+    """Return the log-probs of `labels`: bit for bit those of verl's `logprobs_from_logits_v2`, and so are the
+    gradients.
 
     Args:
         logits: of shape (..., vocabulary).
@@ -33,5 +35,5 @@ def _of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """Have verl's engines in this process take `log_probs`."""
+    """Have verl's engines in this process use `log_probs`."""
     verl.utils.torch_functional.logprobs_from_logits_v2 = log_probs

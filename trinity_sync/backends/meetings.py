@@ -1,10 +1,9 @@
 """How the ranks of a trainer do a save together, without a process group.
 
-A process group ends with its first timeout, and a rank that fails before a collective call leaves its peers in it. What
-the ranks of a save have to tell each other is little, and goes through torch's key-value store: in meetings, one for
-each save, that go from stage to stage. All ranks pass a stage or none: the first one that fails, or has waited too long
-for another, decides that for all of them, and who comes later is told so at once. The next meeting has keys of its own,
-so nothing of a failed one reaches it.
+A process group ends with its first timeout, and a rank that fails before a collective call leaves its peers in it. The
+ranks of a save exchange little, through torch's key-value store: in meetings, one for each save, that go from stage to
+stage. All ranks pass a stage or none: the first rank that fails or times out decides that for all of them, and later
+ranks hear it at once. The next meeting has keys of its own, so nothing of a failed one reaches it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -26,16 +25,16 @@ from trinity_sync.host.origin import described
 T = TypeVar("T")
 
 _CHUNK_BYTES = 4 << 20
-"""The longest value that a rank tells at a time; the store closes the connection over values of more than 8 MiB."""
+"""The longest value of one call; the store closes the connection over values of more than 8 MiB."""
 
 _ANSWER_S = 10.0
-"""Limit of the store's answer to one call, seconds; waiting for a key has its own."""
+"""Timeout of one call of the store, seconds; a wait for a key has its own."""
 
 _GO = "go"
 
 
 class Store(Protocol):
-    """What is asked of torch's key-value store. The types that torch gives its own know neither clones nor bytes."""
+    """torch's key-value store; torch's own types lack `clone` and bytes."""
 
     def clone(self) -> Store: ...
 
@@ -61,109 +60,95 @@ class Meetings:
 
     Args:
         store: reached by all ranks, and served by rank 0.
-        rank: this one.
-        ranks: how many there are.
-        timeout_s: limit of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
+        rank, ranks: this rank, and the number of ranks.
+        timeout_s: timeout of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
         self.ranks = ranks
         self.timeout_s = timeout_s
-        # A client is held for as long as it waits. One waits beside training, and must not hold up the other.
-        self._here, self._beside = _Client(store), _Client(store)
+        # A wait blocks its client. The background thread waits on one of its own, so that training is not blocked.
+        self._foreground, self._background = _Client(store), _Client(store)
         self._number = 0
         self._over: list[RankMeeting] = []
 
     @classmethod
     def of_default_group(cls, timeout_s: float) -> Meetings:
-        """Make a meeting of the ranks of torch's default process group, through the store in which they met.
+        """Make a meeting of the ranks of torch's default process group, through its store.
 
-        All ranks make the same ones, in the same order; none waits for another to make them.
+        All ranks make the same ones, in the same order; none waits for another here.
 
         Raises:
             WaitTimeout: rank 0, which serves the store, does not answer.
         """
-        store: Any = _get_default_store()
+        store = cast(Store, _get_default_store())
         rank = dist.get_rank()
         number = _Client(store).call(lambda store: store.add(f"saves/made-by-{rank}", 1))
-        own: Any = dist.PrefixStore(f"saves/{number}", store)
-        return cls(own, rank, dist.get_world_size(), timeout_s)
+        prefixed = cast(Store, dist.PrefixStore(f"saves/{number}", cast(dist.Store, store)))
+        return cls(prefixed, rank, dist.get_world_size(), timeout_s)
 
     def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> RankMeeting:
-        """Begin the next one, on the training thread. Whoever returns may make calls that need all ranks.
+        """Begin the next one, on the training thread. On return all ranks are here, so collective calls are safe.
 
         Args:
-            what: the save is of, such as ``"step 20"``.
-            prepare: whatever this rank has to do before.
+            what: names the save, such as ``"step 20"``.
+            prepare: this rank's preparation.
 
         Raises:
-            RunError: on all ranks, where one could not prepare or did not come; says which, and why.
+            RunError: on all ranks, if one fails to prepare or does not come; names the rank and the error.
         """
         self._number += 1
-        meeting = RankMeeting(self, f"{self._number}/", what, self._here, self._beside)
+        meeting = RankMeeting(self, f"{self._number}/", what, self._foreground, self._background)
         over, self._over = self._over, [*self._over, meeting]
         meeting.begin(prepare)
-        for earlier in over:  # all ranks are here, so nobody is there any more
+        for earlier in over:  # all ranks are here, so the earlier meetings are over
             earlier.forget()
         self._over = [meeting]
         return meeting
 
 
 class RankMeeting:
-    """See `Meetings.begin`. All ranks go through the same stages; what a stage raises ends the meeting.
+    """See `Meetings.begin`. All ranks go through the same stages; an error in a stage ends the meeting."""
 
-    Attributes:
-        rank: this one.
-        ranks: how many there are.
-        timeout_s: limit of the wait for the others in each stage, seconds.
-    """
-
-    def __init__(self, of: Meetings, prefix: str, what: str, here: _Client, beside: _Client) -> None:
+    def __init__(self, of: Meetings, prefix: str, what: str, foreground: _Client, background: _Client) -> None:
         self.rank, self.ranks, self.timeout_s = of.rank, of.ranks, of.timeout_s
         self._prefix = prefix
         self._what = what
-        self._here = here
-        self._beside = beside
+        self._foreground = foreground
+        self._background = background
         self._stage = 0
         self._keys: list[str] = []
 
     def begin(self, prepare: Callable[[], None]) -> None:
-        """The first stage; see `Meetings.begin`."""
-        with self._next(self._here, "begin to save", range(self.ranks)) as stage:
+        """Go through the first stage; see `Meetings.begin`."""
+        with self._next(self._foreground, "begin to save", range(self.ranks)) as stage:
             stage.do(prepare)
             stage.arrive()
             stage.wait()
 
     def gather(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Do something on every rank.
+        """Do something on every rank; return the results of all ranks on rank 0, in rank order, and nothing on the
+        others.
 
         Args:
             what: for errors, such as ``"write its share"``.
-            work: gives something that can be pickled.
-
-        Returns:
-            The results of all ranks on rank 0, in rank order; nothing on the others.
+            work: returns something that can be pickled.
 
         Raises:
-            RunError: on all ranks, where one failed or did not come; says which, and why.
+            RunError: on all ranks, if one fails or does not come; names the rank and the error.
         """
-        with self._next(self._beside, what, range(self.ranks)) as stage:
+        with self._next(self._background, what, range(self.ranks)) as stage:
             stage.put(self.rank, stage.do(work))
             stage.arrive()
             stage.wait()
             return [stage.get(rank) for rank in range(self.ranks)] if self.rank == 0 else []
 
     def scatter(self, what: str, work: Callable[[], Sequence[T]]) -> T:
-        """Do something on rank 0; errors as for `gather`.
-
-        Args:
-            work: gives something for each rank.
-
-        Returns:
-            What there was for this one.
+        """Do something on rank 0, whose `work` returns a value for each rank; return this rank's. Errors as for
+        `gather`.
         """
-        with self._next(self._beside, what, [0]) as stage:
+        with self._next(self._background, what, [0]) as stage:
             if self.rank == 0:
                 for rank, value in enumerate(stage.do(work)):
                     stage.put(rank, value)
@@ -173,21 +158,19 @@ class RankMeeting:
             return found
 
     def give_up(self, error: BaseException) -> None:
-        """What the ranks wait for, or would wait for next, does not come: nobody passes the stage that this rank is in,
-        nor the one after. On any thread.
-        """
+        """Fail the stage that this rank is in, and the next one, on all ranks. On any thread."""
         decision = f"rank {self.rank}: {_describe(error)}"
         with suppress(RunError, dist.DistError):
-            client = _Client(self._beside._store)  # the other one is held by whoever waits
+            client = _Client(self._background._store)  # a waiting thread may block the other clients
             for stage in (self._stage, self._stage + 1):
                 key = f"{self._prefix}{stage}/decision"
                 client.call(partial(_decide, key, decision))
                 self._keys.append(key)
 
     def forget(self) -> None:
-        """Remove what this rank has left in the store: it would grow with every save."""
+        """Delete this rank's keys from the store, which would grow with every save."""
         for key in self._keys:
-            self._here.call(partial(_forget, key))
+            self._foreground.call(partial(_forget, key))
 
     @contextmanager
     def _next(self, store: _Client, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
@@ -201,11 +184,13 @@ class RankMeeting:
 
 
 class _Client:
-    """A client of the store whose calls end. Those of torch's own wait without a limit for a server that stands still,
-    and hold the client for as long: it is given up then, and the next call has another one.
+    """A client of the store whose calls time out.
+
+    torch's own calls wait without limit for a server that hangs, and block the client for as long. Such a client is
+    dropped, and the next call has another one.
 
     Args:
-        store: to have clients of. On rank 0 its server ends with it.
+        store: is cloned for each client. On rank 0 its server ends with it.
 
     Raises:
         WaitTimeout: the server does not answer.
@@ -214,14 +199,10 @@ class _Client:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._client: Store | None = None
-        self.call(lambda store: store.num_keys())  # connects: that, too, waits for the server
+        self.call(lambda store: store.num_keys())  # connects, which waits for the server too
 
     def call(self, ask: Callable[[Store], T], waits_s: float = 0.0) -> T:
-        """Call the store.
-
-        Args:
-            ask: makes one call, on a client of the store.
-            waits_s: how long the call itself may wait for others, seconds.
+        """Call the store: `ask` makes one call on a client, which may itself wait `waits_s` seconds for other ranks.
 
         Raises:
             WaitTimeout: the server does not answer.
@@ -259,7 +240,7 @@ class _Stage:
         self._awaited = awaited
 
     def do(self, work: Callable[[], T]) -> T:
-        """Do this rank's work; what it fails of ends the stage on all ranks."""
+        """Do this rank's work; an error ends the stage on all ranks."""
         try:
             return work()
         except BaseException as error:
@@ -269,7 +250,7 @@ class _Stage:
             raise RunError(decision) from error
 
     def put(self, rank: int, value: object) -> None:
-        """Leave something for `get`."""
+        """Store a value for `get`."""
         data = pickle.dumps(value)
         starts = range(0, len(data), _CHUNK_BYTES)
         for number, start in enumerate(starts):
@@ -277,12 +258,12 @@ class _Stage:
         self._set(f"value-{rank}", str(len(starts)))
 
     def get(self, rank: int) -> Any:
-        """What was left for or by a rank, once the stage is passed."""
+        """Return the value for or by a rank, once the stage is passed."""
         chunks = int(self._get(f"value-{rank}"))
         return pickle.loads(b"".join(self._get(f"value-{rank}-{number}") for number in range(chunks)))
 
     def arrive(self) -> None:
-        """This rank is done; the last one decides that the stage is passed."""
+        """Note that this rank is done; the last one passes the stage."""
         self._set(f"rank-{self._rank}", "")
         if self._rank == 0:
             self._keys.append(f"{self._prefix}arrived")
@@ -290,7 +271,7 @@ class _Stage:
             self.decide(_GO)
 
     def wait(self) -> None:
-        """Until it is decided."""
+        """Wait for the decision."""
         key, limit = f"{self._prefix}decision", timedelta(seconds=self._timeout_s)
         try:
             self._store.call(lambda store: store.wait([key], limit), waits_s=self._timeout_s)
@@ -301,7 +282,7 @@ class _Stage:
             raise RunError(decision)
 
     def decide(self, decision: str) -> str:
-        """Decide, unless somebody has; what was decided."""
+        """Decide, unless another rank has; return the decision."""
         key = f"{self._prefix}decision"
         self._keys.append(key)
         return self._store.call(partial(_decide, key, decision)).decode()
@@ -322,7 +303,7 @@ class _Stage:
 
 
 def _decide(key: str, decision: str, store: Store) -> bytes:
-    """What was decided: this, or what somebody decided before."""
+    """Return the decision: this, or an earlier one."""
     return store.compare_set(key, "", decision)
 
 

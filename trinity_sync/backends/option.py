@@ -1,7 +1,7 @@
-"""What an option of `backend` names: everything that depends on the training engine, but for what the engine holds.
+"""The options of `backend`: everything that depends on the training engine, except its tensors.
 
-A subclass of `BackendOption` is light: the driver checks a configuration with it, so what imports torch, verl or an
-engine is imported in the methods that a trainer's rank calls.
+A subclass of `BackendOption` is light, because the driver checks a configuration with it: torch, verl and engines are
+imported in the methods that a trainer's rank calls.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import BackendConfig, Config
 from trinity_sync.host.package_source import dataclass_fields
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine
 
 _BATCH_KEYS = {
     "micro_batch_size_per_gpu": "trainer.micro_batch_size",
@@ -29,24 +32,26 @@ _BATCH_KEYS = {
     "use_remove_padding": "trainer.remove_padding",
 }
 PACKED = "needs sequences packed without padding, and is not tried with those; leave it out"
-"""Why a field of verl's engine config is `useless`."""
+"""Reason for a `useless` field of verl's engine config."""
 
 
 class BackendOption(ABC):
-    """A training engine as the keys of `backend` configure it, which are its attributes. One of your own is a dataclass
-    that inherits `trinity_sync.config.schema.BackendConfig`, too.
+    """A training engine as configured by the keys of `backend`, which are its attributes.
+
+    Your own is a dataclass that inherits `trinity_sync.config.schema.BackendConfig`, too.
 
     Attributes:
-        checks: on the configuration, beside the ranges that the schema has.
+        checks: on the configuration, in addition to the ranges of the schema.
         engine_config: class of verl's engine config, in its `workers/config/engine.py`; None: another's, or none.
         engine_keys: fields of verl's engine config that other keys set, and those keys.
-        useless: fields of it that would have no effect, or that nothing here works with, and why.
+        useless: fields of it that have no effect or are not supported, with the reason.
         reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
             `check_resume` allows it. Of others it takes the weights.
-        takes_weights: whether it can begin with the weights of a checkpoint that it cannot load.
+        takes_weights: whether it can start with the weights of a checkpoint that it cannot load.
         trains_adapters: whether it trains a LoRA adapter in place of the weights (`model.lora`).
-        no_adapters: of one that does not, what is said of it.
-        worker: class of the ranks, made of a `trainer.worker_spec.WorkerSpec`; as text, since it lies above.
+        no_adapters: the reason where it does not.
+        worker: class of the ranks, made from a `trainer.worker_spec.WorkerSpec`; as text, because it is in a higher
+            package.
         writes_own_files: its checkpoints are more than one object per file, so it writes them itself.
     """
 
@@ -73,48 +78,48 @@ class BackendOption(ABC):
 
     @property
     def compute_dtype(self) -> str:
-        """In which dtype forward and backward compute: ``bf16``, ``fp16`` or ``fp32``."""
+        """The dtype of forward and backward passes: ``bf16``, ``fp16`` or ``fp32``."""
         return "bf16"
 
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
-        """Its own, and those of every engine."""
+        """Return its own checks, and those of every engine."""
         return (*cls.checks, check_max_tokens, partial(check_overrides, cls), partial(check_adapters, cls))
 
     @classmethod
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
-        """Among how many ranks a batch is divided, and how to call that number; None: it is no whole number."""
+        """Return the number of ranks that divide a batch, and its name; None: it is not a whole number."""
         return get("backend.ranks"), "backend.ranks"
 
     @classmethod
     def overridden(cls, get: Get) -> Iterator[tuple[str, str | None]]:
-        """Fields of verl's engine config that `backend.overrides` gives, each with the key of ours that sets it."""
+        """Yield the fields of verl's engine config in `backend.overrides`, each with our key that sets it."""
         backend = get("backend")
         named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
         named |= _BATCH_KEYS | dict(cls.engine_keys)
         yield from ((name, named.get(name)) for name in map(str, backend.overrides))
 
     @abstractmethod
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
-        """What `engine_configs` makes verl's engine config of, from the whole configuration."""
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
+        """Return the fields of verl's engine config for `engine_configs`, from the whole configuration."""
 
     @abstractmethod
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
-        """What `engine_configs` makes verl's optimizer config of, from the whole configuration."""
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
+        """Return the fields of verl's optimizer config for `engine_configs`, from the whole configuration."""
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
-        """Whether the engine can load all of a checkpoint of a backend that it `reads`.
+        """Check that the engine can load all of a checkpoint of a backend that it `reads`.
 
         Args:
             checkpoint: the step folder.
             saved_by: the backend's label.
-            ranks: how many saved it.
+            ranks: the number of ranks that saved it.
 
         Returns:
-            What the user should know, None where nothing changes.
+            A message for the user, None where nothing changes.
 
         Raises:
-            ConfigError: it cannot; says what to set.
+            ConfigError: it cannot; names the keys to set.
         """
         return None
 
@@ -122,11 +127,11 @@ class BackendOption(ABC):
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Among how many ranks each sequence is divided."""
+        """The number of ranks that share each sequence."""
         return 1
 
-    def packs(self, model: Mapping[str, Any], attention: str, wanted: str) -> bool:
-        """Whether the engine computes a model's sequences without padding, one after another.
+    def packs(self, model: Mapping[str, object], attention: str, wanted: str) -> bool:
+        """Return whether the engine computes a model's sequences without padding, one after another.
 
         Args:
             model: the fields of its Hugging Face config.
@@ -134,20 +139,20 @@ class BackendOption(ABC):
             wanted: `trainer.remove_padding`.
 
         Raises:
-            ConfigError: it is asked to, and cannot; names the key.
+            ConfigError: it is requested, but not possible; names the key.
         """
         return False
 
     def make_model(
-        self, engine: Mapping[str, Any], architecture: Mapping[str, object], seed: int, folder: Path
+        self, engine: Mapping[str, object], architecture: Mapping[str, object], seed: int, folder: Path
     ) -> None:
-        """Write the model that a run begins with which names none; on rank 0, before the engine is built.
+        """Write the initial model of a run that names none; on rank 0, before the engine is built.
 
         Args:
-            engine: what `engine_fields` gave.
+            engine: the result of `engine_fields`.
             architecture: `model.architecture`.
             seed: of the run.
-            folder: to be made.
+            folder: is created.
 
         Raises:
             ConfigError: it cannot be made.
@@ -160,49 +165,42 @@ class BackendOption(ABC):
         make_model(architecture, seed, folder)
 
     def prepare(self) -> None:  # noqa: B027 - most engines need nothing
-        """Before verl builds the engine."""
+        """Prepare the process, before verl builds the engine."""
 
     @abstractmethod
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
-        """verl's configs of the engine and of its optimizer."""
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
+        """Return verl's configs of the engine and of its optimizer."""
 
-    def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of verl's engine config for a model that infers only, beside the one that is trained.
-
-        Args:
-            engine: what `engine_fields` gave.
-        """
+    def reference_fields(self, engine: Mapping[str, object]) -> dict[str, object]:
+        """Return the fields of verl's engine config for an additional model that only infers, from `engine_fields`."""
         return {**engine, "forward_only": True}
 
-    def divide_in_fp32(self, engine: Any) -> None:  # noqa: B027 - most engines do
-        """Where the sampler's temperature is not 1: have the engine divide logits by it in fp32, as explorers do.
-        Called once, when the engine is initialised.
+    def divide_in_fp32(self, engine: Engine) -> None:  # noqa: B027 - most engines do
+        """Have the engine divide logits by the sampler's temperature in fp32, as explorers do.
+
+        Called once, when the engine is initialised, if the temperature is not 1.
         """
 
     def random_numbers_kept(self) -> AbstractContextManager[None]:
-        """Inside, drawing random numbers changes none of those that training draws afterwards."""
+        """Keep the random numbers of training unchanged by draws inside the block."""
         import torch
 
         return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
     @abstractmethod
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
-        """The rank's view of the engine, once that is initialised: a `trinity_sync.backends.base.Backend`, of which one
-        that `writes_own_files` has the saving of `SelfWritingBackend` instead.
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+        """Return the rank's view of the initialised engine: a `trinity_sync.backends.base.Backend`, with the saving of
+        `SelfWritingBackend` instead if it `writes_own_files`.
 
         Args:
-            wire_dtype: in which floating parameters travel, as safetensors names it.
-            keep_fp32: which of them travel in fp32 nevertheless, see `saved_by`.
-            merged: of an engine that `trains_adapters` and trains one: versions are the sum of it and its base.
+            wire_dtype: of floating parameters, as safetensors names it.
+            keep_fp32: those that travel in fp32 instead, see `saved_by`.
+            merged: for an engine that `trains_adapters` and trains one: versions are the sum of it and its base.
         """
 
 
 def backend_option(node: BackendConfig) -> BackendOption:
-    """What the configuration's option of `backend` names, with its keys.
-
-    Raises:
-        ConfigError: the class cannot be used.
-    """
+    """Return the configured option of `backend`, with its keys; a `ConfigError` if its class cannot be used."""
     return build("backend", vars(node), BackendOption)  # type: ignore[type-abstract]
 
 
@@ -210,8 +208,8 @@ _ENGINES = "workers/config/engine.py"
 
 
 def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
-    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence. What
-    every batch sets for itself would be passed over in silence.
+    """Check `backend.overrides`: a field with a key of ours would silently replace that, and fields of a batch have no
+    effect.
     """
     known = None if option.engine_config is None else dataclass_fields("verl", _ENGINES, option.engine_config)
     for name, key in option.overridden(get):
@@ -224,16 +222,16 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
         elif known is not None and name.partition(".")[0] not in known:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
-            yield Problem(f"backend.overrides.{name}", f"is no field of verl's {option.engine_config}{meant}")
+            yield Problem(f"backend.overrides.{name}", f"is not a field of verl's {option.engine_config}{meant}")
 
 
 def _is_off(value: object) -> bool:
-    """Whether a setting asks for what is done anyway."""
+    """Return whether a value is the default in effect."""
     return value is None or value is False or (value == 1 and value is not True)
 
 
 def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:
-    """That the engine trains adapters where one is asked for."""
+    """Check that the engine trains adapters if one is requested."""
     if option.trains_adapters:
         return
     for key, none in (("model.lora.rank", 0), ("model.lora.path", None)):
@@ -245,8 +243,8 @@ def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:
             )
 
 
-def shared_fields(cfg: Config) -> dict[str, Any]:
-    """Fields of the engine configs that verl's engines have in common."""
+def shared_fields(cfg: Config) -> dict[str, object]:
+    """Return the common fields of verl's engine configs."""
     return {
         "param_offload": cfg.backend.param_offload,
         "optimizer_offload": cfg.backend.optimizer_offload,
@@ -256,8 +254,8 @@ def shared_fields(cfg: Config) -> dict[str, Any]:
     }
 
 
-def adam_fields(cfg: Config) -> dict[str, Any]:
-    """Fields of the optimizer configs that verl's engines have in common."""
+def adam_fields(cfg: Config) -> dict[str, object]:
+    """Return the common fields of verl's optimizer configs."""
     trainer = cfg.trainer
     return {
         "lr": trainer.lr,
@@ -269,11 +267,11 @@ def adam_fields(cfg: Config) -> dict[str, Any]:
     }
 
 
-# Checks of how sequences are batched: by how many tokens, and whether without padding.
+# Checks of batches: their tokens and their padding.
 
 
 def check_max_tokens(get: Get) -> Iterator[Problem]:
-    """That the longest sequence fits, where the task has keys for lengths."""
+    """Check that the longest sequence fits, where the task has keys for lengths."""
     most, task, sharing = get("trainer.max_tokens"), get("task"), get("backend").get("sp", 1)
     if most is None or not isinstance(task, Mapping):
         return
@@ -291,7 +289,7 @@ def check_max_tokens(get: Get) -> Iterator[Problem]:
 
 
 def check_unpadded(backend: str, get: Get) -> Iterator[Problem]:
-    """Of an engine that pads: that nobody asks for more."""
+    """Check that packing is not required of an engine that pads."""
     if get("trainer.remove_padding") == "always":
         yield Problem(
             "trainer.remove_padding",
@@ -301,7 +299,7 @@ def check_unpadded(backend: str, get: Get) -> Iterator[Problem]:
 
 
 def check_packing(get: Get) -> Iterator[Problem]:
-    """Of an engine that packs: that the model, where it is at hand, takes what is asked for."""
+    """Check that the model, where it is at hand, supports the requested packing."""
     wanted, sharing, model = get("trainer.remove_padding"), get("backend.sp"), model_fields(get)
     if sharing > 1 and wanted == "never":
         yield Problem(
@@ -311,8 +309,8 @@ def check_packing(get: Get) -> Iterator[Problem]:
         yield Problem(*text)
 
 
-def refused(wanted: str, sharing: int, model: Mapping[str, Any], attention: str) -> tuple[str, str] | None:
-    """Which key asks for packed sequences that the model does not take, and what is to be said of it.
+def refused(wanted: str, sharing: int, model: Mapping[str, object], attention: str) -> tuple[str, str] | None:
+    """Return the key that requests packed sequences, and the reason why the model does not support them; None: it does.
 
     Args:
         wanted: `trainer.remove_padding`.
@@ -329,7 +327,7 @@ def refused(wanted: str, sharing: int, model: Mapping[str, Any], attention: str)
 
 
 def check_sharing(get: Get) -> Iterator[Problem]:
-    """That ranks can share a sequence."""
+    """Check that ranks can share a sequence."""
     ranks, sharing, model = get("backend.ranks"), get("backend.sp"), model_fields(get)
     if ranks % sharing:
         yield Problem("backend.sp", f"is {sharing}; must divide backend.ranks ({ranks})")

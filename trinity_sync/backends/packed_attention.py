@@ -1,11 +1,11 @@
 """Attention among packed sequences without flash-attn, by PyTorch's `scaled_dot_product_attention`.
 
-verl hands a model the sequences of a micro-batch in one row, each with positions of its own, as flash-attn's kernels
-for variable lengths take them. transformers' sdpa would make a mask of all tokens by all tokens of that. Here queries,
-keys and values alone are padded for the attention, with sequences of about the same length, and all the rest of the
-model sees no padding. Rows are padded on the right, so causality keeps tokens from seeing it.
+verl passes a model the sequences of a micro-batch in one row, each with positions of its own, as flash-attn's kernels
+for variable lengths expect them. transformers' sdpa would make a mask of all tokens by all tokens. Here only queries,
+keys and values are padded for the attention, with sequences of similar length, and the rest of the model sees no
+padding. Rows are padded on the right, so causality keeps tokens from seeing it.
 
-With Ulysses' sequence parallelism a rank holds a slice of the row; verl's all-to-all turns slices of all heads into the
+With Ulysses' sequence parallelism a rank has a slice of the row; verl's all-to-all turns slices of all heads into the
 whole row of some heads, and back.
 """
 
@@ -29,13 +29,13 @@ from verl.utils.ulysses import (
 from trinity_sync.backends.sequence_packing import ATTENTION
 
 _LONGER = 1.25
-"""How many times as long as another a sequence may be that is padded together with it."""
+"""Largest ratio of lengths among sequences that are padded together."""
 
 
 def register() -> None:
-    """Make the attention known to transformers in this process, under the name `ATTENTION`."""
+    """Register the attention with transformers in this process, under the name `ATTENTION`."""
     AttentionInterface.register(ATTENTION, packed_attention)
-    AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # none, where nothing is padded
+    AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # no mask without padding
 
 
 def packed_attention(
@@ -52,10 +52,10 @@ def packed_attention(
     """Attend causally within each sequence. Collective among the ranks that share a sequence.
 
     Args:
-        module: the attention layer, not looked at.
-        query: of shape (1, heads, tokens, head size), as those of `key` and `value`, which may have fewer heads.
-        key: see `query`.
-        value: see `query`.
+        module: the attention layer, unused.
+        query: of shape (1, heads, tokens, head size).
+        key: as `query`; may have fewer heads.
+        value: as `key`.
         attention_mask: none.
         dropout: probability that a weight is left out.
         scaling: of the scores; None: the inverse root of the head size.
@@ -84,19 +84,14 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that are padded together.
+    """Sequences that are padded together."""
 
-    Attributes:
-        tokens: of shape (sequences, longest), where each token is in the packed row; behind the end of a sequence any.
-        kept: which of them, flattened, are tokens of the sequence.
-    """
-
-    tokens: torch.Tensor
-    kept: torch.Tensor
+    tokens: torch.Tensor  # (sequences, longest): places in the packed row; arbitrary after the end of a sequence
+    kept: torch.Tensor  # places of the sequences' tokens in `tokens`, flattened
 
 
 def _groups(positions: torch.Tensor) -> list[_Group]:
-    """Sequences by length, so that in no group one is much longer than another."""
+    """Group sequences of similar length."""
     starts = (positions == 0).nonzero()[:, 0]
     lengths = starts.diff(append=starts.new_tensor([len(positions)]))
     kinds = (lengths.double().log() / math.log(_LONGER)).ceil()
@@ -140,7 +135,7 @@ def _of_all(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_row(heads: torch.Tensor, ranks: int) -> torch.Tensor:
-    """From a slice of the row with all heads to the row with this rank's heads; fewer heads than ranks are repeated."""
+    """Turn a slice of the row with all heads into the row with this rank's heads; repeat fewer heads than ranks."""
     repeated = heads.repeat_interleave(max(ranks // heads.shape[1], 1), dim=1)
     whole: torch.Tensor = gather_seq_scatter_heads(repeated, seq_dim=2, head_dim=1)
     return whole

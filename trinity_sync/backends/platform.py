@@ -1,6 +1,6 @@
-"""Which accelerator the run uses, and what verl must be told about it. Imports neither torch nor verl.
+"""The accelerator of a run, and verl's environment for it. Imports neither torch nor verl.
 
-The launcher asks `accelerator_count` before Ray starts and hands `platform_env` to all processes.
+The launcher calls `accelerator_count` before Ray starts and passes `platform_env` to all processes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ from pathlib import Path
 
 
 def accelerator_count() -> int:
-    """The number of NVIDIA GPUs that this process may use, 0 on a machine without any. Loads no CUDA library."""
+    """Return the number of NVIDIA GPUs that this process may use. Loads no CUDA library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = (
-        [path for path in Path("/proc/driver/nvidia/gpus").glob("*")]
-        if Path("/proc/driver/nvidia/gpus").is_dir()
-        else []
-    )
+    devices = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if visible is not None:
-        return min(len(devices), len([item for item in visible.split(",") if item.strip() not in ("", "-1")]))
-    return len(devices)
+        return min(devices, len([item for item in visible.split(",") if item.strip() not in ("", "-1")]))
+    return devices
 
 
 def platform_env(use_gpu: bool) -> dict[str, str]:
-    """Environment variables that every process importing verl needs; empty on CUDA, where verl runs as it is."""
+    """Return the environment variables for every process that imports verl; empty on CUDA."""
     if use_gpu:
         return {}
     return {

@@ -1,7 +1,7 @@
-"""Loads through libraries that would run what is pickled in a file, without running it.
+"""Loads checkpoints through libraries that would run the pickles in a file, without running them.
 
 torch.distributed.checkpoint, megatron-core and verl unpickle parts of a checkpoint with all that Python can name.
-`nothing_runs` has them make objects of an allow-list only, on whatever path they come to a pickle.
+`nothing_runs` restricts every unpickling of them to an allow-list.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.tensors import loading_fault
+
+StateDict: TypeAlias = dict[str, Any]
+"""The state of an object of torch, which alone knows its types."""
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _LOADING = threading.RLock()
-"""What is switched is one for the process."""
+"""The switches are global for the process."""
 
-# What numpy's RNG state is pickled with, under the names that numpy 1 and 2 have for it; torch's own list has the rest.
-# They stay on it: megatron-core adds them too, and what is taken away for one would be for both.
+# The types of numpy's RNG state, under the names of numpy 1 and 2; torch's own list has the rest. They stay on the
+# list: megatron-core adds them too, so a removal would affect it.
 _RECONSTRUCT = np.ndarray(0).__reduce__()[0]
 _NUMPY: list[Any] = [
     np.ndarray,
@@ -59,14 +63,14 @@ _METADATA: Mapping[str, tuple[str, ...]] = {
 
 @contextmanager
 def nothing_runs(folder: str | Path) -> Iterator[None]:
-    """Inside, ``torch.load`` is weights-only whatever its caller says, and metadata of torch.distributed.checkpoint may
-    consist of torch's own classes only.
+    """Make ``torch.load`` weights-only during the block, and restrict metadata of torch.distributed.checkpoint to
+    torch's own classes.
 
     Args:
-        folder: what is loaded, for the error.
+        folder: the source, for the error.
 
     Raises:
-        RunError: something in it is not as it may be.
+        RunError: it contains something else, or cannot be loaded.
     """
     with _LOADING:
         before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
@@ -77,32 +81,28 @@ def nothing_runs(folder: str | Path) -> Iterator[None]:
             yield
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            raise RunError(f"{folder} cannot be loaded: {type(first).__name__}: {_telling(first)}") from error
+            raise RunError(f"{folder} cannot be loaded: {type(first).__name__}: {loading_fault(first)}") from error
         except pickle.UnpicklingError as error:
-            raise RunError(f"{folder} cannot be loaded: {_telling(error)}") from error
+            raise RunError(f"{folder} cannot be loaded: {loading_fault(error)}") from error
         finally:
             FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
             del os.environ[_FORCE]
             os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Load what ``torch.save`` wrote for a rank, onto the CPU, without running what is pickled in it.
-
-    Args:
-        path: the file.
-        mmap: whether tensors are read where they are used, and not all at once.
+def load_file(path: Path, *, mmap: bool = False) -> StateDict:
+    """Load a rank's file of ``torch.save`` onto the CPU, without running its pickle; `mmap`: read tensors on use.
 
     Raises:
-        RunError: the file is missing, cannot be read, or holds what it should not.
+        RunError: the file is missing, cannot be read, or contains what it should not.
     """
     if not path.exists():
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
     with nothing_runs(path):
         try:
-            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+            found: StateDict = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
         except (OSError, RuntimeError, EOFError) as error:
-            raise RunError(f"{path} cannot be loaded: {_telling(error)}") from error
+            raise RunError(f"{path} cannot be loaded: {loading_fault(error)}") from error
     return found
 
 
@@ -121,18 +121,11 @@ def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
+    """Allows the classes of torch's checkpoint metadata, and the few plain ones in it."""
 
     def find_class(self, module: str, name: str) -> Callable[..., object]:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
         found: Callable[..., object] = super().find_class(module, name)
         return found
-
-
-def _telling(error: BaseException) -> str:
-    """What torch says of a file, without its advice to trust it."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    line = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
-    return line.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()

@@ -1,8 +1,8 @@
-"""What the versions of every backend have to consist of: what `save_pretrained` of an engine's model would write,
-without a vision tower.
+"""The tensors of every backend's versions: those that `save_pretrained` of an engine's model would write, without a
+vision tower.
 
-Worked out from the architecture alone, on a model without storage, so that what a backend does not know to map is
-missed.
+They follow from the architecture alone, on a model without storage, so that a check finds tensors that a backend does
+not map.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 def saved_by(model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
-    """Return the tensors of a version (`version_list`) by name, in the dtypes in which they travel.
+    """Return the tensors of a version (`version_list`) by name, in wire dtypes.
 
     Args:
         model_config: the model config of verl's engine.
-        wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
-        keep_fp32: which of them travel in fp32 nevertheless, by names or parts of names (`found_in`); None: those that
-            the model's class keeps in fp32 when it is loaded in the wire dtype.
+        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it.
+        keep_fp32: those that travel in fp32 instead, by name patterns (`found_in`); None: those that the model's class
+            keeps in fp32 when it is loaded in the wire dtype.
 
     Raises:
-        ConfigError: an entry of `keep_fp32` means no tensor.
+        ConfigError: an entry of `keep_fp32` matches no tensor.
     """
     return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
 
@@ -50,20 +50,16 @@ def left_out_by(model_config: EngineModel, folder: Path) -> LeftOutNames:
         folder: the model's.
 
     Raises:
-        ConfigError: the folder lacks some of the model's tensors or has some that belong to nothing.
+        ConfigError: the folder lacks tensors of the model, or has unknown ones.
     """
     model = meta_model(model_config)
     return left_out(folder, model, saved_list(model))
 
 
 def meta_model(model_config: EngineModel) -> PreTrainedModel:
-    """Make the engine's model without storage.
-
-    Args:
-        model_config: the model config of verl's engine.
-    """
+    """Make the engine's model without storage."""
     config = copy.deepcopy(model_config.hf_config)
-    # it computes nothing, so it does without the kernels that the engine's config may name
+    # it computes nothing, so it does not need the kernels that the engine's config may name
     return unfilled_model(
         config,
         config.dtype or torch.float32,
@@ -74,34 +70,21 @@ def meta_model(model_config: EngineModel) -> PreTrainedModel:
 
 
 def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
-    """Return what a version of a model consists of, in the dtypes in which it travels; as `saved_by`."""
+    """Return the tensors of a version of a model, in wire dtypes; as `saved_by`."""
     kept = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
     return travelling(version_list(model), wire_dtype, kept, strict=keep_fp32 is not None)
 
 
 def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str], *, strict: bool) -> dict[str, Saved]:
-    """Return tensors in the dtypes in which they travel.
-
-    Args:
-        saved: by name.
-        wire_dtype: that of floating ones, as safetensors names it.
-        kept: which of them travel in fp32 nevertheless; see `kept_names`, also for `strict`.
-
-    Raises:
-        ConfigError: `strict`, and an entry of `kept` means no tensor.
-    """
+    """Return tensors by name in wire dtypes; `kept`: those in fp32, see `kept_names`, also for `strict`."""
     wire = WireFormat(wire_dtype, kept_names(kept, saved, strict=strict))
     return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
 
 
 def check_class(model_config: EngineModel) -> None:
-    """Check that verl makes the model with the class that explorers and checks choose, its output layer included.
+    """Check that verl makes the model with the class that explorers and checks choose, or raise a `ConfigError`.
 
-    Args:
-        model_config: the model config of verl's engine, which need not be initialised.
-
-    Raises:
-        ConfigError: it would make something else.
+    `model_config`: of verl's engine, which need not be initialised.
     """
     from verl.utils.model import get_hf_auto_model_class
 
@@ -109,6 +92,6 @@ def check_class(model_config: EngineModel) -> None:
     fields = config.to_dict()
     if problem := class_problem(fields):
         raise ConfigError(f"model.path: its {problem}")
-    made, chosen = get_hf_auto_model_class(hf_config=config).__name__, auto_class(fields)
-    if made != chosen:
-        raise ConfigError(f"model.path: verl makes {config.architectures[0]} with {made}, but explorers with {chosen}")
+    theirs, ours = get_hf_auto_model_class(hf_config=config).__name__, auto_class(fields)
+    if theirs != ours:
+        raise ConfigError(f"model.path: verl makes {config.architectures[0]} with {theirs}, but explorers with {ours}")

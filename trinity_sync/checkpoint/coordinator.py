@@ -411,9 +411,9 @@ class CheckpointCoordinator:
         """Let the monitor notice this process's death, through its call of `lifeline`."""
         with self._lock:
             if self._watch is None:
-                held = self._monitor.lifeline(self._node_id, self._job_id, self._life)
-                watching = self._monitor.watch(self._node_id, self._job_id, self._life, held.owned)
-                self._watch = (held, watching)
+                lifeline = self._monitor.lifeline(self._node_id, self._job_id, self._life)
+                watching = self._monitor.watch(self._node_id, self._job_id, self._life, lifeline.owned)
+                self._watch = (lifeline, watching)
 
     def _ask_facts(self) -> Facts:
         if self._facts is None:

@@ -50,15 +50,12 @@ class TensorDifference:
 def compare(
     a: Weights, b: Weights, *, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[TensorDifference]:
-    """Compare two sets of weights; return one entry for each tensor of either, by name.
+    """Compare two sets of weights; return one entry for each tensor of either, by name. Raises WeightsError if a file
+    is damaged.
 
     Args:
-        a, b: the weights.
         dtype: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
         progress: called with (tensors done, tensors in all).
-
-    Raises:
-        WeightsError: a file is damaged.
     """
     names = sorted({*a, *b})
     found = []

@@ -49,9 +49,6 @@ class CheckpointDisk:
 
     Args:
         root: the folder; None: commits are only counted.
-        attempt: the run's attempt.
-        policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
-        fsync: whether commits are durable.
         clock: Unix seconds.
         writer: the run that may write in the folder, see `lock.lock_as_writer`; None: any.
         of_run: the run id; None: that of the folder.
@@ -143,19 +140,13 @@ class CheckpointDisk:
         }
 
     def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
-        """Return a commit that an earlier process of the monitor, or an earlier attempt, made.
-
-        Args:
-            step: the step.
-            kind: the kind that was asked for; weights may be next to the step's folder.
-
-        Raises:
-            RunError: the step is not on disk.
+        """Return a commit that an earlier process of the monitor, or an earlier attempt, made. Raises RunError if the
+        step is not on disk.
         """
         if self.root is None:
             raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
-        beside = kind == STATE_DICT and step in self._steps_beside()
-        place = self._beside if beside and self._beside is not None else self.root
+        is_beside = kind == STATE_DICT and step in self._steps_beside()
+        place = self._beside if is_beside and self._beside is not None else self.root
         try:
             manifest = read_manifest(step_dir(place, step))
         except NoManifestError:
@@ -163,7 +154,7 @@ class CheckpointDisk:
             if deleted is None:
                 raise
             return deleted
-        return self.describe(manifest, beside=beside)
+        return self.describe(manifest, beside=is_beside)
 
     def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
         """Return a commit of this attempt and kind that retention has deleted; None: there is no note of one."""
@@ -201,18 +192,14 @@ class CheckpointDisk:
         if self.root is not None:
             recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
             if self.named_by_verl() == step != read_committed(self.root):
-                there = [info.step for info in catalog.scan(self.root) if info.kind == FULL or info.state == "verl"]
-                write_tracker(self.root, FULL, max((one for one in there if one < step), default=None))
+                steps = [info.step for info in catalog.scan(self.root) if info.kind == FULL or info.state == "verl"]
+                write_tracker(self.root, FULL, max((one for one in steps if one < step), default=None))
 
     # ---- afterwards
 
     def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
         """Move the checkpoints that no policy keeps to the trash; return them, and warnings. `empty_trash` frees the
         bytes.
-
-        Args:
-            saving: steps that are being saved.
-            extra: policies for this call, in addition to the configured ones.
         """
         if self.root is None:
             return [], []
@@ -277,14 +264,11 @@ class CheckpointDisk:
                 (self.root / STAGING).rmdir()
 
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
-        """Put the folder in order and make the book of its state.
+        """Put the folder in order and make the book of its state. Raises RunError if another run writes in the folder
+        now.
 
         Args:
             make_book: gets the committed (step, attempt, kind).
-            restarted: continue the open steps; else staged files are of an earlier run and are removed.
-
-        Raises:
-            RunError: another run writes in the folder now.
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
@@ -303,11 +287,11 @@ class CheckpointDisk:
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
         others = {info.step for info in infos if info.manifest is None and info.state != "damaged"}
         problems += self._repair_trackers(book, trackers, others)
-        beside = self._steps_beside()
-        for step in beside:
+        versions = self._steps_beside()
+        for step in versions:
             book.restore_beside(step)
-        own = beside | {step: one for step, one in manifests.items() if one.attempt == self.attempt}
-        for step, manifest in own.items():
+        committed = versions | {step: one for step, one in manifests.items() if one.attempt == self.attempt}
+        for step, manifest in committed.items():
             book.restore_files(step, [entry.as_tuple() for entry in manifest.files])
         for step, error in failures.items():
             book.restore_failure(step, error)
@@ -317,7 +301,7 @@ class CheckpointDisk:
         for dumped in journals:
             step = dumped["step"]
             try:
-                decisions += book.restore(dumped, own[step].paths if step in own else ())
+                decisions += book.restore(dumped, committed[step].paths if step in committed else ())
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"the journal of step {step} cannot be used: {error}")
                 self.clean(step)
@@ -368,11 +352,6 @@ class CheckpointDisk:
     ) -> list[str]:
         """Set the trackers to what is committed, as a crash may have come between a commit and its tracker; return
         problems.
-
-        Args:
-            book: knows the commits.
-            trackers: the trackers as they were before the folders were read.
-            others: steps of folders without a manifest of ours that may be checkpoints.
         """
         assert self.root is not None
         problems = []
@@ -400,9 +379,6 @@ class Rebuilt:
     """The result of `CheckpointDisk.rebuild`.
 
     Args:
-        book: knows the committed and the open steps.
-        decisions: to be carried out now.
-        problems: sentences for the log; none is fatal.
         lock: keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder.
     """
 

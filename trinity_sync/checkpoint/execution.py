@@ -34,10 +34,6 @@ class Execution:
     """Carries out decisions.
 
     Args:
-        disk: the checkpoint folder.
-        book: makes the decisions, and gets the results.
-        events: gets what happens apart from saves.
-        changes: announced after each change.
         clock: Unix seconds.
 
     Attributes:
@@ -70,27 +66,24 @@ class Execution:
         """Copy committed full checkpoints to a mirror from now on, after those that are missing there.
 
         Args:
-            place: a path, or a URL that fsspec knows.
-            settings: of the mirror.
             owner: the run; None: there is no driver.
-            resumed: the run continues from a checkpoint in this folder.
         """
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
-        here = self._disk.full_steps()
+        steps = self._disk.full_steps()
         self._uploads = Uploads(
             self._disk.root,
             place,
             settings,
             owner=owner or Owner.new(str(self._disk.run), self._disk.root),
             policies=self._disk.policies,
-            start=max(here, default=0) if resumed else None,
+            start=max(steps, default=0) if resumed else None,
             report=lambda event: loop.call_soon_threadsafe(self._mirrored, event),
             on_idle=lambda: loop.call_soon_threadsafe(self._unmirrored),
             clock=self._clock,
         )
-        if here:
-            self._uploads.catch_up(here)
+        if steps:
+            self._uploads.catch_up(steps)
 
     def announce_newest(self) -> None:
         """Announce the newest weights again: an earlier process of the monitor may have died between commit and
@@ -152,10 +145,10 @@ class Execution:
             if warning not in self._warned:
                 self._warned.add(warning)
                 self._events.fault("retention", warning)
-        for gone in pruned:
-            self._book.forget(gone.step)
-            freed = units.size(gone.freed_bytes)
-            story.info("checkpoint of step %d deleted by retention: %s; %s freed", gone.step, gone.reason, freed)
+        for deleted in pruned:
+            self._book.forget(deleted.step)
+            freed = units.size(deleted.freed_bytes)
+            story.info("checkpoint of step %d deleted by retention: %s; %s freed", deleted.step, deleted.reason, freed)
         if pruned:
             self._in_background(self._empty_trash())
         return pruned
@@ -222,9 +215,9 @@ class Execution:
             commit = await asyncio.to_thread(self._disk.placed, commit)
             manifest = await asyncio.to_thread(self._disk.commit, commit)
         except Exception as error:
-            told = "; ".join((str(error) or type(error).__name__, *getattr(error, "__notes__", ())))
+            text = "; ".join((str(error) or type(error).__name__, *getattr(error, "__notes__", ())))
             log_failure(f"the commit of step {commit.step}", error)
-            self.apply(self._book.commit_failed(commit.step, commit.kind, told))
+            self.apply(self._book.commit_failed(commit.step, commit.kind, text))
             return
         self._finishing.add(commit.step)
         try:
@@ -288,8 +281,8 @@ class Execution:
         self._in_background(self._prune_late())
 
     async def _prune_late(self) -> None:
-        for gone in await self.prune():
-            self._events.add(PruneEvent(step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes))
+        for deleted in await self.prune():
+            self._events.add(PruneEvent(step=deleted.step, reason=deleted.reason, freed_bytes=deleted.freed_bytes))
 
 
 # Events that the driver fetches.
@@ -305,7 +298,6 @@ class EventLog:
     `wait_committed` returns it.
 
     Args:
-        attempt: the run's attempt.
         clock: Unix seconds.
     """
 

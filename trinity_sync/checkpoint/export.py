@@ -132,13 +132,13 @@ def export_checkpoint(
     target = WireFormat(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
     manifest = opened.manifest
-    told = manifest.left_out if manifest is not None and not weights.adapter else None
-    beside, missing = open_left_out(told, base)
-    still = frozenset(tower_in(weights)) if told is not None and told["tower"] else frozenset[str]()
-    if told is not None and still:
-        beside = {name: source for name, source in beside.items() if name not in told["tower"]}
-        missing = tuple(name for name in missing if name not in told["tower"])
-    infos |= {name: source.info for name, source in beside.items()}
+    note = manifest.left_out if manifest is not None and not weights.adapter else None
+    untrained, missing = open_left_out(note, base)
+    tower = frozenset(tower_in(weights)) if note is not None and note["tower"] else frozenset[str]()
+    if note is not None and tower:
+        untrained = {name: source for name, source in untrained.items() if name not in note["tower"]}
+        missing = tuple(name for name in missing if name not in note["tower"])
+    infos |= {name: source.info for name, source in untrained.items()}
     # peft reads one file
     files = {WEIGHTS_FILE: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
     output = output.absolute()
@@ -157,8 +157,8 @@ def export_checkpoint(
             if dtype_name is not None:
                 files_beside = files_beside.with_dtype(str(to_torch(dtype_name)).removeprefix("torch."))
             files_beside.write(temporary)
-        digest, wire_digest = _write_weights(weights, wire, beside, still, infos, files, temporary, progress)
-        checked = check_digest(weights.without(still), wire_digest) if weights is opened else None
+        digest, wire_digest = _write_weights(weights, wire, untrained, tower, infos, files, temporary, progress)
+        checked = check_digest(weights.without(tower), wire_digest) if weights is opened else None
         sync_folder(temporary)
         temporary.rename(output)  # takes the place of an empty folder, and of nothing else
         sync_folder(output.parent)
@@ -176,7 +176,7 @@ def export_checkpoint(
         files=tuple(files),
         digest=digest,
         checked=checked,
-        left_out=tuple(beside),
+        left_out=tuple(untrained),
         missing=missing,
     )
 
@@ -190,8 +190,8 @@ def _check_room(output: Path, wanted: int) -> None:
 
 def _wire(opened: Weights, weights: Weights) -> WireFormat:
     """Return the dtypes of the digests; for a merged adapter those of its base."""
-    known = opened.manifest.base if opened.manifest is not None and weights is not opened else None
-    return (known.wire if known is not None else None) or wires_of(weights)[0]
+    noted_base = opened.manifest.base if opened.manifest is not None and weights is not opened else None
+    return (noted_base.wire if noted_base is not None else None) or wires_of(weights)[0]
 
 
 def _write_adapter_config(weights: Weights, folder: Path) -> None:
@@ -207,8 +207,8 @@ def _write_adapter_config(weights: Weights, folder: Path) -> None:
 def _write_weights(
     weights: Weights,
     wire: WireFormat,
-    beside: Mapping[str, Stored],
-    still: Container[str],
+    untrained: Mapping[str, Stored],
+    tower: Container[str],
     infos: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[str]],
     folder: Path,
@@ -222,11 +222,11 @@ def _write_weights(
 
     def read(name: str) -> torch.Tensor:
         nonlocal done
-        if name in beside:
+        if name in untrained:
             done += nbytes(infos[name])
-            return beside[name].read()
+            return untrained[name].read()
         tensor = weights.read(name)
-        if name not in still:
+        if name not in tower:
             add(name, tensor)
         done += nbytes(infos[name])
         if progress is not None:
@@ -238,8 +238,8 @@ def _write_weights(
         same = infos[name].dtype == wire.of(name, infos[name].dtype)
         in_wire.append(written[-1] if same else digest_entry(name, tensor, wire))
 
-    known = weights.manifest.base if weights.manifest is not None else None
-    notes = {BASE_NOTE: json.dumps(known.to_json())} if known is not None else {}
+    noted_base = weights.manifest.base if weights.manifest is not None else None
+    notes = {BASE_NOTE: json.dumps(noted_base.to_json())} if noted_base is not None else {}
     for file, names in files.items():
         write_file(folder, file, {name: infos[name] for name in names}, read, notes)
     if len(files) > 1:
@@ -259,10 +259,6 @@ def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
 def _check_links(config: Path, opened: Path) -> None:
     """Check that files next to the weights are in the checkpoint, so that its maker cannot choose files to copy from
     here. A Hugging Face folder that the user named may consist of links, as its cache does.
-
-    Args:
-        config: the folder whose files are to be copied.
-        opened: the folder that the user named.
     """
     step = next((place for place in (config, *config.parents) if step_of(place.name) is not None), None)
     if step is None and config == opened:
@@ -290,8 +286,8 @@ def wires_of(weights: Weights) -> list[WireFormat]:
     """Return the dtypes that the weights' version digest may have: the manifest's, or else the usual ones, with the
     tensors that the model's class keeps in fp32. Raises WeightsError if no model can be made of the config.
     """
-    told = weights.manifest.wire if weights.manifest is not None else None
-    return [told] if told is not None else _usual(weights)
+    wire = weights.manifest.wire if weights.manifest is not None else None
+    return [wire] if wire is not None else _usual(weights)
 
 
 def _usual(weights: Weights) -> list[WireFormat]:
@@ -302,17 +298,11 @@ def _usual(weights: Weights) -> list[WireFormat]:
 
 
 def check_digest(weights: Weights, wire_digest: str) -> str | None:
-    """Check that weights have the manifest's digest, in its dtypes or else in one of the wire dtypes.
-
-    Args:
-        weights: of a checkpoint.
-        wire_digest: their digest by the first of `wires_of`.
+    """Check that weights have the manifest's digest, in its dtypes or else in one of the wire dtypes. Raises RunError
+    if the digest differs.
 
     Returns:
         The manifest's digest; None if it has none.
-
-    Raises:
-        RunError: the digest differs.
     """
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
@@ -330,33 +320,27 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
 
 def open_base(adapter: Weights, given: Path | None) -> Weights:
     """Open the base of an adapter, without the draft heads in its manifest, and check it by its digest. For an adapter
-    without such a manifest, as verl's, the whole folder is opened.
+    without such a manifest, as verl's, the whole folder is opened. Raises ConfigError, WeightsError, RunError.
 
     Args:
-        adapter: of a checkpoint.
         given: the folder that the user named; None: the manifest's.
-
-    Raises:
-        ConfigError: it is not there.
-        WeightsError: the manifest does not identify the base, and the folder lacks tensors of its model.
-        RunError: the adapter or the base is not what was committed.
     """
     check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
     manifest = adapter.manifest
-    known = manifest.base if manifest is not None else None
-    place = given or (Path(known.path) if known is not None else None)
+    noted = manifest.base if manifest is not None else None
+    place = given or (Path(noted.path) if noted is not None else None)
     if place is None or not place.is_dir():
         what = "nothing tells which it is" if place is None else f"{place} is no folder"
-        digest = "" if known is None else f" with the digest {known.digest}"
+        digest = "" if noted is None else f" with the digest {noted.digest}"
         raise ConfigError(
             f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
         )
     opened = open_weights(place)
-    if known is None:
+    if noted is None:
         return _whole(opened)
-    told = manifest.left_out if manifest is not None else None
-    opened = _saved(opened).without(told["names"] if told is not None else ())
-    _check_base(adapter, opened, known)
+    note = manifest.left_out if manifest is not None else None
+    opened = _saved(opened).without(note["names"] if note is not None else ())
+    _check_base(adapter, opened, noted)
     return opened
 
 
@@ -409,6 +393,7 @@ def tower_in(weights: Weights) -> list[str]:
 
 def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """Open the tensors that the model's folder has and the trained model has not, such as draft heads. Reads them.
+    Raises WeightsError if a file of the folder is damaged.
 
     Args:
         told: the manifest's note of them; None: there are none.
@@ -417,17 +402,14 @@ def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, S
     Returns:
         The tensors; and the names of those that are missing or changed. One digest is of all of them, so one of the two
         is empty.
-
-    Raises:
-        WeightsError: a file of the folder is damaged.
     """
     if told is None:
         return {}, ()
     folder, names = given or Path(told["path"]), tuple(told["names"])
-    there = open_hugging_face(folder) if folder.is_dir() and is_hugging_face(folder) else {}
-    if not there.keys() >= set(names) or digest_left_out(there, names) != told["digest"]:
+    tensors = open_hugging_face(folder) if folder.is_dir() and is_hugging_face(folder) else {}
+    if not tensors.keys() >= set(names) or digest_left_out(tensors, names) != told["digest"]:
         return {}, names
-    return {name: there[name] for name in names}, ()
+    return {name: tensors[name] for name in names}, ()
 
 
 # Writing Hugging Face safetensors files, tensor by tensor.
@@ -470,11 +452,8 @@ def write_file(
     """Write one safetensors file, durably.
 
     Args:
-        folder: of the file.
-        file: its name.
         infos: dtype and shape of each tensor in the file, in the order of their bytes.
         read: returns a tensor by name; a floating one is cast to the dtype in `infos`.
-        notes: texts for the file's header, by key.
     """
     with (folder / file).open("wb", buffering=0) as opened:
         write_all(opened.fileno(), header(infos, notes))

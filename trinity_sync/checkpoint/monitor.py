@@ -215,16 +215,16 @@ class Writers:
         Raises:
             RunError: the step was committed without the part.
         """
-        told = None
+        entries = None
         if files is not None:
-            told = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
+            entries = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
         try:
             decisions = self._book.finished(
                 step,
                 weights=is_state_dict,
                 part=part,
                 report=self._host.call_id() if ticket is None else ticket,
-                files=told,
+                files=entries,
                 digest=digest,
                 ticket=ticket,
                 attempt=attempt,
@@ -467,8 +467,8 @@ class CheckpointMonitor(Writers):
             resumed = not restarted and config.attempt > 0
             execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
         execution.apply(rebuilt.decisions)
-        told = f"attempt {config.attempt}{', started again' if restarted else ''}"
-        story.info("up for %s, %s", default_local_dir, told)
+        text = f"attempt {config.attempt}{', started again' if restarted else ''}"
+        story.info("up for %s, %s", default_local_dir, text)
         super().__init__(
             rebuilt.book,
             execution,
@@ -638,11 +638,11 @@ class CheckpointMonitor(Writers):
             The deletions: [{step, reason, freed_bytes}].
         """
         pruned: list[PrunedStep] = [
-            {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
-            for gone in await self._execution.prune(keep_last)
+            {"step": deleted.step, "reason": deleted.reason, "freed_bytes": deleted.freed_bytes}
+            for deleted in await self._execution.prune(keep_last)
         ]
-        for gone in pruned:
-            self._events.add(PruneEvent(**gone))
+        for deleted in pruned:
+            self._events.add(PruneEvent(**deleted))
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:

@@ -41,7 +41,7 @@ def _doctor(options: argparse.Namespace) -> int:
     found = list(findings(get, os.environ, _version(), installed))
     width = max(len(one.subject) for one in found)
     for one in found:
-        print(f"{one.state:<6} {one.subject:<{width}}  {one.told}")
+        print(f"{one.state:<6} {one.subject:<{width}}  {one.text}")
     lines = list(dict.fromkeys(line for one in found for line in one.add))
     if lines:
         print("\nto add, what begins with export before verl's command, the rest behind it:")

@@ -1,1 +1,1 @@
-"""What a process gets from its host: locks, durable files, signals, logs, memory. Imports nothing heavy."""
+"""Functions of a process on its host: locks, durable files, signals, logs, memory. Imports nothing heavy."""

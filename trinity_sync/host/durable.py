@@ -1,4 +1,4 @@
-"""What is there after a power cut: a file's bytes are once it was fsynced, its name once its folder was."""
+"""Files that survive a power cut: a file's bytes do once it was fsynced, its name once its folder was."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
 
 def replace_file(path: Path, data: bytes | str | Iterable[str], *, durable: bool = True) -> None:
-    """Replace a file: a reader, or a crash at any moment, sees the old bytes or the new ones.
+    """Replace a file atomically: a reader, or a crash at any moment, sees the old bytes or the new ones.
 
     Args:
-        data: the new contents; a text, or pieces of one as they come, is written in UTF-8.
-        durable: the new contents are there after a power cut, too.
+        data: the new contents; a text, or an iterable of texts, is written in UTF-8.
+        durable: the new contents survive a power cut.
 
     Raises:
-        OSError: the disk refuses; where it did so before the end, the old file is still there.
+        OSError: the disk refuses; the old file is still there.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # no pid: hosts may share the folder
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # not the pid: hosts may share the folder
     try:
         with open(draft, "wb") as file:
             if isinstance(data, bytes):
@@ -45,14 +45,14 @@ def replace_file(path: Path, data: bytes | str | Iterable[str], *, durable: bool
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write to a descriptor until all is written: one call may take only part of it."""
+    """Write all data to a descriptor: one call may write only part of it."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; nothing on file systems that cannot fsync a folder."""
+    """Make the names in a folder durable; do nothing on file systems that cannot fsync a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -76,36 +76,27 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; all that are on its file system are durable then, whoever made them.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Create a folder and its parents, and make all names on its file system durable, existing ones too."""
     path.mkdir(parents=True, exist_ok=True)
     folder = path.absolute()
     while not os.path.ismount(folder):
         folder = folder.parent
-        with suppress(PermissionError):  # somebody else's, which may be entered only
+        with suppress(PermissionError):  # another user's folder without read permission
             sync_folder(folder)
 
 
-# The digest of a file. Loads nothing heavy: who looks at checkpoints needs no numpy.
-
-
 PIECE_BYTES = 4 << 20
-"""A multiple of all disks' blocks, and little enough to stay in the processor's cache."""
+"""A multiple of all disks' blocks, and small enough for the processor's cache."""
 
 
 def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Digest a file. Best right after writing, from the page cache.
+    """Digest a file, best right after writing, from the page cache; return its size in bytes, and its xxh3_128 digest
+    as hex.
 
     Args:
         path: the file.
         durable: fsync it as well.
         progress: called with the number of bytes read so far.
-
-    Returns:
-        Its size in bytes, and its xxh3_128 digest as hex.
     """
     hasher = xxh3_128()
     size = 0
@@ -127,14 +118,11 @@ def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], 
     return size, str(hasher.hexdigest())
 
 
-# What lies in a folder and below it.
-
-
 def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders below and at last this one, each with the names of its files. What is not there holds nothing.
+    """Yield the folders below and last this one, each with the names of its files. A missing folder is empty.
 
     Raises:
-        OSError: one cannot be listed now; `os.walk` itself takes it for empty.
+        OSError: one cannot be listed; `os.walk` itself would take it for empty.
     """
     for parent, _, names in os.walk(folder, topdown=False, onerror=_refuse):
         yield Path(parent), names

@@ -1,16 +1,14 @@
-"""A process that has imported what others need, and begins them as forks of itself.
+"""A process that has imported others' modules, and starts them as forks of itself.
 
-A Python process of a run spends seconds on importing torch, transformers and verl; a fork of one that has done so
-begins at once, and shares the memory of what was imported. The server has one thread, and calls nothing of what it
-imports.
+A Python process of a run needs seconds to import torch, transformers and verl; a fork starts at once, and shares the
+memory of the imports. The server has one thread, and calls nothing of its imports.
 
 ``python .../fork_server.py SOCKET FIRST,... THEN,... PATH`` listens at once, and imports the first modules, all of them
-from where its starter has them: PATH is the starter's `sys.path`, as JSON. The others are imported when somebody asks
-for the first time, in the environment that they say: native libraries keep what they find there when they are loaded.
-Who asks with another one is refused. The server ends when its standard input does, that is with whoever started it;
-what it began goes on.
+from its starter's places: PATH is the starter's `sys.path`, as JSON. The others are imported at the first request, in
+the environment of the request: native libraries keep the environment of their load. A request with another environment
+is refused. The server ends when its standard input does, that is with its starter; its forks continue.
 
-Who asks is `trinity_sync/launch/worker_fork.py`; `_ForkRequest` says for what.
+`trinity_sync/launch/worker_fork.py` sends the requests, see `_ForkRequest`.
 """
 
 from __future__ import annotations
@@ -80,8 +78,8 @@ class ForkServer:
     """Serves until its standard input ends.
 
     Args:
-        listening: the socket at which others ask.
-        later: modules that are imported when somebody asks for the first time.
+        listening: the socket for requests.
+        later: modules to import at the first request.
     """
 
     def __init__(self, listening: socket.socket, later: Sequence[str]) -> None:
@@ -96,9 +94,7 @@ class ForkServer:
         self._woken = woken
 
     def serve(self) -> _ForkRequest | None:
-        """Begin what is asked for. Returns in each process that was begun, with what it is to become; in the server at
-        its end, with None.
-        """
+        """Serve requests. Returns the request in each fork, and None in the server at its end."""
         while True:
             ready, _, _ = select.select([self._listening, self._ended, sys.stdin], [], [])
             if self._ended in ready:
@@ -113,7 +109,7 @@ class ForkServer:
                         return request
 
     def _begins(self, connection: socket.socket, request: _ForkRequest) -> bool:
-        """Answer one request, by the pid of a fork or, refused, by 0; whether this is the fork."""
+        """Answer one request with the pid of its fork, or 0 for a refusal; return whether this process is the fork."""
         answer = b"0"
         if self._base is None:
             self._import(request.base)
@@ -137,10 +133,10 @@ class ForkServer:
         before = list(sys.path)
         _load(self._later)
         _added_path.extend(place for place in sys.path if place not in before)
-        sys.stdout.flush()  # or each fork says it once more
+        sys.stdout.flush()  # or each fork prints it again
         self._base = dict(base)
         gc.collect()
-        gc.freeze()  # so that a collection in a fork does not copy what it shares
+        gc.freeze()  # so that a collection in a fork does not copy shared memory
 
     def _refusal(self, request: _ForkRequest) -> str:
         base, asked = dict(self._base or {}), dict(request.base)
@@ -150,7 +146,7 @@ class ForkServer:
         return f"an import has started threads, which a fork lacks: {threading.enumerate()[1:]}"
 
     def _leave(self) -> None:
-        """Let go in a fork of what is the server's."""
+        """Release the server's resources in a fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listening.close()
@@ -162,14 +158,14 @@ class ForkServer:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
-                if status:  # Ray sees a closed connection, and not why
+                if status:  # Ray sees only a closed connection
                     print(f"{pid} {_how(status)}", flush=True)
 
 
 _own_path: Sequence[str] = ()
-"""Where a Python process of this environment looks for modules."""
+"""`sys.path` of a Python process of this environment."""
 _added_path: list[str] = []
-"""What imports have put before it."""
+"""Entries that imports have put before it."""
 
 
 def _receive(connection: socket.socket) -> _ForkRequest | None:
@@ -190,7 +186,7 @@ def _receive(connection: socket.socket) -> _ForkRequest | None:
 
 
 def _is_wanted(connection: socket.socket) -> bool:
-    """Whether whoever asked takes this fork, in it: they may have gone elsewhere meanwhile."""
+    """Return in a fork whether its requester still takes it."""
     connection.settimeout(_REQUEST_S)
     with contextlib.suppress(OSError):
         return bool(connection.recv(1))
@@ -198,7 +194,7 @@ def _is_wanted(connection: socket.socket) -> bool:
 
 
 def _draw_own_numbers() -> None:
-    """Have this fork draw other random numbers than the others do; Python's own generator sees to it itself."""
+    """Give this fork random numbers of its own; Python's own generator does so itself."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -206,7 +202,7 @@ def _draw_own_numbers() -> None:
 
 
 def _how(status: int) -> str:
-    """Args: what `waitpid` gave."""
+    """Describe the end of a process from the status of `waitpid`."""
     code = os.waitstatus_to_exitcode(status)
     return f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
@@ -225,7 +221,7 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _load(modules: Sequence[str]) -> None:
-    from trinity_sync.host.process import without_collections  # found once `main` has set the path
+    from trinity_sync.host.process import without_collections  # after `main` has set the path
 
     with without_collections():
         for module in modules:
@@ -233,7 +229,7 @@ def _load(modules: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Be the server, and in its forks what was asked for."""
+    """Run the server, and in its forks the requested programs."""
     global _own_path
     path, first, later, starters = sys.argv[1:]
     _own_path = [place for place in sys.path if place != str(Path(__file__).parent)]
@@ -245,10 +241,10 @@ def main() -> None:
         listening.bind(path)
         listening.listen(128)
         _load(first.split(","))
-        begun = ForkServer(listening, later.split(",")).serve()
-    if begun is not None:
-        begun.become()
-        runpy.run_path(begun.argv[0], run_name="__main__")
+        request = ForkServer(listening, later.split(",")).serve()
+    if request is not None:
+        request.become()
+        runpy.run_path(request.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

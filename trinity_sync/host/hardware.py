@@ -1,5 +1,6 @@
-"""Peak memory of a process, for summary.json: every actor reports its own, the driver collects them by role. And what
-is free.
+"""Memory and processor of this machine, and the folders in which a program finds the user's modules.
+
+Every actor reports its peak memory for summary.json; the driver collects them by role.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from pathlib import Path
 
 
 def peak_rss() -> int:
-    """Return the largest resident set this process has had, in bytes."""
+    """Return the largest resident set of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes (getrusage(2) of each).
+    # Linux counts in KiB, macOS in bytes, see getrusage(2).
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def peak_memory() -> int:
-    """Return the same, but of what this process now shares with others its share only: forks share most of what they
-    have imported. Where the system does not tell (Linux does), all of it.
+    """Return the same, but count only this process's share of shared memory: forks share most of their imports.
+
+    Without Linux's counters, all of it.
     """
     try:
         return peak_rss() - _shared("self")
@@ -34,7 +36,7 @@ def peak_memory() -> int:
 
 
 def peak_memory_with_children() -> int:
-    """Return the sum of `peak_memory` over this process and all below it, as far as the system tells."""
+    """Return the sum of `peak_memory` over this process and all below it, as far as the system reports it."""
     import psutil
 
     total = peak_memory()
@@ -45,19 +47,19 @@ def peak_memory_with_children() -> int:
 
 
 def _shared(process: str) -> int:
-    """Bytes that a process has of others' share."""
+    """Return the bytes of others' share in a process's memory."""
     sizes = _sizes(Path(f"/proc/{process}/smaps_rollup"))
     return sizes["Rss"] - sizes["Pss"]
 
 
 def _sizes(table: Path) -> dict[str, int]:
-    """The sizes in a table of /proc, in bytes."""
+    """Return the sizes in a table of /proc, in bytes."""
     lines = (line.split(":", 1) for line in table.read_text().splitlines() if line.endswith(" kB"))
     return {name: int(size.split()[0]) * 1024 for name, size in lines}
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this machine, or the container around this process, has left; None: it does not tell."""
+    """Return the free bytes of this machine, or of the container around this process; None: unknown."""
     free: list[int] = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -75,18 +77,18 @@ def available_memory() -> int | None:
     return min(free, default=None)
 
 
-# What of this machine decides how numbers are rounded: the processor, its vector instructions, and the GPUs.
-
+# Hardware that affects the rounding of numbers: the processor, its vector instructions, and the GPUs.
 
 _CPUINFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _VECTORS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "asimd")
-"""From the newest: kernels are chosen by the best that there is."""
+"""From the newest: libraries choose kernels by the best available."""
 
 
 def describe() -> dict[str, str]:
-    """Say ``machine``, ``cpu``, ``vectors`` and, where there are any, ``gpus``, as text. Reads files of the kernel and
-    loads no library; what cannot be found out is left out.
+    """Return ``machine``, ``cpu``, ``vectors`` and ``gpus``, as text, without unknown ones.
+
+    Reads files of the kernel and loads no library.
     """
     found = {"machine": platform.machine(), "cpu": _cpu("model name"), "vectors": _vectors(), "gpus": _gpus()}
     return {name: text for name, text in found.items() if text}
@@ -106,7 +108,7 @@ def _vectors() -> str:
 
 
 def _gpus() -> str:
-    """As ``2 x NVIDIA H200``, all that the machine has."""
+    """Return all GPUs of the machine, as in ``2 x NVIDIA H200``."""
     models: Counter[str] = Counter()
     for path in sorted(_GPUS.glob("*/information")):
         models.update(line.partition(":")[2].strip() for line in _read(path).splitlines() if line.startswith("Model"))
@@ -120,11 +122,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-# Where a program looks for modules: last of all, in the folder in which the user has started it.
-
+# A program finds modules in the folder in which the user has started it, last of all.
 
 RAYS_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Variable of Ray's: the function that it calls in a worker before all else."""
+"""Ray's variable for a function that it calls first in a worker."""
 _FOLDERS = "TRINITY_SYNC_MODULES"
 _folders: list[str] = []
 _named = False
@@ -132,11 +133,12 @@ _named = False
 
 @contextmanager
 def own_modules_found(*folders: Path, unless_named: bool = False) -> Iterator[None]:
-    """Inside, a module that is found nowhere else is looked for in these folders, and in none that was named around it:
-    a user's own reward or task lies there. Last of all, so that a file of theirs hides no module of anybody's.
+    """Find the user's modules, such as a reward or a task, in these folders during the block.
+
+    They are searched last, so that no file of theirs hides another module. They replace the folders of an outer block.
 
     Args:
-        unless_named: only where no folders, or none, were named around it.
+        unless_named: only if no outer block has named folders (or none).
     """
     global _named
     here, around, before = [str(folder) for folder in folders], list(_folders), _named
@@ -159,7 +161,7 @@ def own_modules_found(*folders: Path, unless_named: bool = False) -> Iterator[No
 
 
 def _leave_out(folder: str) -> None:
-    """Of the path; the last one, since it may have been there before."""
+    """Remove the last occurrence of a folder from the path; an earlier one may be another's."""
     if folder in sys.path:
         sys.path.reverse()
         sys.path.remove(folder)
@@ -167,17 +169,14 @@ def _leave_out(folder: str) -> None:
 
 
 def own_module_folders() -> list[str]:
-    """Return the folders in which `own_modules_found` has modules looked for."""
+    """Return the folders of `own_modules_found`."""
     return list(dict.fromkeys(_folders))
 
 
 class ScriptFolder(list[str]):
-    """For Ray's list of folders in which workers look first: takes the one in which this program looks first, and not
-    the current one, which Ray adds.
-    """
+    """For Ray's list of folders that workers search first: takes this program's first one, and not the current one."""
 
     def extend(self, folders: Iterable[str]) -> None:
-        """See `list.extend`."""
         super().extend(folder for folder in folders if folder in sys.path[:1])
 
 
@@ -187,8 +186,9 @@ def for_workers() -> dict[str, str]:
 
 
 def look_there() -> None:
-    """In a worker of Ray's, look for modules where `own_modules_found` does, last of all. Programs that the worker
-    starts do not inherit the variables.
+    """Search the folders of `own_modules_found` in a worker of Ray, last of all.
+
+    Programs that the worker starts do not inherit the variables.
     """
     os.environ.pop(RAYS_HOOK, None)
     sys.path.extend(json.loads(os.environ.pop(_FOLDERS, "[]")))

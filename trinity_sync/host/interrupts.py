@@ -1,8 +1,8 @@
-"""The signals that end a run: Ctrl-C, SIGTERM, SIGHUP, and those by which a queue says that time is up.
+"""The signals that end a run: Ctrl-C, SIGTERM, SIGHUP, and those by which a queue announces a timeout.
 
-The driver answers them, for the whole run: all other processes of a run leave them to it, so that a signal to all of
-them (systemd, Slurm, a closed terminal) means what a signal to the driver means. What they end with is
-`host.lifeline`.
+The driver handles them, for the whole run: all other processes of a run leave them to it, so that a signal to all of
+them (systemd, Slurm, a closed terminal) has the effect of a signal to the driver. They end by
+`host.process.end_with_driver`.
 """
 
 from __future__ import annotations
@@ -15,60 +15,63 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Set
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
 
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.threads import in_background
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""They end a run."""
+"""Signals that end a run."""
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], object]
+_Replaced: TypeAlias = _Handler | int | None
 
 _seen = threading.Event()
-_replaced: list[tuple[object, dict[int, Any]]] = []
-"""Our handlers, and for each of them those that it replaced, by signal."""
+_replaced: list[tuple[object, dict[int, _Replaced]]] = []
+"""Our handlers, each with the replaced ones by signal."""
 _stop: threading.Event | None = None
 _wake: int | None = None
-"""The pipe of the innermost block, which gets the numbers of signals. An event loop may have a pipe of its own."""
+"""The pipe of the innermost block for the numbers of signals. An event loop may have a pipe of its own."""
 _shields = 0
 _left = 0
 _deadline = math.inf
-"""When the run has to have ended; by `time.monotonic`."""
+"""The latest end of the run; by `time.monotonic`."""
 _last_words: list[Callable[[], object]] = []
 _TOLD = b"stopping ...\n"
 _END = b"\0"
 """In place of the number of a signal."""
 _UNWINDING_S = 1.0
-"""So long after an interrupt the next one is only noted: it would meet the way to what is shielded."""
+"""During this time after an interrupt the next one is only noted: it would disturb the unwinding to shielded blocks."""
 SAME_S = 2.0
-"""A signal so soon after the first is the same one: systemd sends SIGHUP after SIGTERM, and a sweep tells its jobs what
-the queue has told them, too.
+"""A signal within this time after the first is the same one: systemd sends SIGHUP after SIGTERM, and a sweep forwards
+to its jobs the signals that the queue sends them, too.
 """
 REST_S = 6.0
-"""Of the time after a signal, what is for the end of the actors, the record and Ray."""
+"""Seconds of the time after a signal that are reserved for the end of the actors, the record and Ray."""
 _WORDS_S = 2.0
 _SLICE_S = 1.0
 _FOR_STEP, _FOR_ALL = 0.5, 0.85
-"""Shares of the limit: for the step under way; for everything, but the last words."""
+"""Shares of the limit: for the current step; for everything except the last words."""
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return those of `ENDING` that end this run: a SIGHUP that is ignored (nohup) does not."""
+    """Return those of `ENDING` that end this run: an ignored SIGHUP (nohup) does not."""
     return [signum for signum in ENDING if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP where it is not ignored (nohup), end what runs inside as Ctrl-C does.
+    """Let SIGTERM, and SIGHUP where it is not ignored (nohup), end the block as Ctrl-C does.
 
-    So do SIGUSR1 and SIGUSR2 where somebody handles them, such as submitit for a queue: the handler is called at the
-    end, when what runs inside is over and saved. Signal handlers exist in the main thread only; in others nothing
-    changes.
+    So do SIGUSR1 and SIGUSR2 where another handler exists, such as submitit's for a queue: that handler is called at
+    the end, when the block is over and saved. Signal handlers exist in the main thread only; in others nothing changes.
 
     Args:
-        sigterm_saves: whether the first SIGTERM lets the step under way end, see `finishing_steps`. The signals of a
+        sigterm_saves: whether the first SIGTERM lets the current step end, see `finishing_steps`. The signals of a
             queue always do.
-        limit_s: from the first signal until the program has ended, whatever it waits for, seconds. Half of it is for
-            the step under way. Signals of a queue are another matter: its SIGTERM follows.
+        limit_s: timeout from the first signal to the end of the program, whatever it waits for, seconds. Half of it is
+            for the current step. It does not apply to a queue's signals: its SIGTERM follows.
     """
     if threading.current_thread() is not (main := threading.main_thread()):
         yield
@@ -76,10 +79,10 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
 
     first, raised = math.inf, -math.inf
 
-    def interrupt(signum: int, frame: Any) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal first, raised
         if signum in handled:
-            told.append(signum)
+            received.append(signum)
         else:
             _count_down(limit_s)
         first = min(first, time.monotonic())
@@ -90,7 +93,7 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
         _seen.set()
         if unheard:
             with contextlib.suppress(OSError):
-                os.write(2, _TOLD)  # from a handler `print` could come into a `print` under way
+                os.write(2, _TOLD)  # not `print`, which the handler may have interrupted
         if not _shields and time.monotonic() - raised > _UNWINDING_S:
             raised = time.monotonic()
             raise KeyboardInterrupt
@@ -101,7 +104,7 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
         if _stop is not None and _stop.is_set():
             signal.pthread_kill(main.ident or 0, signal.SIGTERM)  # as if it came again
 
-    told: list[int] = []
+    received: list[int] = []
     handled = [signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(signum))]
     ending = ending_signals()
     saving = {*handled, *(set(ending) - {signal.SIGINT} if sigterm_saves else ())}
@@ -110,13 +113,13 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
             yield
     finally:
         _seen.clear()
-        if told:
-            signal.raise_signal(told[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextlib.contextmanager
-def handling(signums: Collection[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Have signals handled so within the block, but not in forks of this process."""
+def handling(signums: Collection[int], handler: _Handler) -> Iterator[None]:
+    """Handle signals so within the block, but not in forks of this process."""
     before = {signum: signal.signal(signum, handler) for signum in signums}
     _replaced.append((handler, before))
     try:
@@ -129,8 +132,8 @@ def handling(signums: Collection[int], handler: Callable[[int, Any], object]) ->
 
 @contextlib.contextmanager
 def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], None]) -> Iterator[None]:
-    """Within the block, see to the limit on a thread of its own: the main one may stand in a call that never returns,
-    and handles no signal then.
+    """Enforce the limit within the block, on a thread of its own: the main one may hang in a call that handles no
+    signal.
     """
     global _deadline, _wake
     woken, wake = os.pipe()
@@ -144,26 +147,22 @@ def _ended_in_time(ending: Set[int], limit_s: float, give_step_up: Callable[[], 
     finally:
         try:
             signal.set_wakeup_fd(others)
-        except (OSError, ValueError):  # it has been closed meanwhile
+        except (OSError, ValueError):  # it was closed meanwhile
             signal.set_wakeup_fd(-1)
         _wake = outer
         if thread.is_alive():  # not in a fork, whose pipe is its parent's
-            os.write(wake, _END)  # the pipe's own end would not come while a fork lives
+            os.write(wake, _END)  # closing would not end the pipe while a fork lives
             thread.join()
         os.close(wake)
         os.close(woken)
         if outer is None:
             _deadline = math.inf
         elif _deadline < math.inf:
-            os.write(outer, bytes([signal.SIGTERM]))  # who is around this ends, too
+            os.write(outer, bytes([signal.SIGTERM]))  # the outer block ends, too
 
 
 def _watch(woken: int, ending: Set[int], limit_s: float, give_step_up: Callable[[], None]) -> None:
-    """Read the numbers of signals, until `_END`.
-
-    Args:
-        woken: file descriptor, see `signal.set_wakeup_fd`.
-    """
+    """Read the numbers of signals from a file descriptor (see `signal.set_wakeup_fd`), until `_END`."""
     heard, step_ends = False, math.inf
     while True:
         until = min(step_ends, _deadline) - time.monotonic()
@@ -197,10 +196,9 @@ def _end_at_once(limit_s: float) -> None:
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], object]) -> Iterator[None]:
-    """Within the block, have something done before the program ends because time is up; those of outer blocks first.
+    """Call `say` before the program ends by timeout within the block, on another thread, with a limit of two seconds.
 
-    Args:
-        say: called on another thread; has two seconds.
+    Outer blocks come first.
     """
     _last_words.append(say)
     try:
@@ -210,19 +208,16 @@ def last_words(say: Callable[[], object]) -> Iterator[None]:
 
 
 def left(most_s: float, reserve_s: float = 0.0) -> float:
-    """Return how long something may take: `most_s`, or less where a signal has come.
-
-    Args:
-        reserve_s: for what comes after it, seconds.
+    """Return the time that something may take: `most_s`, or less after a signal, without `reserve_s` seconds for later
+    work.
     """
     return max(0.0, min(most_s, _deadline - time.monotonic() - reserve_s))
 
 
 def wait_until(ended: Callable[[float], object], most_s: float, reserve_s: float = 0.0) -> bool:
-    """Wait as long as `left` says, also where the signal comes meanwhile; return whether it has ended.
+    """Wait as long as `left` allows, even if the signal comes meanwhile; return whether it has ended.
 
-    Args:
-        ended: waits so many seconds, and tells whether it has ended.
+    `ended` waits so many seconds, and returns whether it has ended.
     """
     until = time.monotonic() + most_s
     while not ended(slice_s := left(min(_SLICE_S, until - time.monotonic()), reserve_s)):
@@ -233,7 +228,7 @@ def wait_until(ended: Callable[[float], object], most_s: float, reserve_s: float
 
 @contextlib.contextmanager
 def left_to_driver() -> Iterator[None]:
-    """Processes that are started in the block are not reached by `ENDING`, nor are theirs: the driver ends them."""
+    """Block `ENDING` in processes that are started in the block, and in theirs: the driver ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -242,34 +237,38 @@ def left_to_driver() -> Iterator[None]:
 
 
 def leave_to_driver() -> None:
-    """Have `ENDING` do nothing in this process but count. Its forks and the programs that it starts are ended by them,
-    as usual: a signal is neither blocked nor ignored, which they would inherit, unless it was ignored before (nohup).
+    """Only count `ENDING` in this process.
+
+    Its forks and the programs that it starts end by them as usual: a signal is neither blocked nor ignored, which they
+    would inherit, unless it was ignored before (nohup).
     """
     _replaced.append((_count, before := {}))
     for signum in ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:
             before[signum] = signal.signal(signum, _count)
-            signal.siginterrupt(signum, False)  # native libraries may not expect it
+            signal.siginterrupt(signum, False)  # native libraries may not handle an interrupted call
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
-def _count(signum: int, frame: Any) -> None:
+def _count(signum: int, frame: FrameType | None) -> None:
     global _left
     _left += 1
 
 
 def signals_left() -> int:
-    """Return how many signals this process has left to the driver. What ends meanwhile may have ended by one."""
+    """Return the number of signals that this process has left to the driver. A process that ended meanwhile may have
+    ended by one.
+    """
     return _left
 
 
 def call_in_forks(forget: Callable[[], object]) -> None:
-    """Call `forget` in every fork of this process, before the first signal reaches the fork: its parent may end it as
-    soon as it is there.
+    """Call `forget` in every fork of this process, before the first signal reaches the fork: its parent may end it at
+    once.
     """
     masks = threading.local()
 
-    def hold() -> None:
+    def block() -> None:
         masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, signal.SIGUSR1, signal.SIGUSR2))
 
     def release() -> None:
@@ -281,11 +280,11 @@ def call_in_forks(forget: Callable[[], object]) -> None:
         finally:
             release()
 
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin)
+    os.register_at_fork(before=block, after_in_parent=release, after_in_child=begin)
 
 
 def _forget() -> None:
-    """Give a fork the signals as they were before: the run is its parent's, and so is the pipe."""
+    """Restore a fork's signals: the run and the pipe are its parent's."""
     global _seen, _stop, _wake, _deadline
     for ours, before in reversed(_replaced):
         for signum, handler in before.items():
@@ -301,8 +300,7 @@ call_in_forks(_forget)
 
 @contextlib.contextmanager
 def finishing_steps(stop: threading.Event | None) -> Iterator[None]:
-    """Let the first SIGTERM inside, or signal of a queue, only set `stop`: the step under way is to be finished and
-    saved.
+    """Let the first SIGTERM inside, or signal of a queue, only set `stop`: the current step is finished and saved.
 
     For the loops, around their steps: before the first one there is nothing to save, and a preempted run has no time
     for it.
@@ -317,7 +315,7 @@ def finishing_steps(stop: threading.Event | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """Let what ends something end it: an interrupt inside is only noted. For ends that take a bounded time."""
+    """Only note an interrupt inside, so that a clean-up of bounded time can finish."""
     global _shields
     _shields += 1
     try:
@@ -328,8 +326,8 @@ def shielded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_of_it() -> Iterator[None]:
-    """What fails after an interrupt fails of it: a library may make another error of a `KeyboardInterrupt`. The error
-    is logged, and the interrupt raised again.
+    """Raise an interrupt in place of an error that follows it: a library may turn a `KeyboardInterrupt` into another
+    error. The error is logged.
     """
     try:
         yield
@@ -341,13 +339,15 @@ def failing_of_it() -> Iterator[None]:
 
 
 def interrupted() -> bool:
-    """Whether there has been an interrupt since `interruptible` began, so that nobody waits for what is not needed."""
+    """Return whether there was an interrupt since `interruptible` began, so that no further wait is needed."""
     return _seen.is_set()
 
 
 def check() -> None:
-    """Raise the interrupt again where it was lost: Python drops what is raised inside a destructor or a callback of the
-    garbage collector. To be called now and then by what runs for long.
+    """Raise the interrupt again if it was lost: Python drops exceptions of a destructor or a callback of the garbage
+    collector.
+
+    Long-running work calls it from time to time.
     """
     if _seen.is_set():
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """Lock files and folders in places where others can write, such as `/dev/shm`, `/tmp` and a shared checkpoint folder.
 
-No link is followed, nothing but a regular file is locked (a pipe would be waited for), and every wait for a lock ends.
+Links are not followed, only regular files are locked (a pipe would block), and every wait for a lock has a timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POLL_S = 0.02
 
 
 class ForeignFileError(OSError):
-    """What has the name that we want is a link, of another kind, or somebody else's."""
+    """The path is a link, of another kind, or another user's."""
 
 
 def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: int = 0o600) -> int:
@@ -27,12 +27,12 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
 
     Args:
         path: the lock file.
-        create: make it where it is not there.
-        writable: open it to write into it; else only to look at it.
-        mode: permissions of a file that is made.
+        create: create it if it is missing.
+        writable: open it for writing; else only for reading.
+        mode: permissions of a created file.
 
     Raises:
-        ForeignFileError: it is no regular file.
+        ForeignFileError: it is not a regular file.
         OSError: it cannot be opened.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
@@ -40,19 +40,16 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise ForeignFileError(error.errno, f"{path} is no regular file", str(path)) from None
+            raise ForeignFileError(error.errno, f"{path} is not a regular file", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ForeignFileError(errno.EINVAL, f"{path} is no regular file", str(path))
+        raise ForeignFileError(errno.EINVAL, f"{path} is not a regular file", str(path))
     return descriptor
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file if nobody else has locked it; return whether it is locked.
-
-    Args:
-        shared: let others lock it too, if they share it as well.
+    """Lock an open file (`shared`: with others that share it) if it is free; return whether it is locked.
 
     Raises:
         OSError: the file system has no flock.
@@ -65,16 +62,10 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool = False) -> None:
-    """Lock an open file, once nobody else has locked it.
-
-    Args:
-        descriptor: the open file.
-        path: its path, for the message.
-        timeout_s: limit, seconds.
-        shared: let others lock it too, if they share it as well.
+    """Lock an open file (`shared`: with others that share it), and wait until it is free.
 
     Raises:
-        WaitTimeout: it is still locked; names who has locked it, as far as the kernel tells.
+        WaitTimeout: it is still locked; names the other process, as far as the kernel reports it.
         OSError: the file system has no flock.
     """
     deadline = time.monotonic() + timeout_s
@@ -99,19 +90,19 @@ def _owner(descriptor: int) -> str:
 
 
 def check_no_link(folder: Path) -> Path:
-    """Return a folder that is about to be written to; ForeignFileError where a link has its name."""
+    """Return a folder for writing; a ForeignFileError if it is a link."""
     if folder.is_symlink():
         raise ForeignFileError(errno.ELOOP, f"{folder} is a link", str(folder))
     return folder
 
 
 def own_name(name: str) -> str:
-    """Return a name of this user's own, where each user has one."""
+    """Return a name with this user's id."""
     return f"{name}-{os.geteuid()}"
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether this user made a folder: what is there is no link, and belongs to them."""
+    """Return whether a path is a folder of this user, and not a link."""
     try:
         found = path.lstat()
     except OSError:
@@ -120,16 +111,16 @@ def is_own_folder(path: Path) -> bool:
 
 
 def open_own_folder(path: Path, *, create: bool) -> int:
-    """Open a folder that nobody but this user may look into; return its descriptor.
+    """Open a private folder of this user; return its descriptor.
 
     Args:
-        path: the folder; where others can write too, it belongs to whoever was first.
-        create: make it where it is not there.
+        path: the folder; where others can write too, it belongs to the first creator.
+        create: create it if it is missing.
 
     Raises:
         ForeignFileError: a link, something else or another user's folder has the name.
-        FileNotFoundError: it is not there and is not to be made.
-        OSError: it cannot be made or opened.
+        FileNotFoundError: it is missing, without `create`.
+        OSError: it cannot be created or opened.
     """
     if create:
         with contextlib.suppress(FileExistsError):
@@ -141,7 +132,7 @@ def open_own_folder(path: Path, *, create: bool) -> int:
             raise _not_ours(path, path.lstat()) from None
         raise
     found = os.fstat(descriptor)
-    # Where nobody else can write, a network file system may show another owner than the one who writes.
+    # Where only this user can write, a network file system may show another owner.
     if found.st_uid != os.geteuid() and path.parent.stat().st_mode & 0o022:
         os.close(descriptor)
         raise _not_ours(path, found)

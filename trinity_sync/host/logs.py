@@ -1,8 +1,8 @@
-"""The log of a process: a file in the run's folder with what it did, what it printed, and the traceback of what failed.
+"""The log of a process: a file in the run's folder with its steps, its output, and the traceback of a failure.
 
-Lines are written by a thread of their own, so nobody waits for a slow disk, and a log that cannot be written is no
-reason for anything to fail. A file that has become long makes room: its end goes to ``NAME.log.1``, over the one
-before, and it goes on empty. It is not renamed, as other processes have it open: those that this one has started.
+A separate thread writes the lines, so no caller waits for a slow disk, and a log that cannot be written fails nothing.
+A file above its limit is shortened: its end is moved to ``NAME.log.1``, over the one before, and the file continues
+empty. It is not renamed, because child processes have it open.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from trinity_sync.host.origin import described, keep_origin
 from trinity_sync.host.terminal import printable
 
 story = logging.getLogger("trinity_sync")
-"""Takes what a user wants to read: one line for each event, in plain words, with step, version, bytes and seconds."""
+"""For the user: one line for each event, in plain words, with step, version, bytes and seconds."""
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 MOST_BYTES = 20_000_000
-"""Length at which a file makes room. There are two of each at most."""
+"""Limit of a file's length. There are at most two of each."""
 
 _MOST_LINE = 1_000_000
-"""Characters of a line; of a longer one the rest is left out."""
+"""Limit of a line's characters; the rest is left out."""
 _MOST_WAITING = 10_000
-"""Lines that wait for a slow disk; later ones are dropped and counted."""
+"""Limit of the lines that wait for a slow disk; later ones are dropped and counted."""
 _FLUSH_S = 1.0
 _LOGGED_BY = "_trinity_sync_logged_by"
 _HERE = secrets.token_hex(4)
-"""Tells this process from one with its number on another host, or in another container. A fork has another number."""
+"""Tells this process from one with the same pid on another host, or in another container. A fork has another pid."""
 _LOOK_S = 0.2
-"""So often the length of files is looked at that others write into, too."""
+"""Interval of the checks of files that other processes write into, too."""
 _PIECE = 1 << 20
 _kept_short: dict[Path, int] = {}
 _keeper: threading.Thread | None = None
 
 
 class LogFile(logging.Handler):
-    """A log file. A warning, or what is worse, is waited for, a second at most: the process may be about to end.
+    """A log file. Callers wait up to a second for warnings and errors to be written: the process may be about to end.
 
     Args:
-        path: of the file. Made, with its folder, when the first line is written.
-        takes_output: what the process prints, native libraries' output included, goes there, too, from now on.
-        most_bytes: length at which it makes room.
+        path: of the file. Created, with its folder, at the first line.
+        takes_output: redirect the process's output there too, including that of native libraries.
+        most_bytes: limit of its length.
 
     Raises:
-        OSError: output is to go there, and the file cannot be written.
+        OSError: with `takes_output`, the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, takes_output: bool = False, most_bytes: int = MOST_BYTES) -> None:
@@ -94,7 +94,7 @@ class LogFile(logging.Handler):
         self._begin()
 
     def flush(self) -> None:
-        """Wait until all lines so far are written, a second at most; of a disk that hangs, only once."""
+        """Wait up to a second until all lines so far are written; for a disk that hangs, only once."""
         writer = self._writer
         if self._hangs is not None and not self._hangs.is_set():
             return
@@ -112,7 +112,7 @@ class LogFile(logging.Handler):
 
     def _begin(self) -> None:
         if sys.is_finalizing():
-            return  # no thread begins any more, and its start would be waited for, for ever
+            return  # a thread cannot start any more, and waiting for its start would never end
         if self._writer is None or not self._writer.is_alive():  # a fork has none
             self._writer = threading.Thread(target=self._write, name=f"log {self._path.name}", daemon=True)
             self._writer.start()
@@ -154,7 +154,7 @@ class LogFile(logging.Handler):
 
 
 def keep_short(path: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Have a file make room when it has become long, whoever appends to it, until this process ends."""
+    """Shorten a file above its limit, also while other processes append to it, until this process ends."""
     global _keeper
     _kept_short[path] = most_bytes
     if _keeper is None or not _keeper.is_alive():  # a fork has none
@@ -163,8 +163,9 @@ def keep_short(path: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def make_room(path: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Move the end of a file that has become long to ``PATH.1``, and have it go on empty. Nothing is raised. What other
-    processes append meanwhile may be lost.
+    """Move the end of a file above its limit to ``PATH.1``, and empty it. Nothing is raised.
+
+    Lines that other processes append meanwhile may be lost.
     """
     kept = Path(f"{path}.1")
     with contextlib.suppress(OSError):
@@ -173,11 +174,11 @@ def make_room(path: Path, most_bytes: int = MOST_BYTES) -> None:
         kept.touch()
         with path.open("r+b") as file, kept.open("r+b") as before:
             os.posix_fallocate(before.fileno(), 0, most_bytes)  # a full disk fails here, before anything is overwritten
-            file.seek(-most_bytes, os.SEEK_END)  # fails where another process has done it meanwhile
+            file.seek(-most_bytes, os.SEEK_END)  # fails if another process has shortened it meanwhile
             left = most_bytes
             while left > 0 and (piece := file.read(min(left, _PIECE))):
                 left -= before.write(piece)
-            if left == 0:  # else another process has done it meanwhile
+            if left == 0:  # else another process has shortened it meanwhile
                 before.truncate()
                 file.truncate(0)
 
@@ -190,10 +191,10 @@ def _keep_short() -> None:
 
 
 def own_log(folder: str | Path | None, name: str) -> None:
-    """Have this process log to ``<folder>/<name>.log``, its output included; nothing for a folder of None.
+    """Have this process log to ``<folder>/<name>.log``, with its output; do nothing for a folder of None.
 
-    Where the folder cannot be written (a node without the shared file system) the process keeps the output it has, and
-    logs there.
+    If the folder cannot be written (a node without the shared file system), the process keeps its output, and logs
+    there.
     """
     if folder is None:
         return
@@ -207,7 +208,7 @@ def own_log(folder: str | Path | None, name: str) -> None:
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     for other in [found for found in root.handlers if type(found) is logging.StreamHandler]:
-        root.removeHandler(other)  # a library's, whose lines would be here twice
+        root.removeHandler(other)  # of a library, whose lines would appear twice
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     for stream in (sys.stdout, sys.stderr):
@@ -219,23 +220,24 @@ def own_log(folder: str | Path | None, name: str) -> None:
 
 
 def flush_logs() -> None:
-    """Have all lines so far written, where the disk takes them within a second."""
+    """Write all lines so far, if the disk takes them within a second."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def log_failure(what: str, error: BaseException) -> None:
-    """Write to the log that something failed, once, with a traceback unless the error was foreseen and says it all. Of
-    what the user's code raised, that is the traceback from there on; the error carries it on from here.
+    """Log a failure once, with a traceback unless a foreseen error says it all.
+
+    For an error of the user's code, the traceback starts there; the error carries it to other processes.
 
     Args:
-        what: what failed, as in ``generate``.
-        error: why.
+        what: the failed work, such as ``generate``.
+        error: its error.
     """
     here = f"{_HERE}-{os.getpid()}"
     if getattr(error, _LOGGED_BY, None) == here:
         return
-    with contextlib.suppress(Exception):  # a class of somebody's may refuse attributes
+    with contextlib.suppress(Exception):  # a foreign class may refuse attributes
         setattr(error, _LOGGED_BY, here)
     found, foreseen = keep_origin(error), isinstance(error, TrinityError)
     text = str(error) if foreseen else described(error)
@@ -247,26 +249,22 @@ def log_failure(what: str, error: BaseException) -> None:
         story.error("%s failed: %s", what, text, exc_info=error)
 
 
-# What this process and those that it starts have written to its standard error, where that is a file.
-
-
 _ERROR = re.compile(r"\b(?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): .+")
 _MOST = 1 << 20
-"""Bytes that are looked at."""
+"""Limit of the bytes that are searched."""
 
 
 class OwnOutput:
-    """What is written from now on."""
+    """The standard error, from now on, of this process and its children, if it is a file."""
 
     def __init__(self) -> None:
         self._file = Path("/proc/self/fd/2")
         self._begin = self._size()
 
     def last_error(self, but: str) -> str | None:
-        """The last line that is an exception's, without what stands before its name; None: there is none.
+        """Return the last line with an exception, from the exception's name on, or None.
 
-        Args:
-            but: of exceptions whose text begins with this, as they only tell of others.
+        `but`: skip exceptions that contain this text, because they only report others.
         """
         found = None
         for line in self._written().splitlines():
@@ -287,7 +285,7 @@ class OwnOutput:
         try:
             with self._file.resolve().open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._begin if self._begin <= end else 0, end - _MOST))  # else it has made room
+                file.seek(max(self._begin if self._begin <= end else 0, end - _MOST))  # 0: it was shortened
                 return file.read().decode(errors="replace")
         except OSError:
             return ""

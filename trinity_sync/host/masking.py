@@ -1,6 +1,6 @@
-"""Secrets in output: which names are those of secrets, and texts without the secrets.
+"""Secrets in output: names of secrets, and texts without the secrets.
 
-Everything that shows or sends settings, command lines, addresses or errors goes through a function of this module.
+All code that shows or sends settings, command lines, addresses or errors uses a function of this module.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ MASK = "***"
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ALWAYS = re.compile(r"(secret|passw(or)?d|passphrase|credential|bearer|authorization|apikey)s?|pwd")
-"""Words that make any name that of a secret."""
+"""Words that make any name a secret's."""
 _AT_THE_END = re.compile(r"(access|account|auth|private|secret|p)?(key|token)|auth")
 _NO_SECRET = {
     "token": "bos eos pad unk sep cls mask image video audio special stop end start begin per next last first sos",
     "key": "prompt answer response messages message tools thinking fn image images video videos audio data source sort "
     "cache primary column label text",
 }
-"""Words before the last one with which it names a token of a vocabulary, or a column."""
+"""Words before the last one that make it a token of a vocabulary, or a column."""
 _REFERENCE = re.compile(r"\$\{[^,]*\}")
 _USER = re.compile(r"(://[^/@:\s]*):[^/\s]*@")
 _QUERY = re.compile(r"([?&;])([^=&;\s]+)=([^&;\s'\"]+)")
@@ -30,13 +30,13 @@ _ITEM = re.compile(
 )
 _LEAF = re.compile(r"([\w.-]+)['\"]?\s*:\s*('[^']*'|\"[^\"]*\"|[^,\[\]{}]+)")
 _LEAST, _LEAST_OF_LETTERS = 6, 12
-"""Characters of a text that is hidden everywhere: a shorter one, or a word of letters, could stand in any sentence."""
+"""Least characters of a text that is hidden everywhere: a shorter one, or a plain word, could occur in any sentence."""
 
 _hidden: set[str] = set()
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a name is that of a secret, by its words: ``api_key``, ``authToken``; not ``max_tokens``."""
+    """Return whether a name is a secret's, by its words: ``api_key``, ``authToken``; not ``max_tokens``."""
     words = [word.lower() for word in _WORDS.findall(name)]
     if any(map(_ALWAYS.fullmatch, words)) or words[-2:] == ["connection", "string"]:
         return True
@@ -47,11 +47,11 @@ def is_secret(name: str) -> bool:
     return not (len(words) > 1 and words[-2] in _NO_SECRET.get(words[-1], "").split())
 
 
-def masked(value: Any, name: str = "") -> Any:
-    """Return a value for display, however deep: secrets are masked, and references stay.
+def masked(value: object, name: str = "") -> Any:
+    """Return a value for display, at any depth: secrets are masked, and references stay.
 
     Args:
-        value: settings, not resolved; a text, a list or a number.
+        value: unresolved settings; a text, a list or a number.
         name: of its key.
     """
     if isinstance(value, Mapping):
@@ -82,24 +82,24 @@ def _masked_text(value: str) -> str:
 
 
 def shown(place: str) -> str:
-    """Return a text with URLs, without passwords in them."""
+    """Return a text without the passwords in its URLs."""
     text = _USER.sub(rf"\1:{MASK}@", place)
     return _QUERY.sub(lambda found: f"{found[1]}{found[2]}={MASK if is_secret(found[2]) else found[3]}", text)
 
 
-def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
-    """Return a text, such as a store's error, without what the place and its options keep secret."""
+def without_secrets(text: str, place: str, options: Mapping[str, object]) -> str:
+    """Return a text, such as a store's error, without the secrets of the place and its options."""
     return _without(text, (secret for secret in secrets_of([place, options]) if len(secret) > 3))
 
 
-def hide(settings: Mapping[str, Any]) -> None:
-    """Have `without_hidden` mask the secrets in settings, resolved, for the life of this process."""
+def hide(settings: Mapping[str, object]) -> None:
+    """Have `without_hidden` mask the secrets in resolved settings, for the life of this process."""
     found = secrets_of(settings)
     _hidden.update(one for one in found if len(one) >= (_LEAST_OF_LETTERS if one.isalpha() else _LEAST))
 
 
 def hide_typed(arguments: Sequence[str]) -> None:
-    """As `hide`, of the secrets on a command line."""
+    """As `hide`, for the secrets on a command line."""
     for key, _, value in (text.partition("=") for text in arguments):
         for name, text in [(key.rpartition(".")[2], value), *_LEAF.findall(value)]:
             hide({name: text.strip("'\" ")} if "${" not in text else {})
@@ -116,12 +116,8 @@ def _without(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def secrets_of(value: Any, *, secret: bool = False) -> Iterator[str]:
-    """Yield the secrets in settings, however deep.
-
-    Args:
-        secret: `value` stands under the name of one.
-    """
+def secrets_of(value: object, *, secret: bool = False) -> Iterator[str]:
+    """Yield the secrets in settings, at any depth; `secret`: the value's name is a secret's."""
     if isinstance(value, str):
         if secret:
             yield value

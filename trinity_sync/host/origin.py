@@ -1,6 +1,6 @@
-"""Where in code of the user's own an error comes from. What calls that code, as the engines do, is left out.
+"""The place in the user's code from which an error comes. Code that calls the user's, such as the engines, is skipped.
 
-A traceback does not travel between processes. `keep_origin` has an error carry what is to be known of it.
+A traceback does not travel between processes, so `keep_origin` stores the origin in the error.
 """
 
 from __future__ import annotations
@@ -41,31 +41,25 @@ _CALLERS = sys.stdlib_module_names | {
     "verl",
     "vllm",
 }
-"""Packages that call the user's code, or stand between us and it."""
+"""Packages that call the user's code, or are between us and it."""
 
 _KEPT = "_trinity_sync_origin"
 _MOST_SAID = 2_000
-"""Characters of what an error says."""
+"""Limit of the characters of a message."""
 _MOST = 20_000
-"""Characters of a traceback; of a longer one the middle is left out."""
+"""Limit of the characters of a traceback; the middle of a longer one is left out."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in the user's code an error comes from.
+    """The place in the user's code from which an error comes."""
 
-    Attributes:
-        place: file and line, as in ``/home/me/my_rewards.py:17``; the innermost of the user's, and not of a library
-            that it calls.
-        traceback: as Python prints it, from where the user's code begins.
-    """
-
-    place: str
-    traceback: str
+    place: str  # file and line of the innermost frame of the user's own, as in ``/home/me/my_rewards.py:17``
+    traceback: str  # as Python prints it, from the first frame of the user's code
 
 
 def origin(error: BaseException) -> Origin | None:
-    """Return where in the user's code an error, or what it was raised from, comes from; None: from nowhere there."""
+    """Return the origin of an error, or of its causes, in the user's code; None: it has none there."""
     cause: object = error
     for _ in range(10):
         if not isinstance(cause, BaseException):
@@ -75,31 +69,31 @@ def origin(error: BaseException) -> Origin | None:
             found = None if isinstance(cause, TrinityError) else _found(cause)
         if found is not None:
             return found
-        cause = cause.__cause__ or getattr(cause, "cause", None)  # the second is Ray's, for what an actor raised
+        cause = cause.__cause__ or getattr(cause, "cause", None)  # the second is Ray's, for an actor's error
     return None
 
 
 def keep_origin(error: BaseException) -> Origin | None:
-    """Have an error carry its origin to another process; return it."""
+    """Store an error's origin in it, so that it travels to other processes; return it."""
     found = origin(error)
     if found is not None:
-        with contextlib.suppress(Exception):  # a class of somebody's may refuse attributes
+        with contextlib.suppress(Exception):  # a foreign class may refuse attributes
             setattr(error, _KEPT, found)
     return found
 
 
 def give_origin(error: BaseException, found: Origin) -> None:
-    """Have an error that was made here carry an origin in another process."""
+    """Store an origin in another process in an error that was created here."""
     setattr(error, _KEPT, found)
 
 
 def told(error: BaseException) -> str:
-    """Put an error into words for others than who raised it: its class, what it says, its place in the user's code."""
+    """Describe an error for other processes: its class, its message, its place in the user's code."""
     return _worded(error, _says(error))
 
 
 def ended(error: BaseException) -> str:
-    """As `told`; of an error by which code ends its program, that it called `sys.exit`."""
+    """As `told`; for an error by which code ends its program, that it called `sys.exit`."""
     if not isinstance(error, SystemExit):
         return told(error)
     found = origin(error)
@@ -107,19 +101,19 @@ def ended(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Put an error into one line: as `told`, with the first line of what it says."""
+    """Describe an error in one line: as `told`, with the first line of its message."""
     return _worded(error, _says(error).strip().partition("\n")[0])
 
 
 def shortened(text: str) -> str:
-    """Return a text of somebody else's as it is kept: of a long one, the beginning."""
+    """Return a foreign text, shortened if it is long."""
     return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}..."
 
 
 def _says(error: BaseException) -> str:
     try:
         return shortened(str(error))
-    except Exception:  # of a class of somebody's
+    except Exception:  # of a foreign class
         return "(it cannot be put into words)"
 
 
@@ -147,50 +141,49 @@ def _found(error: BaseException) -> Origin | None:
 
 
 def _calls(step: TracebackType) -> bool:
-    """Whether a frame is of a package that calls the user's code, and not of that itself."""
+    """Return whether a frame is of a package that calls the user's code."""
     frame = step.tb_frame
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in _CALLERS or frame.f_code.co_filename.startswith("<")
 
 
 def _installed(step: TracebackType) -> bool:
-    """Whether a frame is of an installed package, as libraries are."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(step.tb_frame.f_code.co_filename).parts)
+    """Return whether a frame is of an installed package."""
+    return _in_site_packages(step.tb_frame.f_code.co_filename)
 
 
-# Where a process stands, told by itself while it hangs or dies: by the signal handlers of `faulthandler`, which need
-# no turn of the interpreter.
+def _in_site_packages(path: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
+
+# The stack of a process that hangs or dies, written by the signal handlers of `faulthandler`, which do not need the
+# interpreter.
 
 ASK = signal.SIGUSR1
-"""Has a process that called `tell_stack` write down where it stands, and end."""
+"""Has a process that called `tell_stack` write its stack, and end."""
 
 _LINE = re.compile(r'^  File "(.+)", line (\d+) in ')
 _STACK_BYTES = 1 << 16
 
 
 def tell_stack(file: int) -> None:
-    """Have this process write the stack of the thread in question when it crashes, or is sent `ASK`, and end.
-
-    Args:
-        file: file descriptor of an empty file.
-    """
+    """Have this process write its current thread's stack to an empty file, and end, at a crash or `ASK`."""
     faulthandler.enable(file=file, all_threads=False)
-    faulthandler.register(ASK, file=file, all_threads=False, chain=True)  # the signal's own effect, which is the end
+    faulthandler.register(ASK, file=file, all_threads=False, chain=True)  # chain: the signal then ends the process
 
 
 def stack_told(file: int) -> str:
-    """Return what a process that is no more wrote by `tell_stack`; empty: nothing."""
+    """Return what an ended process wrote by `tell_stack`; empty: nothing."""
     return os.pread(file, _STACK_BYTES, 0).decode(errors="replace").rstrip()
 
 
 def place_of(stack: str, caller: str) -> str | None:
-    """Return file and line of the innermost call in a stack that is of no library and above `caller`; else of the
-    innermost there; None: there is none.
+    """Return file and line of the innermost call in a stack, above `caller`, that is not a library's; else of any; or
+    None.
 
     Args:
-        stack: what `stack_told` gave, innermost call first.
-        caller: path of the file that made the call which the stack is asked about.
+        stack: from `stack_told`, innermost call first.
+        caller: path of the file whose call the stack belongs to.
     """
     calls = []
     for line in stack.splitlines():
@@ -203,6 +196,4 @@ def place_of(stack: str, caller: str) -> str | None:
 
 
 def _of_library(path: str) -> bool:
-    standard = sysconfig.get_path("stdlib")
-    parts = Path(path).parts
-    return path.startswith((f"{standard}/", "<")) or not {"site-packages", "dist-packages"}.isdisjoint(parts)
+    return path.startswith((f"{sysconfig.get_path('stdlib')}/", "<")) or _in_site_packages(path)

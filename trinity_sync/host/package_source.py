@@ -1,4 +1,4 @@
-"""What can be told of a library by its source, which is read and not imported: that takes seconds."""
+"""Facts about a library from its source, which is read and not imported: an import takes seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from pathlib import Path
 
 
 def source_of(package: str, file: str) -> str | None:
-    """The text of a file of an installed package; None: there is no such package, or it has no such file.
-
-    Args:
-        package: its name, without dots.
-        file: path within the package.
-    """
+    """Return the text of a file (by its path in the package) of an installed package; None: it is missing."""
     found = find_spec(package)
     if found is None or found.origin is None:
         return None
@@ -26,7 +21,7 @@ def source_of(package: str, file: str) -> str | None:
 
 @cache
 def dataclass_fields(package: str, file: str, name: str) -> frozenset[str] | None:
-    """The public fields of a dataclass and of its bases in the same file; None where that file has no such class."""
+    """Return the public fields of a dataclass and of its bases in the same file; None: that file has no such class."""
     source = source_of(package, file)
     classes = {node.name: node for node in ast.parse(source or "").body if isinstance(node, ast.ClassDef)}
     if name not in classes:

@@ -1,4 +1,4 @@
-"""What processes of a run do for themselves: their start, their size, their end. Imports nothing heavy.
+"""The start, the size and the end of a run's processes. Imports nothing heavy.
 
 ``python .../process.py COMMAND ...`` becomes the command, which ends with its driver, see `end_with_driver`.
 """
@@ -13,15 +13,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 DRIVER = "TRINITY_SYNC_LIFELINE"
-"""Environment variable: path of a named pipe that is open for writing in the driver of the run, and nowhere else."""
+"""Environment variable: path of a named pipe that only the driver of the run has open for writing."""
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep the garbage collector off: while modules are loaded it finds nothing, and takes a tenth of the time."""
+    """Switch the garbage collector off: it takes a tenth of the time of an import, and finds nothing then."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -31,12 +30,12 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def small_actor(cls: type, *args: Any, **kwargs: Any) -> type:
-    """Return a class that makes a `cls(*args, **kwargs)` without arguments, for actors whose process is to stay small.
+def small_actor(cls: type, *args: object, **kwargs: object) -> type:
+    """Return a class that constructs `cls(*args, **kwargs)` without arguments, for actors with small processes.
 
     Ray imports pyarrow, where it is installed, into every worker that takes an argument or returns a value, to prepare
-    for Ray Data: 46 MB in a process of 80 MB. A process in which pyarrow cannot be imported is spared that; the
-    arguments travel with the class, because taking them would already trigger the import.
+    for Ray Data: 46 MB in a process of 80 MB. A process in which pyarrow cannot be imported avoids that; the arguments
+    travel with the class, because receiving them would already trigger the import.
     """
 
     class Small(cls):
@@ -50,7 +49,7 @@ def small_actor(cls: type, *args: Any, **kwargs: Any) -> type:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables for the length of the block; what others set in it meanwhile stays."""
+    """Set these variables during the block; changes that others make meanwhile stay."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -65,33 +64,28 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def driver_lifeline(path: Path) -> Iterator[dict[str, str]]:
-    """Within the block, be the driver with which processes end that call `end_with_driver`.
+    """Be the driver during the block: processes that call `end_with_driver` end with it. Yields variables for them.
 
-    Args:
-        path: of the named pipe, which is made.
-
-    Yields:
-        Environment variables for these processes.
+    `path`: of the named pipe, which is created.
     """
     os.mkfifo(path, 0o600)
-    held = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # only for writing it would wait for a reader
+    pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # with O_WRONLY it would wait for a reader
     try:
         yield {DRIVER: str(path)}
     finally:
-        os.close(held)
+        os.close(pipe)
 
 
 def end_with_driver(*, kept: bool = False) -> None:
     """Have the kernel kill this process and its group when its driver is gone, even where it is stopped or hangs.
-    Nothing where the driver has no lifeline: Ray is another program's, and ends its processes.
 
-    Args:
-        kept: it holds for the program that this process becomes, too.
+    Do nothing where the driver has no lifeline: then Ray is another program's, and ends its processes. `kept`: also for
+    the program that this process becomes.
     """
     if (path := os.environ.get(DRIVER)) is None:
         return
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # processes of others may be in the group
+        os.setpgid(0, 0)  # other programs' processes may be in the group
     try:
         lifeline = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         os.set_inheritable(lifeline, kept)

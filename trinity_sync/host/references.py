@@ -1,8 +1,6 @@
-"""The values of a configuration, where references may lead to what this process does not know or must not show."""
+"""The values of a configuration, with references that this process cannot resolve or must not show."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,14 +11,14 @@ from trinity_sync.host.masking import masked
 _FROM_ENVIRONMENT = "\0"
 
 
-def shown_values(cfg: DictConfig) -> dict[str, Any]:
+def shown_values(cfg: DictConfig) -> dict[str, object]:
     """Return the values for display and for sending: secrets are masked, and references to the environment stay."""
-    values: dict[str, Any] = masked(with_references(cfg))
+    values: dict[str, object] = masked(with_references(cfg))
     return values
 
 
-def with_references(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve a configuration, but for values that come from the environment: those stay as they are written."""
+def with_references(cfg: DictConfig) -> dict[str, object]:
+    """Resolve a configuration, except values from the environment, which stay as they are written."""
     OmegaConf.register_new_resolver("oc.env", lambda *_: _FROM_ENVIRONMENT, replace=True)
     try:
         return resolved(cfg)
@@ -28,7 +26,7 @@ def with_references(cfg: DictConfig) -> dict[str, Any]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
+def resolved(cfg: DictConfig) -> dict[str, object]:
     """Resolve a configuration; a value that cannot be resolved stays as it is written."""
     values = _resolved(cfg)
     assert isinstance(values, dict)

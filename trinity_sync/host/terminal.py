@@ -1,4 +1,4 @@
-"""The standard streams of our commands: output that cannot be written ends no work, and foreign text stays text."""
+"""The standard streams of our commands: failed output ends no work, and foreign text stays text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 def printable(text: str, keep: str = "", instead: str = "?") -> str:
-    """Return a foreign text for a terminal, without characters that cannot be printed, such as those that begin a
-    control sequence. All kinds of blanks can.
+    """Return a foreign text for a terminal, without unprintable characters, such as those of a control sequence.
 
     Args:
-        keep: characters that stay, such as line breaks.
-        instead: what stands in the place of each of the others.
+        keep: characters that stay, such as line breaks; all kinds of blanks stay.
+        instead: replaces each of the others.
     """
 
     def shown(char: str) -> str:
@@ -54,7 +53,7 @@ class _Output:
             action(*arguments)
         except (OSError, ValueError) as error:
             self.error = error
-            # Python writes its buffer once more at its end, which would fail again.
+            # Python flushes its buffer again at its end, which would fail again.
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -63,8 +62,9 @@ class _Output:
 
 
 class _Plain(_Output):
-    """A stream that escapes control characters and masks hidden texts. Rich, which needs control sequences for its
-    colours, writes to the stream below; see `tracking.console`.
+    """A stream that escapes control characters and masks hidden texts.
+
+    Rich, which needs control sequences for its colours, writes to the stream below; see `tracking.console`.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -72,13 +72,13 @@ class _Plain(_Output):
         super().__init__(self.rich_proxied_file)  # type: ignore[arg-type]
 
     def write(self, text: str) -> int:
-        bar = "\r" * text.startswith("\r")  # of a progress bar; within a text it would write over what stands before it
+        bar = "\r" * text.startswith("\r")  # of a progress bar; inside a text it would overwrite the beginning
         super().write(bar + printable(without_hidden(text.removeprefix(bar)), keep="\n\t"))
         return len(text)
 
 
 def open_missing() -> None:
-    """Open the null device for each standard descriptor that is closed: the next file would get its number."""
+    """Open the null device for each closed standard descriptor: the next file would get its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -90,7 +90,7 @@ def open_missing() -> None:
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Within the block, and within blocks inside it, stdout and stderr raise no error and escape foreign text."""
+    """Make stdout and stderr raise no error and escape foreign text, within the block and blocks inside it."""
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, _Plain):
         yield
@@ -105,9 +105,7 @@ def safe_streams() -> Iterator[None]:
 
 
 def output_lost() -> bool:
-    """Return whether stdout has refused output of which it is the product, and say so on stderr. A reader that has
-    left has seen enough.
-    """
+    """Return whether stdout has refused output, and report it on stderr. A reader that left has seen enough."""
     error = _stdout_error()
     if error is None or getattr(error, "errno", None) in _READER_GONE:
         return False
@@ -116,7 +114,7 @@ def output_lost() -> bool:
 
 
 def output_ended() -> bool:
-    """Return whether stdout takes no more output."""
+    """Return whether stdout accepts no more output."""
     return _stdout_error() is not None
 
 

@@ -1,4 +1,4 @@
-"""Work beside the calling thread."""
+"""Background threads, and background work that yields the processor to training."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def in_background(function: Callable[[], T], name: str) -> Future[T]:
-    """Run a function in a thread of its own, which does not keep the process alive.
-
-    Args:
-        function: what to run.
-        name: the thread's.
-
-    Returns:
-        What comes of it: the function's result, or what it raised.
-    """
+    """Run a function in a thread of its own, which does not keep the process alive; return the future of its result."""
     future: Future[T] = Future()
 
     def body() -> None:
@@ -43,49 +35,44 @@ def in_background(function: Callable[[], T], name: str) -> Future[T]:
 
 @contextlib.contextmanager
 def deaths_told(tell: Callable[[str, BaseException], object]) -> Iterator[None]:
-    """Within the block, say it where an exception ends a thread of this process; its traceback goes to the log.
+    """Report exceptions that end a thread of this process within the block; the traceback is logged.
 
-    Args:
-        tell: gets the thread and the exception, in that thread.
+    `tell` gets the thread's name and the exception, in that thread.
     """
 
-    def told(death: threading.ExceptHookArgs) -> None:
+    def report(death: threading.ExceptHookArgs) -> None:
         if death.exc_value is None or isinstance(death.exc_value, SystemExit):
             return
         who = f"thread {death.thread.name if death.thread else '?'}"
         logger.error("%s has ended", who, exc_info=death.exc_value)
-        with contextlib.suppress(Exception):  # as a full disk; it is logged
+        with contextlib.suppress(Exception):  # such as a full disk; the death is in the log
             tell(who, death.exc_value)
 
-    before, threading.excepthook = threading.excepthook, told
+    before, threading.excepthook = threading.excepthook, report
     try:
         yield
     finally:
         threading.excepthook = before
 
 
-# Background work that yields the processor to training, until somebody waits for it.
-
-
 _Pieces: TypeAlias = "SimpleQueue[tuple[Callable[[], object], Future[object]] | None]"
 
 PATIENCE = 0.25
-"""Of the limit of a save: so long its work may yield, and has the rest of the limit to be done."""
+"""Fraction of the save's timeout during which writing yields to training."""
 
 _here = threading.local()
 
 
 class Yielding:
-    """What the thread that enters gives to `piece` yields.
+    """Lets the `piece` calls of the thread that enters it yield the processor to training.
 
     Usage::
 
         with Yielding(patience_s=75.0) as work:     # another thread: work.hurry()
-            for data in source:
-                piece(lambda: write(data))
+            for data in source: piece(lambda: write(data))
 
     Args:
-        patience_s: after so long it yields no more, whoever waits: on processors that are always full it would not end.
+        patience_s: after this time it yields no more: on processors that are always full it would not end.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -96,8 +83,8 @@ class Yielding:
         self._maker: int | None = None
 
     def hurry(self) -> None:
-        """Yield no more: somebody waits. From any thread. The piece that is being made ends where it is, in a better
-        class if the system permits that.
+        """Stop yielding, because another thread waits. From any thread. The current piece gets a better scheduling
+        class, if the system permits it.
         """
         self._hurried = True
         maker, policy = self._maker, self._policy
@@ -123,34 +110,35 @@ class Yielding:
             pieces: _Pieces = SimpleQueue()
             try:
                 in_background(partial(self._serve, pieces), "yielding")
-            except RuntimeError:  # there can be no more threads
+            except RuntimeError:  # the limit of threads is reached
                 self._hurried = True
                 return work()
             self._pieces = pieces
-        made: Future[object] = Future()
-        self._pieces.put((work, made))
-        return made.result()
+        result: Future[object] = Future()
+        self._pieces.put((work, result))
+        return result.result()
 
     def _serve(self, pieces: _Pieces) -> None:
         run_when_idle()
         self._maker = threading.get_native_id()
-        while (given := pieces.get()) is not None:
-            work, made = given
+        while (request := pieces.get()) is not None:
+            work, result = request
             try:
-                made.set_result(work())
+                result.set_result(work())
             except BaseException as error:
-                made.set_exception(error)
+                result.set_exception(error)
 
 
 def piece(work: Callable[[], T]) -> T:
-    """Make a call that takes milliseconds; it yields where a `Yielding` is entered on this thread."""
+    """Make a call that takes milliseconds; it yields if a `Yielding` is entered on this thread."""
     yielding: Yielding | None = getattr(_here, "yielding", None)
     return work() if yielding is None else yielding._make(work)  # type: ignore[return-value]
 
 
 def run_when_idle() -> None:
-    """Have the calling thread, and those that it starts, run only while a processor is idle, for good. Nothing changes
-    where the system has no such class.
+    """Run the calling thread, and those that it starts, only while a processor is idle, for good.
+
+    Nothing changes on systems without such a scheduling class.
     """
     with suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

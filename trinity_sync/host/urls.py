@@ -1,4 +1,4 @@
-"""Where something may be kept: a path, or a URL of a file system that fsspec knows. What can be told from its name."""
+"""Storage places: a path, or a URL of a file system that fsspec knows, judged by the name alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from pathlib import Path
 
 from trinity_sync.host.masking import shown
 
-#: The extra of this package that brings what a protocol needs.
+#: The extra of this package with the dependencies of a protocol.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "gs": "gcs", "gcs": "gcs"}
 
 _USUAL = "file, s3, gs, az, sftp, hdfs"
 
 
 def place_problem(place: str) -> str | None:
-    """Say what is wrong with the name of a place, for the user; None: nothing that can be seen without going there.
-
-    Args:
-        place: a path, or a URL.
-    """
+    """Return what is wrong with the name of a place (a path or a URL), for the user; None: nothing is."""
     import fsspec
     from fsspec.registry import known_implementations
 
@@ -51,12 +47,12 @@ def place_problem(place: str) -> str | None:
 
 
 def absolute(place: str) -> str:
-    """Return a path as seen from everywhere on the machine; a URL as it is."""
+    """Return a path as an absolute one; a URL as it is."""
     return place if "://" in place else str(Path(place).absolute())
 
 
 def local_folder(place: str) -> Path | None:
-    """Return the folder that a place is on this machine; None where it is elsewhere."""
+    """Return the folder of a place on this machine; None: it is elsewhere."""
     protocol, separator, rest = place.partition("://")
     if not separator:
         return Path(place)

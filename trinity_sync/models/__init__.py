@@ -1,1 +1,3 @@
-"""The model that a run begins with where it names none."""
+"""Models on disk and in transformers: files, classes, layers of adapters, shapes, tokens; the model that a run makes
+itself.
+"""

@@ -1,7 +1,7 @@
-"""Which linear layers of a model get a LoRA adapter, from `model.lora.targets` and the model itself.
+"""The linear layers of a model that get a LoRA adapter, from `model.lora.targets` and the model itself.
 
-The driver asks before Ray starts; trainer ranks, explorers and `workload=bytes` ask again, on models of their own, and
-get the same answer. peft is given names that mean these layers and no others. Reads no weights: a model on the meta
+The driver determines them before Ray starts; trainer ranks, explorers and `workload=bytes` repeat it on their own
+models, with the same result. peft gets names that match exactly these layers. Reads no weights: a model on the meta
 device is enough.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROUTER = re.compile(r"(^|\.)(\w*router|gate|shared_expert_gate)(\.|$)")
-"""Parts of the names of modules that choose experts, in transformers' mixtures."""
+"""Names of modules that choose experts, in transformers' mixtures."""
 _EXPERTS = re.compile(r"(^|\.)(experts|block_sparse_moe|moe)(\.|$)")
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
 """Names of an expert's projections."""
@@ -35,17 +35,11 @@ _ADVICE = "adapters are for linear layers alone: name others, or leave the key o
 
 @dataclass(frozen=True)
 class AdapterLayers:
-    """The layers that get an adapter.
+    """The layers that get an adapter."""
 
-    Attributes:
-        shapes: (outputs, inputs) of each layer, by the module's name.
-        names: what peft is given as `target_modules`: ends of names.
-        left_out: what `all-linear` passes over, such as ``fused experts (mlp.experts)``.
-    """
-
-    shapes: Mapping[str, tuple[int, int]]
-    names: Sequence[str]
-    left_out: Sequence[str] = ()
+    shapes: Mapping[str, tuple[int, int]]  # (outputs, inputs) by the module's name
+    names: Sequence[str]  # ends of names: peft's `target_modules`
+    left_out: Sequence[str] = ()  # layers that `all-linear` skips, such as ``fused experts (mlp.experts)``
 
 
 def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, saved: bool = False) -> AdapterLayers:
@@ -54,10 +48,10 @@ def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, save
     Args:
         model: of transformers; may be on the meta device.
         targets: `all-linear`, another regular expression for whole names of modules, or a list of ends of names.
-        saved: they are those of a saved adapter, which may name layers of other models, too.
+        saved: the targets are those of a saved adapter, which may name layers of other models, too.
 
     Raises:
-        ConfigError: a target means no layer, or one that cannot have an adapter; names the module and the reason.
+        ConfigError: a target matches no layer, or one that cannot have an adapter; names the module and the reason.
     """
     found, left_out = _Modules(model), list[str]()
     if targets == ALL_LINEAR:
@@ -72,7 +66,7 @@ def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, save
 
 
 class _Modules:
-    """The modules of a model, and which of them can have an adapter."""
+    """The modules of a model, and those that can have an adapter."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         from torch import nn
@@ -85,15 +79,15 @@ class _Modules:
         self.mixture = any(map(_EXPERTS.search, self.all))
         self.taken = _taken_for_experts(model, leaves) if self.fused else set[str]()
         self.leaves = sorted(leaves - self.taken)
-        still = tower(model)
-        self.tower = {name for name in self.linear if f"{name}.weight" in still}
+        frozen = tower(model)
+        self.tower = {name for name in self.linear if f"{name}.weight" in frozen}
 
     def shape(self, name: str) -> tuple[int, int]:
         outputs, inputs = self.linear[name].weight.shape
         return outputs, inputs
 
     def default(self) -> tuple[list[str], list[str]]:
-        """The layers of `all-linear`, and what it passes over."""
+        """Return the layers of `all-linear`, and those that it skips."""
         chosen, passed = [], {"fused experts": {_in_layer(name) for name in self.fused}}
         for name, part in self.all.items():
             if self.mixture and _ROUTER.search(name):
@@ -111,7 +105,7 @@ class _Modules:
         return chosen, [f"{kind} ({listed(sorted(names), 4)})" for kind, names in passed.items() if names]
 
     def matched(self, expression: str) -> Iterator[str]:
-        """The layers whose whole name an expression matches."""
+        """Return the layers whose whole name an expression matches."""
         try:
             found = [name for name in self.all if name and re.fullmatch(expression, name)]
         except re.error as error:
@@ -122,7 +116,7 @@ class _Modules:
         return self.checked(expression, found)
 
     def called(self, target: str, saved: bool) -> Iterator[str]:
-        """The layers whose name ends in a target; those of a saved adapter may mean none."""
+        """Return the layers whose name ends in a target; a target of a saved adapter may have none."""
         if found := self.ends(target):
             return self.checked(target, found)
         leaf = target.rpartition(".")[2]
@@ -134,7 +128,7 @@ class _Modules:
         raise _refusal(f"no layer is called {target}{f' (meant {near[0]}?)' if near else ''}; {self.known}")
 
     def trained(self, names: Iterable[str]) -> list[str]:
-        """Those of the language model."""
+        """Keep those of the language model."""
         found = list(dict.fromkeys(names))
         if not found:
             raise _refusal(f"they mean no layer of this model; {self.known}")
@@ -143,7 +137,7 @@ class _Modules:
         return [name for name in found if name not in self.tower]
 
     def shortest(self, chosen: Sequence[str]) -> list[str]:
-        """The shortest ends of names that mean these layers alone, also where experts are layers of their own."""
+        """Return the shortest ends of names that match only these layers, with experts as layers of their own, too."""
         everywhere = Counter(end for name in self.all for end in _ends_of(name))
         here = Counter(end for name in chosen for end in _ends_of(name))
         barred = _OF_EXPERTS if self.fused else ()
@@ -159,7 +153,7 @@ class _Modules:
             yield name
 
     def reason(self, name: str) -> str | None:
-        """Why a module cannot have an adapter; None: it can."""
+        """Return why a module cannot have an adapter; None: it can."""
         kind = type(self.all[name]).__name__
         if name in self.fused:
             return f"fused experts ({kind})"
@@ -183,13 +177,14 @@ def _refusal(text: str) -> ConfigError:
 
 
 def _holds_many(part: nn.Module) -> bool:
-    """Whether a module among experts keeps matrices of many of them as one."""
+    """Return whether a module among experts has one tensor for the matrices of many of them."""
     return any(weight.ndim == 3 for weight in part.parameters(recurse=False))
 
 
 def _taken_for_experts(model: PreTrainedModel, leaves: Iterable[str]) -> set[str]:
-    """The ends of names for which peft adapts fused experts or a router instead: it takes them for those of the model
-    as transformers 4 had it.
+    """Return the ends of names for which peft adapts fused experts or a router instead.
+
+    It takes them for those of the model in transformers 4.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -198,7 +193,7 @@ def _taken_for_experts(model: PreTrainedModel, leaves: Iterable[str]) -> set[str
         config = LoraConfig(target_modules=[leaf])
         try:
             convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # it wants the other half, which is fused with this one
+        except ValueError:  # it requires the other half, which is fused with this one
             return True
         return bool(config.target_parameters)
 
@@ -206,7 +201,7 @@ def _taken_for_experts(model: PreTrainedModel, leaves: Iterable[str]) -> set[str
 
 
 def _is_plain(layer: nn.Module, outputs: int, inputs: int) -> bool:
-    """Whether a layer of a class of its own gives what a linear layer does, as far as shapes tell."""
+    """Return whether a layer, even of a custom class, has the output of a linear layer, judged by shapes."""
     import torch
 
     if type(layer).__module__.startswith("torch.nn."):
@@ -221,10 +216,10 @@ def _is_plain(layer: nn.Module, outputs: int, inputs: int) -> bool:
 
 
 def _in_layer(name: str) -> str:
-    """A module's name behind the number of its layer."""
+    """Return a module's name after the number of its layer."""
     return re.sub(r"^.*?\.\d+\.", "", name)
 
 
 def _ends_of(name: str) -> Iterator[str]:
-    """The ends of a name, the shortest first."""
+    """Yield the ends of a name, the shortest first."""
     return accumulate(reversed(name.split(".")), lambda end, part: f"{part}.{end}")

@@ -1,4 +1,4 @@
-"""The tokenizer and the config of a model that is made from `model.architecture`. Loads no torch."""
+"""The initial model of a run that names none, made from `model.architecture`, and models without weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-# transformers reads these of every config, whether or not its fields declare them
+# transformers reads these fields of every config, even undeclared ones
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
 
 
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per character: padding, begin, end, `CHARACTERS`, unused ones up to `vocab_size`.
 
-    A text gets the begin token in front. Encoding a character that it does not have raises.
+    It puts the begin token before a text. Encoding an unknown character raises.
 
     Raises:
         ConfigError: the vocabulary is too small.
@@ -39,7 +39,7 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     characters += [chr(UNUSED + token) for token in range(len(characters), vocab_size)]
     vocabulary = {character: token for token, character in enumerate(characters)}
     pad, begin, end = SPECIAL.values()
-    # the unknown token is not in the vocabulary on purpose: an unknown character is an error, not a token
+    # the unknown token is deliberately not in the vocabulary: an unknown character is an error, not a token
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="unknown"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -57,13 +57,10 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
-    """Make the config.
-
-    Args:
-        architecture: `model_type` and fields of that Hugging Face config, see `make_model`.
+    """Make the config from `model_type` and fields of that Hugging Face config.
 
     Raises:
-        ConfigError: the architecture is not one that transformers can build; names the key.
+        ConfigError: transformers cannot build the architecture; names the key.
     """
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
@@ -94,27 +91,20 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f" (meant {close[0]}?)" if close else ""
 
 
-# Makes the initial model of a run that names none: random weights and a tokenizer with one token per character.
-
-
 def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Path:
-    """Write a model of random weights and its tokenizer in Hugging Face format. Weights are in bf16, but for those that
-    its class keeps in fp32.
+    """Write a model of random weights and its tokenizer in Hugging Face format, and return the folder.
 
-    The same arguments give the same bytes. The process's random state is left as it was. The folder appears as a whole
-    or not at all.
+    Weights are in bf16, except those that the class keeps in fp32. The same arguments give the same bytes. The
+    process's random state stays unchanged. The folder appears as a whole or not at all.
 
     Args:
         architecture: `model_type` and fields of that Hugging Face config. Token ids of padding, begin and end are 0, 1,
             2 and need not be given.
         seed: seed of the weights.
-        path: the folder to make; must not exist, or be empty.
-
-    Returns:
-        The folder.
+        path: the folder to create; must not exist, or be empty.
 
     Raises:
-        ConfigError: the architecture is not one that transformers can build; names the key.
+        ConfigError: transformers cannot build the architecture; names the key.
         RunError: the folder exists and is not empty.
     """
     config = architecture_config(architecture)
@@ -139,7 +129,7 @@ def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     from trinity_sync.weights.tensors import cast_model, kept_by_class
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # of the CPU alone: torch.manual_seed would reset the accelerators' generators as well
+        # only the CPU's: torch.manual_seed would reset the accelerators' generators as well
         torch.default_generator.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -152,9 +142,6 @@ def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-# Models of transformers without weights: what versions are loaded into, and what shapes are read from.
-
-
 def unfilled_model(
     config: PreTrainedConfig,
     dtype: torch.dtype,
@@ -163,14 +150,14 @@ def unfilled_model(
     attn_implementation: str,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Make a causal language model whose parameters are not filled; buffers that no checkpoint holds have their values.
+    """Make a causal language model with unfilled parameters, for loading versions and reading shapes.
 
-    What transformers raises where it has no such model is passed on.
+    Buffers that no checkpoint contains have their values. Errors of transformers for an unknown model are passed on.
 
     Args:
         config: of the model.
         dtype: of its floating tensors.
-        device: where; ``"meta"`` for none.
+        device: of its tensors; ``"meta"`` for none.
         attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
     """
@@ -182,6 +169,5 @@ def unfilled_model(
         model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
-    # a part of the initialisation that was left out
-    model.tie_weights()
+    model.tie_weights()  # part of the skipped initialisation
     return model.eval().requires_grad_(False)

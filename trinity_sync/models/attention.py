@@ -1,5 +1,6 @@
-"""Which attention computes a model in transformers as its config says. The source of transformers is read, not
-imported.
+"""Whether an attention in transformers computes a model as its config says, and deterministic kernels.
+
+The source of transformers is read, not imported.
 """
 
 from __future__ import annotations
@@ -7,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import modeling_source
@@ -16,17 +16,17 @@ _FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
 _SDPA, _EAGER = "sdpa", "eager"
 
 
-def check_attention(fields: Mapping[str, Any], attention: str) -> None:
-    """Raise a ConfigError where `attention_problem` has a text."""
+def check_attention(fields: Mapping[str, object], attention: str) -> None:
+    """Raise a ConfigError where `attention_problem` finds one."""
     if problem := attention_problem(fields, attention):
         raise ConfigError(f"model.attn_implementation {problem}")
 
 
-def attention_problem(fields: Mapping[str, Any], attention: str, where: str = "the model's config") -> str | None:
-    """Tell why an attention does not compute a model as its config says; None: it does, or the model comes with code.
+def attention_problem(fields: Mapping[str, object], attention: str, where: str = "the model's config") -> str | None:
+    """Return why an attention does not compute a model as its config says; None: it does, or the model comes with code.
 
     Args:
-        fields: of the model's config.json; those that are absent have the default of their family.
+        fields: of the model's config.json; absent ones have the default of their family.
         attention: as transformers names it (`model.attn_implementation`).
         where: names the config in the answer.
     """
@@ -48,8 +48,8 @@ def attention_problem(fields: Mapping[str, Any], attention: str, where: str = "t
     return None
 
 
-def _of_kernels(source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Fields of a config that a family leaves to the attention's kernel, and which kernels apply each."""
+def _of_kernels(source: str, fields: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the config fields that a family leaves to the attention's kernel, and the kernels that apply each."""
     for field in re.findall(r"\bsoftcap=self\.(\w+)", source):
         if fields.get(field, True):
             yield field, (_EAGER, "flash_attention_2")
@@ -62,26 +62,23 @@ def _of_kernels(source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, t
         yield "alibi", (_SDPA, _EAGER)
 
 
-# Kernels of GPUs that give the same bits each time.
-
-
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "FLASH_ATTENTION_DETERMINISTIC": "1",
-    # the cross-entropy of flash-attn is in Triton, which neither torch's switch nor the one above reaches
+    # the cross-entropy of flash-attn is in Triton, which neither torch's switch nor the one above affects
     "VERL_DISABLE_FLASH_ATTN_CE": "1",
-    # how a sum over ranks is ordered hangs on what NCCL chooses
+    # the order of a sum over ranks depends on NCCL's choice
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
 
 
 def use_deterministic_kernels() -> None:
-    """Have this process compute the same bits from the same inputs on its GPU: what verl's ``full_determinism`` sets,
-    but for its seeds. To be called before anything is computed there. Without a GPU nothing changes: the same inputs
-    and threads give the same bits on a CPU.
+    """Have this process compute the same bits from the same inputs on its GPU: verl's ``full_determinism``, without its
+    seeds.
 
-    What the environment sets already stays. An operation that has no such kernel is told of by torch, once.
+    Call it before the first computation. A CPU needs nothing: the same inputs and threads give the same bits. Existing
+    environment variables stay. torch warns once about an operation without such a kernel.
     """
     import torch
 
@@ -90,7 +87,7 @@ def use_deterministic_kernels() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # what is copied over at once need not be filled first
+    # memory that is overwritten at once need not be filled first
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

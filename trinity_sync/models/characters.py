@@ -1,23 +1,19 @@
-"""The characters of the tokenizer that a model made from `model.architecture` has. Imports nothing."""
+"""The characters of the tokenizer of a model made from `model.architecture`. Imports nothing."""
 
 from __future__ import annotations
 
 from trinity_sync.errors import ConfigError
 
 SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
-"""Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
+"""Tokens 0, 1 and 2; one character each, so that a response always has as many characters as tokens."""
 CHARACTERS = "0123456789=+-*,;<>?:#%"
 """Tokens 3 and following."""
 UNUSED = 0xE000
-"""Tokens behind the characters are written as private-use characters: this code point plus the token's number."""
+"""Tokens after the characters are private-use characters: this code point plus the token's number."""
 
 
 def check_vocabulary(vocab_size: int) -> None:
-    """Check that a vocabulary has room for the characters.
-
-    Raises:
-        ConfigError: it is too small.
-    """
+    """Raise a `ConfigError` if a vocabulary has no room for the characters."""
     needed = len(SPECIAL) + len(CHARACTERS)
     if vocab_size < needed:
         raise ConfigError(

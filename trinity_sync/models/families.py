@@ -1,6 +1,6 @@
-"""What transformers makes of a model family: whether it knows the family, and with which class.
+"""Whether transformers knows a model family, and its class for it.
 
-The tables of transformers are read as source: importing them takes seconds, and the checks of a configuration ask, too.
+The tables of transformers are read as source: an import takes seconds, and the checks of a configuration use them, too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from trinity_sync.host.package_source import source_of
 
 WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl")
-"""Families for images and text that were tried on texts alone. verl's Qwen2-VL and Qwen2.5-VL want images."""
+"""Families for images and text that were tried on texts alone. verl's Qwen2-VL and Qwen2.5-VL require images."""
 
 TEXTS, IMAGES = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 """Classes of transformers: of language models, and of those that also take images."""
@@ -23,37 +22,36 @@ _MODULES = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 
 
 def is_known(model_type: str) -> bool:
-    """Whether transformers has this family; true also where its tables cannot be found."""
+    """Return whether transformers has this family; true also where its tables cannot be found."""
     known = _known()
     return not known or model_type in known
 
 
 def suggestion(model_type: str) -> str:
-    """The known family that is meant, as words to put behind the unknown one; empty where none is close."""
+    """Return the closest known family, as words to append to the unknown one; empty where none is close."""
     close = difflib.get_close_matches(model_type, _known(), n=1)
     return f" (meant {close[0]}?)" if close else ""
 
 
-def auto_class(fields: Mapping[str, Any]) -> str:
-    """Name the auto class of transformers that makes a model: for the trainer, the explorers and the checks.
+def auto_class(fields: Mapping[str, object]) -> str:
+    """Return the auto class of transformers that makes a model: for the trainer, the explorers and the checks.
 
-    The choice is that of verl, whose engines choose by themselves (`verl.utils.model.get_hf_auto_model_class`).
-
-    Args:
-        fields: of the model's config.json. A model for which `class_problem` has a text may fail to be made.
+    It is verl's choice, because verl's engines choose by themselves (`verl.utils.model.get_hf_auto_model_class`).
+    `fields`: of the model's config.json. A model for which `class_problem` has a text may fail to be made.
     """
     if (code := _code_class(fields)) is not None:
         return code
     return IMAGES if str(fields.get("model_type")) in _table("modeling_auto.py", _TABLES[IMAGES]) else TEXTS
 
 
-def class_problem(fields: Mapping[str, Any]) -> str | None:
-    """Tell why no class makes a model that can be trained on texts; None: one does.
-
-    Args:
-        fields: of the model's config.json.
-    """
-    family, named, code, chosen = str(fields.get("model_type")), _named(fields), _code_class(fields), auto_class(fields)
+def class_problem(fields: Mapping[str, object]) -> str | None:
+    """Return why no class makes a model that can be trained on texts, by its config.json; None: one does."""
+    family, named, code, chosen = (
+        str(fields.get("model_type")),
+        named_class(fields),
+        _code_class(fields),
+        auto_class(fields),
+    )
     if named is None:
         return "config.json has no `architectures`, by which verl chooses the model's class"
     if code is None and chosen == IMAGES and family not in WITH_IMAGES:
@@ -72,9 +70,9 @@ def class_problem(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def noise(fields: Mapping[str, Any]) -> str | None:
-    """Name the fields of a model's config by which training computes with noise that sampling has not: dropout and the
-    jitter of routers; None: there are none.
+def noise(fields: Mapping[str, object]) -> str | None:
+    """Return the fields of a model's config by which training has noise that sampling lacks (dropout, router jitter),
+    or None.
     """
     nested = fields.get("text_config")
     found = {
@@ -86,8 +84,8 @@ def noise(fields: Mapping[str, Any]) -> str | None:
     return ", ".join(f"{name}={value}" for name, value in found.items()) or None
 
 
-def made_class(fields: Mapping[str, Any]) -> str | None:
-    """Name the class that transformers makes of a config; None: the model comes with code, or the tables lack it."""
+def made_class(fields: Mapping[str, object]) -> str | None:
+    """Return the class that transformers makes of a config; None: the model comes with code, or the tables lack it."""
     if _code_class(fields) is not None:
         return None
     return _table("modeling_auto.py", _TABLES[auto_class(fields)]).get(str(fields.get("model_type")))
@@ -99,15 +97,15 @@ def modeling_source(model_type: str) -> str | None:
     return source_of("transformers", f"models/{module}/modeling_{module}.py")
 
 
-def _named(fields: Mapping[str, Any]) -> str | None:
-    """The class that the config names, by which verl and vLLM go."""
+def named_class(fields: Mapping[str, object]) -> str | None:
+    """Return the class that the config names, which verl and vLLM use."""
     named = fields.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else None
 
 
-def _code_class(fields: Mapping[str, Any]) -> str | None:
-    """The auto class for which code comes with the model; None: none does."""
-    named, code = _named(fields), fields.get("auto_map")
+def _code_class(fields: Mapping[str, object]) -> str | None:
+    """Return the auto class for which code comes with the model; None: none does."""
+    named, code = named_class(fields), fields.get("auto_map")
     if named is None or not isinstance(code, Mapping):
         return None
     return next((kind for kind, value in code.items() if value is not None and named in value), None)
@@ -115,14 +113,14 @@ def _code_class(fields: Mapping[str, Any]) -> str | None:
 
 @cache
 def _known() -> frozenset[str]:
-    """All that may be families; empty where transformers is missing, or has its tables elsewhere."""
+    """Return all possible families; empty where transformers is missing, or has its tables elsewhere."""
     sources = [source_of("transformers", f"models/auto/{n}") for n in ("auto_mappings.py", "configuration_auto.py")]
     return frozenset(name for source in sources if all(sources) for name in re.findall(r'"([^"\s]+)"', str(source)))
 
 
 @cache
 def _table(file: str, name: str) -> dict[str, str]:
-    """A table of names in the source of transformers' auto classes; empty where it is elsewhere."""
+    """Return a table of names in the source of transformers' auto classes; empty where it is elsewhere."""
     source = source_of("transformers", f"models/auto/{file}") or ""
     found = re.search(rf"(?ms)^{name} = OrderedDict\(\n(.*?)^\)", source)
     return dict(re.findall(r'\(\s*"([^"]+)",\s*"([^"]+)"', found[1])) if found else {}

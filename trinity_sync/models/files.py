@@ -1,7 +1,7 @@
-"""The files of a model folder except its weights, as bytes: what makes a checkpoint or an export the model that came.
+"""The files of a model folder except its weights, as bytes, for checkpoints and exports of the same model.
 
-Read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them as they were, and
-change single values of config.json in place.
+Read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them unchanged, except
+for single values of config.json.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trinity_sync.weights.lora import CONFIG_FILE as ADAPTER_CONFIG
 CONFIG = "config.json"
 
 MAX_FILE_BYTES = 128 << 20
-"""A larger file is not kept: each checkpoint has a copy. The largest tokenizers that are published have 35 MB."""
+"""A larger file is not kept: each checkpoint has a copy. The largest published tokenizers have 35 MB."""
 MAX_BYTES = 1 << 30
-"""Of all files that are kept."""
+"""Limit of all kept files together."""
 
 _WEIGHTS = re.compile(
     r"(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|onnx[._]data(_\d+)?|ot|npz|tflite|nemo|distcp"
@@ -42,42 +42,34 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files of one model, without its weights.
+    """Files of one model, without its weights."""
 
-    Attributes:
-        contents: the bytes of each, by its path relative to the folder, with ``/``.
-        too_large: paths of files that are not kept for their size.
-    """
-
-    contents: Mapping[str, bytes]
-    too_large: tuple[str, ...] = ()
+    contents: Mapping[str, bytes]  # by path relative to the folder, with ``/``
+    too_large: tuple[str, ...] = ()  # paths of the files above `MAX_FILE_BYTES`
 
     @classmethod
     def read(cls, folder: Path) -> ModelFiles:
-        """Read the files of a folder and of those below it.
+        """Read the files of a folder in Hugging Face format, and those below it. Links are followed.
 
-        Weights of any format and their indexes are left out, and so are the files of an adapter, hidden files, and what
-        a trainer left for its own resume. Links are followed.
-
-        Args:
-            folder: of a model in Hugging Face format.
+        Weights of any format and their indexes are left out, and so are the files of an adapter, hidden files, and a
+        trainer's files for its own resume.
 
         Raises:
-            ConfigError: a file cannot be read, or there is far more than models have beside their weights.
+            ConfigError: a file cannot be read, or there is far more than models have besides their weights.
         """
         contents, too_large, total = {}, [], 0
         for name, path in sorted(_found(folder)):
             try:
                 found = path.stat()
                 name.encode()
-                if not S_ISREG(found.st_mode):  # to read a pipe would take for ever
+                if not S_ISREG(found.st_mode):  # reading a pipe would never end
                     continue
                 if found.st_size > MAX_FILE_BYTES:
                     too_large.append(name)
                 elif (total := total + found.st_size) > MAX_BYTES:
                     raise ConfigError(
-                        f"{folder} has more than {MAX_BYTES >> 20} MB of files that are no weights, which each "
-                        f"checkpoint would have, such as {name}: move what is not the model's elsewhere"
+                        f"{folder} has more than {MAX_BYTES >> 20} MB of files other than weights, such as {name}, and "
+                        f"each checkpoint would copy them: move files that are not the model's elsewhere"
                     )
                 else:
                     contents[name] = path.read_bytes()
@@ -88,11 +80,9 @@ class ModelFiles:
         return cls(contents, tuple(too_large))
 
     def with_dtype(self, dtype: str) -> ModelFiles:
-        """Return the files of the same model with weights in another dtype: where config.json and the configs inside it
-        name one, they name this one.
+        """Return the files of the same model with weights in another dtype (torch's name, such as ``bfloat16``).
 
-        Args:
-            dtype: as torch names it, such as ``bfloat16``.
+        config.json and the configs inside it name the dtype.
 
         Raises:
             ConfigError: config.json is not a JSON object.
@@ -103,10 +93,10 @@ class ModelFiles:
         return self.with_values({path: dtype for path in _dtype_keys(body)})
 
     def with_values(self, values: Mapping[tuple[str, ...], object]) -> ModelFiles:
-        """Return these files with other values in config.json, whose other bytes stay as they are.
+        """Return these files with other values in config.json, whose other bytes stay unchanged.
 
         Args:
-            values: by keys, those of the outer objects first. A key that is not there is added to its object.
+            values: by keys, those of the outer objects first. A missing key is added to its object.
 
         Raises:
             ConfigError: config.json is not a JSON object, or JSON has no such value.
@@ -126,11 +116,7 @@ class ModelFiles:
 
     @property
     def config(self) -> dict[str, object]:
-        """What config.json says.
-
-        Raises:
-            ConfigError: there is none, or it is not a JSON object.
-        """
+        """The contents of config.json; a `ConfigError` if it is missing or not a JSON object."""
         try:
             body = json.loads(self.contents[CONFIG].decode())
         except KeyError:
@@ -142,7 +128,7 @@ class ModelFiles:
         return body
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the files into a folder, which is made; returns their paths."""
+        """Write the files into a folder, which is created; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         written = []
         for name, data in self.contents.items():
@@ -154,11 +140,7 @@ class ModelFiles:
 
 
 def check_alone(folder: Path) -> None:
-    """Check that a model folder holds no adapter: transformers would put it onto the model, or load its base instead.
-
-    Raises:
-        ConfigError: it does; names the file.
-    """
+    """Raise a `ConfigError` if a model folder has an adapter: transformers would add it, or load its base."""
     path = folder / ADAPTER_CONFIG
     if path.is_file():
         raise ConfigError(
@@ -168,11 +150,7 @@ def check_alone(folder: Path) -> None:
 
 
 def check_code(folder: Path) -> None:
-    """Check that a model folder has the code that ``auto_map`` names for what a run loads.
-
-    Raises:
-        ConfigError: it does not; names both files.
-    """
+    """Raise a `ConfigError` if a model folder lacks code that ``auto_map`` names for the classes that a run loads."""
     for path in (folder / CONFIG, folder / "tokenizer_config.json"):
         try:
             found = json.loads(path.read_bytes())["auto_map"]
@@ -183,16 +161,16 @@ def check_code(folder: Path) -> None:
         # a name with "--" is of another repository
         files = (f"{name.split('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name)
         if missing := next((file for file in files if not (folder / file).exists()), None):
-            raise ConfigError(f"{path} names {missing} in auto_map, which is not there")
+            raise ConfigError(f"{path} names {missing} in auto_map, but that file is missing")
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file holds weights, or is their index, by its name."""
+    """Return whether a file has weights, or their index, by its name."""
     return _WEIGHTS.search(name) is not None
 
 
 def _found(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files to be kept: path relative to the folder, and path."""
+    """Yield path relative to the folder, and path, of the files to keep."""
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         here = Path(place)
         folders[:] = [name for name in folders if _is_kept(name) and not _leads_up(here / name)]
@@ -210,7 +188,7 @@ def _leads_up(folder: Path) -> bool:
 
 
 def _unreadable(path: str | Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be read, and so not be kept with the model: {error.strerror or error}")
+    return ConfigError(f"{path} cannot be read, so it cannot be kept with the model: {error.strerror or error}")
 
 
 def _refuse(error: OSError) -> None:
@@ -218,7 +196,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _dtype_keys(body: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where a config, and those inside it, name the dtype of weights."""
+    """Yield the keys under which a config, and those inside it, name the dtype of weights."""
     for key, value in body.items():
         if key in _DTYPES and isinstance(value, str):
             yield (*above, key)
@@ -227,14 +205,14 @@ def _dtype_keys(body: Mapping[str, object], above: tuple[str, ...] = ()) -> Iter
 
 
 def _at(body: object, path: tuple[str, ...]) -> object:
-    """The value at these keys; of keys that are not there one that is equal to nothing."""
+    """Return the value at these keys; for missing keys an object that is equal to nothing else."""
     for key in path:
         body = body.get(key, _NOTHING) if isinstance(body, dict) else _NOTHING
     return body
 
 
 def _with_value(text: str, path: tuple[str, ...], value: object) -> str:
-    """A JSON text with another value at these keys, of which all but the last are there; laid out as it was."""
+    """Return a JSON text with another value at these keys, all but the last of which exist; the layout stays."""
     start, written = _after_space(text, 0), json.dumps(value, ensure_ascii=False)
     for key in path[:-1]:
         start = next(begin for name, begin, _ in reversed(list(_members(text, start))) if name == key)
@@ -250,7 +228,7 @@ def _with_value(text: str, path: tuple[str, ...], value: object) -> str:
 
 
 def _members(text: str, start: int) -> Iterator[tuple[str, int, int]]:
-    """The members of the object that begins there: key, and where its value begins and ends."""
+    """Yield the members of the object that begins there: key, and start and end of its value."""
     at = _after_space(text, start + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)
@@ -263,5 +241,5 @@ def _members(text: str, start: int) -> Iterator[tuple[str, int, int]]:
 
 def _after_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
-    assert found is not None, "it matches nothing, too"
+    assert found is not None, "it matches the empty text"
     return found.end()

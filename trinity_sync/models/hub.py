@@ -1,4 +1,4 @@
-"""Where the files of a model are: its folder, or, of a model of the hub, that of its files in the hub's cache."""
+"""The place of a model's files: its folder, or the hub's cache on this machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ _ANSWER_S = 5.0
 
 
 def check_named(model_path: str) -> None:
-    """Check that a model of the hub is in the cache of this machine, or that the hub knows it. One question is put to
-    the hub, and only where the cache has no config.json of it.
+    """Check that a model of the hub is in the cache of this machine, or that the hub knows it.
 
-    Args:
-        model_path: a folder, of which nothing is said, or a hub id.
+    The hub gets one request, and only if the cache has no config.json of it. Folders are not checked.
 
     Raises:
-        ConfigError: there is no such folder, it is not in the cache, and the hub does not know it, does not give it to
-            this user, or does not answer.
+        ConfigError: there is no such folder, it is not in the cache, and the hub does not know it, refuses it to this
+            user, or does not answer.
     """
     if Path(model_path).is_dir():
         return
@@ -31,10 +29,10 @@ def check_named(model_path: str) -> None:
             return
         HfApi().model_info(model_path, timeout=_ANSWER_S)
     except HFValidationError as error:
-        raise ConfigError(f"model.path is {model_path}, which is no folder and no hub id: {error}") from error
-    except Exception as error:  # of its HTTP library, whichever that is
+        raise ConfigError(f"model.path is {model_path}, which is neither a folder nor a hub id: {error}") from error
+    except Exception as error:  # of any HTTP library
         if _is_busy(error):
-            return  # it is asked once more when the model is loaded, with its library's patience
+            return  # the load of the model asks again, with the library's retries
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"model.path is {model_path}: there is no such folder, it is not in the hub's cache on this machine, and "
@@ -44,17 +42,16 @@ def check_named(model_path: str) -> None:
 
 
 def _is_busy(error: Exception) -> bool:
-    """Whether the hub is there and only slow, or has too much to do."""
+    """Return whether the hub is there but slow or overloaded."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return type(error).__name__.endswith("Timeout") or status == 429 or (status or 0) >= 500
 
 
 def cached_folder(name_or_path: str) -> Path | None:
-    """Return the folder of a model's or tokenizer's files as they are on this machine, absolute; None: there is none.
-    The hub is not asked.
+    """Return the absolute folder of a model's or tokenizer's files on this machine, given a folder or a hub id, or
+    None.
 
-    Args:
-        name_or_path: a folder or a hub id.
+    The hub is not asked.
     """
     if name_or_path and Path(name_or_path).is_dir():
         return Path(name_or_path).absolute()
@@ -69,11 +66,10 @@ def cached_folder(name_or_path: str) -> Path | None:
 
 
 def local_folder(model_path: str) -> Path:
-    """Return the folder of a model's files, absolute. Those of a model of the hub are fetched as transformers fetches
-    them: config.json, and ``model.safetensors`` or the files of its index, where there are any.
+    """Return the absolute folder of a model's files, given a folder or a hub id.
 
-    Args:
-        model_path: a folder or a hub id.
+    Missing files of the hub are fetched as transformers fetches them: config.json, and ``model.safetensors`` or the
+    files of its index, if there are any.
 
     Raises:
         ConfigError: there is neither such a folder nor such a model, or the hub does not give its files.

@@ -1,4 +1,6 @@
-"""Of a tensor that several files of a model folder hold, the copy that the index names. transformers takes the last."""
+"""Reads the copy of a tensor that the index names, if several files of a model folder have one. transformers takes the
+last.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +16,35 @@ INDEX = "model.safetensors.index.json"
 
 
 class IndexedFile:
-    """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`.
-
-    Args:
-        path: the file.
-        settings, named: as for `safe_open`.
-    """
+    """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`."""
 
     def __init__(self, path: str | os.PathLike[str], *settings: Any, **named: Any) -> None:
         self._opened = safe_open(path, *settings, **named)
         self._name = Path(path).name
         try:
             files = index_of(Path(path).parent) or {}
-        except (OSError, ValueError):  # of what was there before; the index that a model is loaded by has been read
+        except (OSError, ValueError):  # a damaged leftover: the index of the loaded model was already read
             files = {}
-        # a file that the index does not know is not loaded by it
+        # a file that is not in the index is loaded by its own name
         self._files = files if self._name in files.values() else {}
 
     def __enter__(self) -> IndexedFile:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._opened.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
 
     def keys(self) -> list[str]:
-        """Return the names of the file's tensors, but for stray copies."""
+        """Return the names of the file's tensors, without stray copies."""
         names = self._opened.keys()
         return [name for name in names if self._files.get(name, self._name) == self._name]
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
-    """Read which file of a folder has each tensor; None: there is no index.
+    """Return the file of each tensor by the folder's index; None: there is no index.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -59,7 +56,7 @@ def index_of(folder: Path) -> dict[str, str] | None:
     return _read(folder / INDEX, found.st_mtime_ns, found.st_size)
 
 
-@lru_cache(maxsize=2)  # each of a hundred files asks for an index of megabytes
+@lru_cache(maxsize=2)  # each of a hundred files needs an index of megabytes
 def _read(path: Path, changed_ns: int, size: int) -> dict[str, str]:
     body = json.loads(path.read_text(encoding="utf-8"))
     named = body.get("weight_map") if isinstance(body, dict) else None

@@ -1,5 +1,7 @@
-"""Whether a model folder holds what the model is made of: transformers would draw a missing tensor at random and leave
-out one too many, both in silence. Reads the headers of safetensors files, and what is stored twice.
+"""Checks that a model folder has exactly the tensors of its model.
+
+transformers would initialise a missing tensor at random and skip an unknown one, both silently. Reads the headers of
+safetensors files, and tensors that are stored twice.
 """
 
 from __future__ import annotations
@@ -21,44 +23,39 @@ if TYPE_CHECKING:
 
 
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$", r"\.(attn|attention)\.bias$")
-"""Of folders that old versions of transformers wrote: what models computed by themselves, and do otherwise now."""
+"""Tensors in folders of old versions of transformers that models compute by themselves."""
 
 
 class LeftOutNames(NamedTuple):
-    """Tensors of a folder that are in no version.
+    """Tensors of a folder that are in no version."""
 
-    Attributes:
-        drafts: the model leaves them out, as its class or config says: draft heads.
-        tower: of the vision tower.
-    """
-
-    drafts: tuple[str, ...] = ()
-    tower: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()  # draft heads, which the model's class or config leaves out
+    tower: tuple[str, ...] = ()  # of the vision tower
 
 
 def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -> LeftOutNames:
-    """Names of the tensors of a folder that are in no version.
+    """Return names of the tensors of a folder that are in no version.
 
     Args:
-        folder: the model's, in Hugging Face format. Nothing is said of one without safetensors, or of quantised
-            weights; with a vision tower these are refused.
-        model: made of the folder's config, on the meta device.
-        saved: what `save_pretrained` of the model would write (`saved_list`).
+        folder: the model's, in Hugging Face format. Without safetensors, or with quantised weights, nothing is checked;
+            with a vision tower these are refused.
+        model: made from the folder's config, on the meta device.
+        saved: the tensors that `save_pretrained` of the model would write (`saved_list`).
 
     Raises:
-        ConfigError: names tensors of the model that the folder does not have, tensors of the folder that the model has
-            no place for, those that are one of the model's and differ, or a file that cannot be read.
+        ConfigError: names tensors of the model that the folder lacks, unknown tensors of the folder, differing copies
+            of one tensor of the model, or a file that cannot be read.
     """
     stored = _stored(folder)
-    still = tower(model)
+    frozen = tower(model)
     if not stored or getattr(model.config, "quantization_config", None) is not None:
-        if still:
+        if frozen:
             raise ConfigError(
                 f"model.path={folder} has no vision tower in plain safetensors files, from which exports and explorers "
                 "take it; save the model with save_pretrained"
             )
         return LeftOutNames()
-    # a folder may be in another form than this version of transformers writes, and have tied tensors under each name
+    # a folder may be in another form than this version of transformers writes, with tied tensors under each name
     places = _places(stored.keys() | saved.keys(), model)
     filled = {places[name] for name in stored}
     _check_equal(folder, model, stored, places)
@@ -78,21 +75,20 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
     if unknown:
         raise ConfigError(
             f"model.path={folder} holds {len(unknown)} tensors that {type(model).__name__} has no place for: "
-            f"{listed(unknown, 4)}; they would be left out in silence: correct its config.json, or remove them"
+            f"{listed(unknown, 4)}; they would be silently left out: correct its config.json, or remove them"
         )
     live = model.state_dict(keep_vars=True)
-    held = {id(live[name]) for name in still}
-    return LeftOutNames(
-        tuple(surplus), tuple(sorted(name for name in stored if (at := places[name]) is not None and at.held in held))
-    )
+    ids = {id(live[name]) for name in frozen}
+    in_tower = sorted(name for name in stored if (at := places[name]) is not None and at.held in ids)
+    return LeftOutNames(tuple(surplus), tuple(in_tower))
 
 
 def _stored(folder: Path) -> dict[str, Path]:
-    """The file of each tensor that transformers would load; none where the folder has no safetensors of a model."""
+    """Return the file of each tensor that transformers would load; empty without safetensors of a model."""
     from safetensors import SafetensorError
 
     index, path = folder / INDEX, folder / "model.safetensors"
-    files = [path] if path.is_file() else []  # it goes before an index
+    files = [path] if path.is_file() else []  # it has priority over an index
     stored: dict[str, Path] = {}
     try:
         if not files and index.is_file():
@@ -109,19 +105,14 @@ def _stored(folder: Path) -> dict[str, Path]:
 
 
 class _Place(NamedTuple):
-    """Where transformers loads a stored tensor.
+    """The place into which transformers loads a stored tensor."""
 
-    Attributes:
-        held: the model's tensor; tied ones are one.
-        part: the part of it, by the name that the part has when parts are put together; None: it is all of it.
-    """
-
-    held: int
-    part: str | None = None
+    held: int  # id of the model's tensor; tied ones are one
+    part: str | None = None  # name of the part of it, if it is fused from several
 
 
 def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Place | None]:
-    """The place of each stored tensor, by transformers' own tables; None: it would not be loaded."""
+    """Return the place of each stored tensor, by transformers' own tables; None: it would not be loaded."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -145,7 +136,7 @@ def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Place | 
 def _check_equal(
     folder: Path, model: PreTrainedModel, stored: Mapping[str, Path], places: Mapping[str, _Place | None]
 ) -> None:
-    """Check that tensors which are one in the model have the same values; reads them."""
+    """Check that stored copies of one tensor of the model have the same values; reads them."""
     from safetensors import safe_open
     from torch import Tensor, equal
 
@@ -162,33 +153,33 @@ def _check_equal(
         if not equal(read(name), read(first[place])):
             raise ConfigError(
                 f"model.path={folder} holds {first[place]} and {name} with other values, which are one tensor of "
-                f"{type(model).__name__} by its config.json, so one would be left out or trained apart: set "
-                "tie_word_embeddings=false there, or remove the one that does not count"
+                f"{type(model).__name__} by its config.json, so one would be lost: set tie_word_embeddings=false "
+                "there, or remove the wrong one"
             )
 
 
 def _buffers(model: PreTrainedModel) -> list[str]:
-    """Patterns of what the model computes by itself: buffers that it does not save, with or without its prefix."""
+    """Return patterns of buffers that the model computes and does not save, with or without its prefix."""
     kept, prefix = model.state_dict(keep_vars=True), f"{model.base_model_prefix}."
     unsaved = (name.removeprefix(prefix) for name, _ in model.named_buffers() if name not in kept)
     return [rf"^({re.escape(prefix)})?{re.escape(name)}$" for name in unsaved]
 
 
 def _draft_layers(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Patterns of the layers that predict tokens further ahead, which stand behind the others.
+    """Return patterns of the layers that predict tokens further ahead, which come after the others.
 
-    How many there are the folder's own config.json says: verl sets them to none in the model's, which trains none.
+    Their number is in the folder's own config.json: verl sets it to zero in the model's, which trains none.
     """
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        drafts = int(said.get("text_config", said).get("num_nextn_predict_layers") or 0)
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        drafts = int(fields.get("text_config", fields).get("num_nextn_predict_layers") or 0)
     except (OSError, ValueError, TypeError, AttributeError):
         drafts = 0
     return [rf"(^|\.)layers\.{layers + number}\." for number in range(drafts)]
 
 
 def _but(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names in which no pattern is found."""
+    """Return the names that match no pattern."""
     known = [re.compile(pattern) for pattern in patterns]
     return [name for name in names if not any(pattern.search(name) for pattern in known)]

@@ -1,7 +1,7 @@
-"""The shapes of published models, without their weights: what `workload=bytes` moves.
+"""The shapes of published models, without their weights, for `workload=bytes`.
 
-The files in `published/` hold the sizes that the config.json of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B and Qwen3-235B-A22B
-on the Hugging Face hub give. transformers is imported where a model is made, in ranks and explorers.
+The files in `published/` have the sizes of the config.json of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B and Qwen3-235B-A22B
+on the Hugging Face hub. transformers is imported where a model is made, in ranks and explorers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -23,22 +24,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SIZES = "shapes.json"
-"""Beside a model's config.json: `bytes` in bf16 of what is moved, `bytes_whole` of the whole model, and what was asked
-for: `shapes` (what `read_shapes` gave), `layers`, and `lora`, the adapter that is moved in place of the weights, if any
-(`rank`, `targets`).
+"""File next to a model's config.json: `bytes` in bf16 of a version, `bytes_whole` of the whole model, and its sources:
+`shapes` (from `read_shapes`), `layers`, and `lora`, the adapter in place of the weights, if any (`rank`, `targets`).
 """
 
 
 class LoraShape(TypedDict):
-    """An adapter that is moved.
-
-    Attributes:
-        rank: of all its factors.
-        targets: as of `adapter_layers`.
-    """
+    """An adapter in place of the weights."""
 
     rank: int
-    targets: str | list[str]
+    targets: str | list[str]  # see `adapter_layers`
 
 
 _PUBLISHED = Path(__file__).parent / "published"
@@ -46,13 +41,10 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def read_shapes(shapes: str) -> dict[str, object]:
-    """Read the fields of a model's config.
-
-    Args:
-        shapes: the name of a model in `published/`, or the path of a config.json (`model.shapes`).
+    """Read the fields of a model's config, given a name in `published/` or the path of a config.json (`model.shapes`).
 
     Raises:
-        ConfigError: there is none, or it is broken; says which there are.
+        ConfigError: there is none, or it is broken; lists the names.
     """
     published = {file.stem: file for file in _PUBLISHED.glob("*.json")}
     path = published.get(shapes, Path(shapes))
@@ -61,7 +53,7 @@ def read_shapes(shapes: str) -> dict[str, object]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         names = ", ".join(sorted(published))
         raise ConfigError(
-            f"model.shapes is {shapes}, which is no file; give one of {names}, or a config.json"
+            f"model.shapes is {shapes}, which is not a file; give one of {names}, or a config.json"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.shapes: {path} cannot be read as JSON: {error}") from error
@@ -71,14 +63,11 @@ def read_shapes(shapes: str) -> dict[str, object]:
 
 
 def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, object], dict[str, object]]:
-    """Complete the fields of a config, and cut its language model to the first layers.
-
-    Args:
-        fields: what `read_shapes` gave.
-        layers: how many stay, None for all.
+    """Complete the fields of a config (from `read_shapes`), and cut its language model to the first `layers` (None:
+    all).
 
     Returns:
-        The fields of the whole model and of what is left of it.
+        The fields of the whole model and of the cut one.
 
     Raises:
         ConfigError: transformers does not know the model, or its language model has fewer layers.
@@ -96,12 +85,11 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
         raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
     whole: dict[str, object] = config.to_dict()
     whole.pop("auto_map", None)
-    if (made := made_class(whole)) is None:
+    if (architecture := made_class(whole)) is None:
         raise ConfigError(
             f"model.shapes: model_type is {model_type}, of which transformers has no causal language model; try qwen3"
         )
-    # whoever reads a checkpoint goes by these
-    whole["architectures"] = [made]
+    whole["architectures"] = [architecture]  # for readers of a checkpoint
     whole.pop("quantization_config", None)
     text = config.get_text_config()
     of_text = whole if text is config else whole.get("text_config")
@@ -126,11 +114,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
 
 
 def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, Saved]:
-    """What a version of a model with these fields consists of, by name; or of an adapter for it.
-
-    Args:
-        fields: of the model's config.
-        lora: the adapter.
+    """Return the tensors of a version of a model with these fields, by name; or of an adapter for it.
 
     Raises:
         ConfigError: transformers cannot make a causal language model of them, or the adapter has no layer.
@@ -142,12 +126,10 @@ def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) ->
 
 
 def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]) -> dict[str, Saved]:
-    """What peft would save of a LoRA adapter for a model, by name, and under which name the wrapped model holds it.
+    """Return the tensors of a LoRA adapter that peft would save for a model, by name, with their names in peft's
+    wrapper.
 
-    Args:
-        model: of transformers; no tensor is read.
-        rank: of the adapter.
-        targets: see `adapter_layers`, also for what is raised.
+    No tensor of the model is read. `targets` and errors: see `adapter_layers`.
     """
     found = {}
     for name, (outputs, inputs) in adapter_layers(model, targets).shapes.items():
@@ -158,53 +140,46 @@ def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]
 
 
 def lora_of(folder: Path) -> LoraShape | None:
-    """Which adapter is moved in place of the weights of a model that `BytesOption.make_model` wrote, if any."""
+    """Return the adapter in place of the weights of a model that `BytesOption.make_model` wrote, if any."""
     found: LoraShape | None = json.loads((folder / SIZES).read_text(encoding="utf-8"))["lora"]
     return found
 
 
 def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrainedModel:
-    """Make a model whose weights are not filled.
+    """Make a model with unfilled weights from the config.json in a folder.
 
     Args:
-        folder: with its config.json.
         dtype: of its weights, None for the config's own.
-        device: where; ``"meta"`` for none.
+        device: of its weights; ``"meta"`` for none.
     """
     return _made(model_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
 
 
 def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
-    """Check that a model is the one that is asked for: a run that goes on has its own already.
-
-    Args:
-        folder: of the model, as `BytesOption.make_model` wrote it.
-        engine: what `BytesOption.engine_fields` gave.
+    """Check that a model of `BytesOption.make_model` is the one of `BytesOption.engine_fields`: a resumed run has its
+    own.
 
     Raises:
         ConfigError: it is another; names the key.
     """
-    made = json.loads((folder / SIZES).read_text(encoding="utf-8"))
+    sizes = json.loads((folder / SIZES).read_text(encoding="utf-8"))
     for key in ("shapes", "layers", "lora"):
-        if made[key] != engine[key]:
-            raise ConfigError(f"model.{key} is not what {folder} was made of; leave it as it was, or begin a new run")
+        if sizes[key] != engine[key]:
+            raise ConfigError(f"model.{key} differs from that of {folder}; leave it as it was, or begin a new run")
 
 
 def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
-    """Bytes in bf16 of what is left of a model with 0, 1, ... and all layers of its language model.
+    """Return the bytes in bf16 of a model cut to 0, 1, ... and all layers of its language model.
 
     Args:
         saved: by name.
-        layers: of the model, at least; nothing may be saved of the last ones.
+        layers: at least so many; the last ones may have no saved tensor.
     """
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():
         found = _LAYER.search(name)
-        numel = 1
-        for extent in shape:
-            numel *= extent
         layer = int(found[1]) if found else -1
-        sizes[layer] = sizes.get(layer, 0) + 2 * numel
+        sizes[layer] = sizes.get(layer, 0) + 2 * prod(shape)
     sums = [sizes.get(-1, 0)]
     for layer in range(max(layers, max(sizes, default=-1) + 1)):
         sums.append(sums[-1] + sizes.get(layer, 0))
@@ -212,7 +187,7 @@ def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
 
 
 def model_config(fields: Mapping[str, object]) -> PreTrainedConfig:
-    """Make the config of a model from its fields, such as `cut` gives."""
+    """Make the config of a model from its fields, such as those of `cut`."""
     from transformers import CONFIG_MAPPING
 
     config: PreTrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))

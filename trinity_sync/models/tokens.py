@@ -1,6 +1,6 @@
-"""What a model folder says of tokens: which end a text, which the tokenizer adds, how many the embedding has.
+"""The tokens of a model: end tokens, tokens that the tokenizer adds, rows of the embedding.
 
-Rollouts, SFT, scoring and the look at rows ask here. Loads no torch.
+Rollouts, SFT, scoring and `rows` use it. Loads no torch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 _FILES = ("generation_config.json", "config.json")
 _PROBES = ("0", "a", " a")
-"""Texts by which added tokens are found; a tokenizer need not know each."""
+"""Texts to find added tokens; a tokenizer need not know each."""
 
 
 class ModelTokens:
-    """Answers about the tokens of a model.
+    """The tokens of a model.
 
     Args:
         tokenizer, config: of the model, as transformers reads them.
         files: the fields of its files that may name end tokens, by the file's name.
 
     Attributes:
-        embedded: rows of the embedding; None: the config does not say.
+        embedded: rows of the embedding; None: unknown.
         ends: tokens that end a text: all that a source names and the embedding has. SFT teaches the first, which is the
             tokenizer's where that has one.
     """
@@ -38,7 +38,7 @@ class ModelTokens:
         self,
         tokenizer: PreTrainedTokenizerBase,
         config: PreTrainedConfig,
-        files: Mapping[str, Mapping[str, Any]] | None = None,
+        files: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         self.tokenizer, self.config = tokenizer, config
         rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -53,14 +53,7 @@ class ModelTokens:
         return type(token) is int and 0 <= token < (self.embedded or token + 1)
 
     def needed_ends(self, path: str) -> list[int]:
-        """Return `ends`.
-
-        Args:
-            path: of the model, for errors.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return `ends`, or raise a `ConfigError` for the model at `path` if there is none."""
         if not self.ends:
             raise ConfigError(
                 f"model.path={path} names no end-of-sequence token that its embedding has: set eos_token_id in its "
@@ -70,7 +63,7 @@ class ModelTokens:
 
     @property
     def difference(self) -> str | None:
-        """Words on which source names which ends; None: all that name some name the same."""
+        """A message if sources name different ends; None: all that name some agree."""
         if len({frozenset(tokens) for tokens in self._named.values()}) < 2:
             return None
         shown = {token: f"{self.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.ends}
@@ -79,14 +72,13 @@ class ModelTokens:
 
 
 def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
-    """Read what a model says of tokens.
+    """Read the tokens of a model: a folder in Hugging Face format, or a hub id.
 
     Args:
-        model_path: folder in Hugging Face format, or hub id.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        OSError, ValueError: it is not here, and cannot be had of the hub.
+        OSError, ValueError: it is not here, and the hub does not give it.
         ConfigError: it is here, and transformers cannot read its config or its tokenizer.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -102,21 +94,21 @@ def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
 
     config, tokenizer = read(AutoConfig, "config.json"), read(AutoTokenizer, "tokenizer")
     if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
-        # transformers makes one of the special tokens of the model's family
+        # without files transformers makes one of the special tokens of the model's family
         raise ConfigError(f"model.path={model_path}: its tokenizer has no tokens; copy all of its files there")
     return ModelTokens(tokenizer, config, {name: _fields(model_path, name) for name in _FILES})
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of texts that are gone on from, without those that the tokenizer puts behind each text."""
+    """Return the tokens of texts to continue, without those that the tokenizer appends to each text."""
     if not texts:
         return []
-    behind = _added_behind(tokenizer)
-    return [list(row[: len(row) - behind]) for row in tokenizer(list(texts))["input_ids"]]
+    appended = _appended(tokenizer)
+    return [list(row[: len(row) - appended]) for row in tokenizer(list(texts))["input_ids"]]
 
 
 def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], embedded: int | None) -> str | None:
-    """Name the first token of a text for which the embedding has no row; None: it has all of them."""
+    """Return a message about the first token without a row in the embedding; None: there is none."""
     if embedded is None or max(ids, default=-1) < embedded:
         return None
     token = next(one for one in ids if one >= embedded)
@@ -127,23 +119,23 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], emb
 
 
 @lru_cache(maxsize=4)
-def _added_behind(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens a tokenizer puts behind each text of its own accord: an end token, as a rule."""
+def _appended(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that a tokenizer appends to each text by default: usually an end token."""
     for text in _PROBES:
         try:
             plain, whole = (list(tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (False, True))
         except Exception:  # it has no token for this text
             continue
         if not plain or not set(plain).isdisjoint(tokenizer.all_special_ids):
-            continue  # what it puts there for unknown text may be what it adds, too
+            continue  # its token for unknown text may be the added one, too
         for start in range(len(whole) - len(plain) + 1):
             if whole[start : start + len(plain)] == plain:
                 return len(whole) - start - len(plain)
     return 0
 
 
-def _fields(model_path: str, name: str) -> dict[str, Any]:
-    """The fields of a file of the model as they are written; none where it is missing or cannot be read."""
+def _fields(model_path: str, name: str) -> dict[str, object]:
+    """Return the fields of a file of the model; empty if it is missing or cannot be read."""
     from transformers.utils.hub import cached_file
 
     try:
@@ -154,8 +146,8 @@ def _fields(model_path: str, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _ends(fields: Mapping[str, Any]) -> Iterator[Any]:
-    """The end tokens that the fields of a file name."""
+def _ends(fields: Mapping[str, object]) -> Iterator[object]:
+    """Yield the end tokens that the fields of a file name."""
     text = fields.get("text_config")
     for part in (fields, text if isinstance(text, Mapping) else {}):
         ends = part.get("eos_token_id")

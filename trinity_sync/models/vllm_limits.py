@@ -1,21 +1,20 @@
-"""What vLLM takes of a model and of a run. Its source is read, not imported, which takes seconds."""
+"""vLLM's limits for a model and a run. Its source is read, not imported, which would take seconds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from trinity_sync.host.package_source import source_of
-from trinity_sync.models.families import IMAGES, auto_class, made_class
+from trinity_sync.models.families import IMAGES, auto_class, made_class, named_class
 
 _COLDEST, _HOTTEST = 0.01, 2.0
 _NOT_FILLED = ("gpt_oss",)
-"""Families of which a version leaves layers unfilled, as vLLM 0.31 said of itself on a CPU."""
+"""Families whose layers vLLM 0.31 does not fill from a version, by its own report on a CPU."""
 
 
 def temperature_problem(temperature: float) -> str | None:
-    """Tell why vLLM does not sample at a temperature; None: it does."""
+    """Return why vLLM does not sample at a temperature; None: it does."""
     if temperature == 0 or _COLDEST <= temperature <= _HOTTEST:
         return None
     done = f"samples at {_COLDEST} instead" if temperature < _COLDEST else "refuses"
@@ -25,14 +24,14 @@ def temperature_problem(temperature: float) -> str | None:
     )
 
 
-def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
-    """Tell why vLLM does not compute what the trainer computes; None: it does.
+def model_problem(fields: Mapping[str, object], *, on_cpu: bool) -> str | None:
+    """Return why vLLM does not compute the same as the trainer; None: it does.
 
     Args:
-        fields: of the model's config, those with the default of the family included.
-        on_cpu: whether it runs there.
+        fields: of the model's config, with the defaults of the family.
+        on_cpu: whether vLLM runs on a CPU.
     """
-    named, made = (fields.get("architectures") or [None])[0], made_class(fields)
+    named, made = named_class(fields), made_class(fields)
     if named is not None and made not in (None, named):
         return (
             f"goes by architectures [{named}] of config.json, where the trainer makes {made} by its model_type "
@@ -47,15 +46,20 @@ def model_problem(fields: Mapping[str, Any], *, on_cpu: bool) -> str | None:
     return _heads_problem(fields) if on_cpu else None
 
 
-def _heads_problem(fields: Mapping[str, Any]) -> str | None:
+def _heads_problem(fields: Mapping[str, object]) -> str | None:
     nested = fields.get("text_config")
     text = nested if isinstance(nested, Mapping) else fields
-    latent = text.get("kv_lora_rank")
+
+    def number(name: str) -> int:
+        value = text.get(name)
+        return value if isinstance(value, int) else 0
+
+    latent = number("kv_lora_rank")
     source = source_of("vllm", f"v1/attention/backends/{'mla/cpu_mla' if latent else 'cpu_attn'}.py") or ""
     known = re.search(r"def get_supported_head_sizes\(.*?return \[([\d, ]+)\]", source, re.DOTALL)
-    size = latent + text.get("qk_rope_head_dim", 0) if latent else text.get("head_dim")
-    if not size and text.get("hidden_size") and text.get("num_attention_heads"):
-        size = text["hidden_size"] // text["num_attention_heads"]
+    size = latent + number("qk_rope_head_dim") if latent else number("head_dim")
+    if not size and number("num_attention_heads"):
+        size = number("hidden_size") // number("num_attention_heads")
     if known is None or not size or str(size) in known[1].split(", "):
         return None
     what = "a latent (kv_lora_rank + qk_rope_head_dim)" if latent else "heads"

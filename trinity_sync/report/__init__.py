@@ -1,8 +1,7 @@
-"""The report of a run or of a sweep: one self-contained HTML page, a table for the terminal, JSON for programs, and a
-trace of who did what when.
+"""The report of a run or of a sweep: an HTML page in one file, a table, JSON, and a trace of the run.
 
-Called by the recorder at the end of a run, by the sweep callback, and by `trinity-sync report`. It only reads what is
-in the folder, so it works on a run that is still going on, one that died, and one that was copied from elsewhere.
+The recorder calls it at the end of a run, and so do the sweep callback and `trinity-sync report`. It only reads the
+folder, so it also works on a run that is running, that was killed, or that was copied from another machine.
 """
 
 from __future__ import annotations
@@ -66,23 +65,23 @@ def render_json(folder: str | os.PathLike[str] | Run | Sweep) -> str:
 
 
 def write_trace(run: Run, target: Path | None = None) -> Path:
-    """Write who did what when in a run, for Perfetto and chrome://tracing.
+    """Write the timeline of a run as a trace for Perfetto and chrome://tracing.
 
     Args:
-        run: what `load` read.
+        run: the run, from `load`.
         target: the file; `trace.json` in the run's folder by default.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: there can be no such file.
+        ConfigError: the target cannot be a file.
         RunError: the disk refuses.
     """
     target = target or run.path / "trace.json"
     if target.is_dir() or not target.parent.is_dir():
-        what = "is a folder" if target.is_dir() else f"cannot be written: {target.parent} is no folder"
-        raise ConfigError(f"{target} {what}; name a file in a folder that is there")
+        what = "is a folder" if target.is_dir() else f"cannot be written: {target.parent} is not a folder"
+        raise ConfigError(f"{target} {what}; name a file in an existing folder")
     write_atomic(target, trace.document(run))
     return target
 

@@ -1,4 +1,4 @@
-"""Whether the jobs of a sweep that ought to compute the same did: equal digests, version by version."""
+"""Compares the digests of the jobs of a sweep that should be equal, version by version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from trinity_sync.report.run_data import Run
 from trinity_sync.tracking import units
 
-# What numbers do not depend on: how versions travel, what is kept, where the run lives and how it is shown.
+# Settings that numbers do not depend on: transport, retention, folders, display.
 _NO_MATTER = ("name", "live", "hydra", "tracker", "cluster", "retention")
 _MATTERS_OF = {
     "sync": ("interval", "max_staleness", "what", "encoding", "wire_dtype", "keep_fp32"),
@@ -19,7 +19,7 @@ _MATTERS_OF = {
 
 
 class DigestDifference(NamedTuple):
-    """The first version, by step, that is not the same in two jobs, with what each of them has."""
+    """The first version that differs between two jobs, and both digests."""
 
     version: int
     job: str
@@ -30,13 +30,13 @@ class DigestDifference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How the digests of jobs compare.
+    """Comparison of the digests of jobs.
 
     Attributes:
-        jobs: how many were compared, each with at least one other.
-        sets: how many sets these are; the jobs of one ought to be equal.
-        versions: how many versions at least two jobs of a set have a digest of.
-        differs: the first that is not equal.
+        jobs: the number of jobs that were compared.
+        sets: the number of sets of jobs that should be equal.
+        versions: the number of versions with digests of at least two jobs of a set.
+        differs: the first difference.
     """
 
     jobs: int
@@ -46,12 +46,11 @@ class Agreement:
 
     @property
     def agree(self) -> bool | None:
-        """Whether all are equal; None where there was nothing to compare."""
+        """Whether all are equal; None if there was nothing to compare."""
         return self.differs is None if self.versions else None
 
     @property
     def text(self) -> str:
-        """The same in a sentence."""
         if self.differs is not None:
             one = self.differs
             return (
@@ -68,11 +67,10 @@ class Agreement:
 
 
 def agreement(runs: Sequence[Run]) -> Agreement:
-    """Compare the digests of the jobs that ought to be equal, at each step that both published or committed.
+    """Compare the digests of the jobs that should be equal, at each step that both published or committed.
 
-    These are reproducible and have the same settings, seed, packages, threads and hardware; but how versions travel
-    (`sync`, except for what changes samples: interval, staleness, encoding, dtypes), what is kept and how it is
-    saved may differ.
+    These jobs are reproducible and have the same settings, seed, packages, threads and hardware. Settings of transport,
+    retention and saving may differ (of `sync` all but interval, staleness, encoding and dtypes, which change samples).
     """
     sets: dict[str, list[Run]] = {}
     for run in runs:
@@ -107,7 +105,7 @@ def _first(step: int, pairs: Sequence[tuple[Run, str]]) -> DigestDifference | No
 
 
 def _computes(run: Run) -> str:
-    """What decides the numbers of a run, as text."""
+    """Return the settings that decide the numbers of a run, as text."""
     settings = {name: value for name, value in run.config.items() if name not in {*_NO_MATTER, *_MATTERS_OF}}
     parts = [run.setting(name, key) for name, keys in _MATTERS_OF.items() for key in keys]
     place = [run.record.get(name) for name in ("seed", "packages", "threads", "hardware")]

@@ -1,9 +1,7 @@
-"""Charts as inline SVG: lines over steps, and stacked bars, for the report pages.
+"""Charts as inline SVG for the report pages: their geometry is computed here, and templates write it.
 
-Colours come from the page's style, so one chart fits light and dark. Long runs are thinned to what a page can show.
-Values are on hover: through a script of the page, and without it through SVG titles, where they are few. Curves that
-never move become a line of text.
-What is drawn is computed here, and written down by the templates.
+The page's style has the colours, for light and dark. Long runs are thinned. Values show on hover: by the page's script,
+without it by SVG titles where points are few. A constant curve becomes a line of text.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ class Series:
     """One curve.
 
     Attributes:
-        name: what the legend calls it.
+        name: its name in the legend.
         points: (x, y) by x; a None breaks the line.
         colour: 0 to `COLOURS` - 1.
-        style: ``line``, ``faint`` (behind another), ``steps`` (level until the next point) or ``dots``.
+        style: ``line``, ``faint`` (in the background), ``steps`` (level until the next point) or ``dots``.
         dash: index of a dash pattern, 0 for a full line.
-        low, high: edges of a band around it, points like its own; none if empty.
+        low, high: edges of a band around it, as points; none if empty.
     """
 
     name: str
@@ -57,22 +55,21 @@ class Series:
 
     @property
     def fill(self) -> str:
-        """The colour, as the page's style knows it."""
+        """The colour in the page's style."""
         return _fill(self.colour)
 
     @property
     def faint(self) -> bool:
-        """Whether it stands behind another."""
         return self.style == "faint"
 
     @property
     def dashes(self) -> str:
-        """The dash pattern as SVG writes it."""
+        """The dash pattern in SVG's notation."""
         return _DASHES[self.dash % len(_DASHES)]
 
     @property
     def band(self) -> list[tuple[float, float]]:
-        """The corners of the band: its lower edge, and the upper one back again."""
+        """The corners of the band: the lower edge, and the upper one back."""
         return [(x, y) for x, y in [*self.low, *reversed(self.high)] if y is not None]
 
     @property
@@ -90,7 +87,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plot:
-    """The axes: what they say, their inside in pixels, and the ranges that they show."""
+    """The axes of a chart: texts, place in pixels, and ranges."""
 
     label: str
     x_label: str
@@ -105,7 +102,7 @@ class _Plot:
 
     @cached_property
     def left(self) -> int:
-        """Room for the ticks' texts, also in the larger letters of a narrow screen."""
+        """Space for the ticks' texts, also in the larger letters of a narrow screen."""
         return max(58, 12 + 9 * max(len(self.y_format(value)) for value in self.y_ticks))
 
     @property
@@ -149,14 +146,13 @@ def line_chart(
 
     Args:
         series: the curves; those without a value are left out.
-        label: what the chart shows, for those who do not see it.
-        x_label: what runs to the right.
-        y_format: gives the text of a value.
+        label: describes the chart for screen readers.
+        y_format: returns the text of a value.
         width, height: size in pixels, before scaling.
-        y_bounds: values that the axis shall reach at least, where not None.
-        log: whether the vertical axis counts in powers of ten; values of zero or less are left out then.
+        y_bounds: values that the axis has to include, where not None.
+        log: a logarithmic vertical axis; values of zero or less are left out.
         marks: vertical lines by x, with their text.
-        empty: said where there is nothing to show.
+        empty: the text of a chart without values.
     """
     most = min(_MOST_POINTS, max(100, _MOST_TOGETHER // max(len(series), 1)))
     curves = [item for item in (_thinned(item, log, most) for item in series) if item.pieces]
@@ -192,12 +188,11 @@ def bar_chart(
     y_format: Format,
     empty: str = "Nothing recorded yet.",
 ) -> Markup:
-    """Draw stacked bars by step: one bar per step, or per few of them (their means) in a long run.
+    """Draw stacked bars by step: one bar per step, or in a long run per few steps (means).
 
     Args:
-        xs: the steps, rising.
+        xs: the steps, ascending.
         parts: heights by name, one per step, the lowest part first.
-        label, y_format, empty: as for `line_chart`.
     """
     if not xs or not parts:
         return _said(empty)
@@ -245,7 +240,7 @@ def bar_chart(
 
 
 def ticks(low: float, high: float, count: int = 5) -> tuple[list[float], tuple[float, float]]:
-    """Round values that hold [low, high], about `count` of them, and the range from the first to the last."""
+    """Return about `count` round values around [low, high], and the range from the first to the last."""
     low, high = _widen(low, high, abs(low) * 0.1 or 0.5)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -286,11 +281,11 @@ def _thinned(series: Series, log: bool, most: int) -> Series:
 
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:
-    """Widen a range that is empty, or narrower than ticks have digits."""
+    """Widen a range that is empty, or too narrow for distinct ticks."""
     return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - by, high + by)
 
 
-# Which values of a column are the best, and which of them are a tie.
+# Marks of a comparison.
 
 
 Mark = Literal["best", "tie"]
@@ -301,15 +296,7 @@ RULE = (
 
 
 def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[float], str]) -> list[Mark | None]:
-    """Mark the best figure of a column; where others are a tie with it, all of these.
-
-    Fewer than two figures, or figures that all read the same, leave nothing to mark.
-
-    Args:
-        figures: those that compete; None for one that does not.
-        better: which values are.
-        text: puts a value into words.
-    """
+    """Mark the best figure of a column, and all ties with it; fewer than two figures, or equal ones, get no mark."""
     known = [one for one in figures if one is not None]
     if len({text(one.value) for one in known}) < 2:
         return [None] * len(figures)
@@ -324,7 +311,7 @@ def _overlap(one: Figure, other: Figure) -> bool:
     return one.low <= other.high and other.low <= one.high
 
 
-# The jinja2 templates of the report. What they are given is escaped, unless a template made it.
+# Templates: values are escaped, unless a template made them.
 
 
 _ENVIRONMENT = Environment(
@@ -336,7 +323,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters |= {
     "moment": units.moment,
-    "page": lambda folder: f"{quote(os.fsencode(folder))}/report.html",  # without a ":", so relative
+    "page": lambda folder: f"{quote(os.fsencode(folder))}/report.html",  # without a ":", so the link is relative
     "number": lambda value: units.number(units.finite(value)),
     "px": "{:.1f}".format,
     "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them
@@ -346,24 +333,20 @@ _ENVIRONMENT.filters |= {
 
 
 def render(template: str, **values: object) -> Markup:
-    """Fill in a file of `templates/`; the result is markup to every other template."""
+    """Render a file of `templates/`."""
     return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 
-# Fewer points for a curve than a screen has pixels, without losing what stands out.
+# Thinning: fewer points than a screen has pixels, without losing peaks.
 
 
 Points = Sequence[tuple[float, float | None]]
 
 
 def thin(points: Points, most: int) -> Points:
-    """Return at most so many of the points: of each share of neighbours the lowest and the highest, and both ends.
+    """Keep at most `most` (4 or more) points: the lowest and the highest of each share of neighbours, and both ends.
 
-    A share without a value keeps one point without, so that a gap of its length stays one.
-
-    Args:
-        points: (x, y) by x.
-        most: at least 4.
+    A share without a value keeps one point without a value, so a gap stays a gap.
     """
     if len(points) <= most:
         return points

@@ -1,4 +1,4 @@
-"""The figures by which the jobs of a sweep are compared: what each is, how it is measured, what is better."""
+"""The figures for the comparison of the jobs of a sweep: meaning, measurement, and better direction of each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Figure:
     """One figure with its spread: of a job, or of several jobs that differ by their seeds.
 
     Attributes:
-        value: the median or mean of what was measured; of several jobs the mean of theirs.
-        low, high: of a job the quartiles, so half of what was measured lies between; of several the lowest and highest.
-        least, most: of what was measured; of several jobs as `low` and `high`.
-        tail: of a job the value that one measurement in twenty is worse than.
-        count: of a job how much was measured; of several how many have a value.
+        value: median or mean of the measurements; of several jobs the mean of their values.
+        low, high: of a job the quartiles; of several jobs the lowest and highest value.
+        least, most: the lowest and highest measurement; of several jobs as `low` and `high`.
+        tail: of a job the 95th (or 5th) percentile, the bad end.
+        count: the number of measurements of a job; of several jobs the number of jobs with a value.
     """
 
     value: float
@@ -38,16 +38,16 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """What is measured.
+    """A measured quantity.
 
     Attributes:
         key: its name in JSON.
-        title: the name that people read.
-        meaning: what it says, in a few words.
-        better: which values are.
-        statistic: what stands for a job: the median or mean of what was measured, or the only value there is.
-        text: puts a value into words.
-        measure: finds what was measured in a job.
+        title: its name for people.
+        meaning: a short description.
+        better: the better direction.
+        statistic: the value of a job: median or mean of the measurements, or the only one.
+        text: formats a value.
+        measure: returns the measurements of a job.
     """
 
     key: str
@@ -60,12 +60,12 @@ class Column:
 
     @property
     def tail(self) -> str:
-        """The percentile that one measurement in twenty is worse than."""
+        """The percentile at the bad end."""
         return "p95" if self.better == "lower" else "p5"
 
 
 def figure(column: Column, measured: Iterable[float | None]) -> Figure | None:
-    """Work out a figure of a job; None if nothing was measured."""
+    """Compute a figure of a job; None without measurements."""
     values = sorted(value for value in measured if value is not None)
     if not values:
         return None
@@ -84,7 +84,7 @@ def figure(column: Column, measured: Iterable[float | None]) -> Figure | None:
 
 
 def fold(figures: Sequence[Figure | None]) -> Figure | None:
-    """Make one figure of those of several jobs: the mean, from the lowest to the highest. One job's stays as it is."""
+    """Combine the figures of several jobs: the mean, with the lowest and highest. The figure of one job stays."""
     known = [one for one in figures if one is not None]
     if len(figures) == 1 or not known:
         return known[0] if known else None
@@ -95,18 +95,12 @@ def fold(figures: Sequence[Figure | None]) -> Figure | None:
 
 
 def figures(run: Run) -> dict[str, Figure | None]:
-    """Work out all figures of a job, by the key of their column."""
+    """Compute all figures of a job, by the key of their column."""
     return {column.key: figure(column, column.measure(run)) for column in COLUMNS}
 
 
 def detail(column: Column, one: Figure, jobs: int) -> str:
-    """Put the spread of a figure into words; nothing where it reads the same from end to end.
-
-    Args:
-        column: what it is of.
-        one: the figure.
-        jobs: how many it stands for.
-    """
+    """Describe the spread of a figure of so many jobs; empty if it reads the same from end to end."""
     if jobs == 1 and one.tail is not None:
         return f"{column.tail} {column.text(one.tail)}"
     least, most = column.text(one.least), column.text(one.most)

@@ -1,6 +1,4 @@
-"""The charts of a run's page: reward, loss, staleness, mismatch, where the time goes, times and sizes of syncs and
-saves.
-"""
+"""The charts of a run's page, and its reward curves for the page of a sweep."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def reward(run: Run) -> Markup:
 
 
 def validation(run: Run) -> Markup:
-    """Draw the reward of each validation, and the share that was right where the task says it; of a supervised run the
-    loss.
-    """
+    """Draw the reward of each validation and the share of exact answers; of a supervised run the loss."""
     series = [
         Series(name=text, points=points, colour=colour)
         for colour, (name, text) in enumerate({REWARD: "reward", EXACT: "right", LOSS: "loss"}.items())
@@ -68,7 +64,7 @@ def loss(run: Run) -> Markup:
 
 
 def timing(run: Run) -> Markup:
-    """Draw what the seconds of a step go to."""
+    """Draw the seconds of a step by part."""
     xs, parts = step_parts(run)
     return charts.bar_chart(
         xs, parts, label="Seconds of each part of a step", y_format=units.seconds, empty="No step has recorded timings."
@@ -76,7 +72,7 @@ def timing(run: Run) -> Markup:
 
 
 def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the steps, and the seconds by part of a step: the largest parts, the others as one, and no totals."""
+    """Return the steps, and the seconds by part of a step: the largest parts, and the sum of the others."""
     names = sorted(
         {name for line in run.metrics for name in line if name.startswith("timing/") and name not in _WHOLE_STEP}
     )
@@ -105,7 +101,7 @@ def staleness(run: Run) -> Markup:
 
 
 def mismatch(run: Run) -> Markup:
-    """Draw how far the log-probs of explorers and trainer are from each other."""
+    """Draw the difference of the log-probs of explorers and trainer."""
     return charts.line_chart(
         [
             Series(name=text, points=run.series(name), colour=colour, dash=dash)
@@ -124,7 +120,7 @@ def mismatch(run: Run) -> Markup:
 
 
 def held(run: Run) -> Markup:
-    """Draw which version each explorer held when a step began; of many explorers the oldest and the newest."""
+    """Draw the version of each explorer at the beginning of each step; of many explorers the oldest and the newest."""
     found = timeline.held_by_step(run.metrics, run.events)
     steps = [step for step, _ in next(iter(found.values()), [])]
     curves = [
@@ -192,7 +188,7 @@ def latencies(run: Run) -> Markup:
 
 
 def moved(run: Run) -> Markup:
-    """Draw the bytes of each version, whole and as carried."""
+    """Draw the bytes of each version, whole and as moved."""
     return charts.line_chart(
         [
             Series(
@@ -251,7 +247,7 @@ def _resumes(run: Run) -> dict[float, str]:
     return {float(step): "resumed" for step in starts if step is not None}
 
 
-# The reward of a row, by step and by wall time: one curve, or the mean and the band of those of several seeds.
+# Reward curves of one job, or mean and band of several seeds.
 
 
 _GRID = 300
@@ -261,7 +257,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 class Point(NamedTuple):
-    """A mean over jobs, with the lowest and highest of them."""
+    """A mean over jobs, with the lowest and highest value."""
 
     x: float
     mean: float
@@ -270,14 +266,14 @@ class Point(NamedTuple):
 
 
 def by_step(runs: Sequence[Run]) -> list[Point]:
-    """Return the reward by step, each job's the mean of its last ten; at a step those count that have done it."""
+    """Return the reward by step, each job's the mean of its last ten steps; a step counts the jobs that reached it."""
     return fold([[(x, y) for x, y in smooth(run.series(_REWARD)) if y is not None] for run in runs])
 
 
 def by_wall(runs: Sequence[Run]) -> list[Point]:
-    """Return the same by the seconds since its first step began, without the starts of later attempts.
+    """Return the reward by seconds since the first step, without the starts of later attempts.
 
-    Several jobs are read off at the same seconds, between whose steps they are interpolated.
+    Curves of several jobs are interpolated at common times.
     """
     curves = [_timed(run) for run in runs]
     if len(curves) > 1:
@@ -287,7 +283,7 @@ def by_wall(runs: Sequence[Run]) -> list[Point]:
 
 
 def fold(curves: Sequence[Curve]) -> list[Point]:
-    """Make mean and band of several curves, at each x of those that have a value there."""
+    """Return mean and band of several curves, at each x of those with a value there."""
     values: dict[float, list[float]] = {}
     for curve in curves:
         for x, y in curve:
@@ -298,7 +294,7 @@ def fold(curves: Sequence[Curve]) -> list[Point]:
 
 
 def read_off(curve: Curve, xs: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the values of a curve at these places, interpolated; none before its first point or after its last."""
+    """Interpolate a curve at these places; none before its first point or after its last."""
     places = [x for x, _ in curve]
     found = []
     for x in xs:
@@ -320,7 +316,7 @@ def _grid(curves: Sequence[Curve]) -> list[float]:
 
 
 def _timed(run: Run) -> list[tuple[float, float]]:
-    """The smoothed reward by elapsed seconds, rising; steps whose time is not known are left out."""
+    """Return the smoothed reward by elapsed seconds, ascending; steps without a time are left out."""
     found = training_spans(run.record, run.metrics, run.events)
     starts: dict[object, float] = {}
     before = 0.0

@@ -1,4 +1,4 @@
-"""What a report is made of: the files of a run or of a sweep. A missing or damaged one costs only its own part."""
+"""Reads the files of a run or of a sweep for the report. A missing or damaged file costs only its own part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMOOTH_STEPS = 10
 _MOST_SAMPLES = 32
 _MOST_STEPS = 2**53
 _TAIL = 512
-"""Lines of samples.jsonl that are looked through."""
+"""The number of last lines of samples.jsonl that are read."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)
@@ -36,19 +36,18 @@ class Run:
     """One run.
 
     Attributes:
-        path: the run's folder.
-        checkpoints: its checkpoint folder, None where that is not known.
+        checkpoints: its checkpoint folder; None: not known.
         record: the content of run.json, empty if missing.
-        metrics, events: their lines, oldest first.
-        samples: lines of samples.jsonl of what was trained on: those of the last step that has some, of many the last.
+        metrics, events: its lines, oldest first.
+        samples: the last lines of samples.jsonl of the last step with training samples.
         validation_samples: likewise of the last validation.
-        summary: the content of summary.json, but made from the lines as they are now.
-        status: the status in run.json, but ``interrupted`` for a run that says running and whose folder nobody has
-            locked, ``not started`` without a record.
+        summary: the content of summary.json, computed from the current lines.
+        status: the status in run.json; ``interrupted`` if it says running but no process has locked the folder; ``not
+            started`` without a record.
         config_text: the config as YAML, see `host.references.shown`; None if missing.
         config: the config as a mapping, resolved.
         overrides: the command-line overrides, secrets masked.
-        notes: what could not be read, one sentence each.
+        notes: one sentence for each file that could not be read.
     """
 
     path: Path
@@ -67,23 +66,21 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name in its config, else that of its folder."""
         return str(self.config.get("name") or self.path.name)
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the config asks for."""
         steps = self.setting("trainer", "steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def start(self) -> float | None:
-        """When its first attempt began, in Unix seconds."""
+        """The beginning of its first attempt, in Unix seconds."""
         starts = [finite(item.get("started")) for item in self.record.get("attempts") or [self.record]]
         return min((at for at in starts if at is not None), default=None)
 
     def setting(self, *keys: str) -> object:
-        """Look up a value of the config, None if it is not there."""
+        """Return a value of the config; None without one."""
         value: object = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -94,12 +91,12 @@ class Run:
         return [event for event in self.events if isinstance(event, kind)]
 
     def measured(self, kind: type[E], figure: Callable[[E], float | None]) -> list[tuple[float, float | None]]:
-        """Return a figure of one kind of event by the version or step that it is about, ascending."""
+        """Return a figure of the events of one kind by step or version, ascending."""
         points = [(event_step(event), figure(event)) for event in self.of(kind)]
         return sorted(((float(at), value) for at, value in points if at is not None), key=lambda point: point[0])
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
-        """Return one metric by step; None where a step has no finite value of it. Empty if no step has one."""
+        """Return one metric by step; None for a step without a finite value. Empty if no step has one."""
         points = [
             (step, finite(line.get(name))) for line in self.metrics if (step := finite(line.get("step"))) is not None
         ]
@@ -115,11 +112,10 @@ class Sweep:
 
     @property
     def common(self) -> list[str]:
-        """Overrides that all runs share."""
         return [text for text in self.runs[0].overrides if all(text in run.overrides for run in self.runs)]
 
     def distinct(self, run: Run) -> list[str]:
-        """List the overrides of a run that not all runs share; all of them if there is but one run."""
+        """List the overrides of a run that not all runs share; all of them for a single run."""
         return [text for text in run.overrides if len(self.runs) == 1 or text not in self.common]
 
 
@@ -144,7 +140,7 @@ def load(path: Path) -> Run | Sweep:
 
 
 def load_run(path: Path) -> Run:
-    """Read the folder of a run; whatever cannot be read is left out and noted."""
+    """Read the folder of a run; files that cannot be read are left out and noted."""
     run = Run(path=path, checkpoints=path / "checkpoints")
     if (path / "run.json").exists():
         run.record = _read(run, "run.json", read_record, RunJson())
@@ -167,14 +163,14 @@ def load_run(path: Path) -> Run:
     elif elsewhere:
         run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, str(path)), str(elsewhere))
     peaks = _read(run, "summary.json", _read_peaks, None)
-    # Always from the lines themselves: after a kill and a resume summary.json may be that of an earlier attempt.
+    # Computed from the lines: after a kill and a resume, summary.json may be from an earlier attempt.
     wall = wall_seconds(run.record, run.metrics, run.events)
     run.summary = summarise(run.metrics, run.events, run.status, wall, peaks, run.checkpoints)
     return run
 
 
 def status_now(path: Path, record: RunJson) -> str:
-    """Return the status in run.json, but ``interrupted`` where it says running and nobody has locked the folder."""
+    """Return the status in run.json, but ``interrupted`` if it says running and no process has locked the folder."""
     status = str(record.get("status", "unknown"))
     return "interrupted" if status == "running" and lock_owner(path) is None else status
 
@@ -182,7 +178,7 @@ def status_now(path: Path, record: RunJson) -> str:
 def smooth(
     points: Sequence[tuple[float, float | None]], window: int = _SMOOTH_STEPS
 ) -> list[tuple[float, float | None]]:
-    """Return at each point the mean of the values of the last `window` points; of fewer at the beginning."""
+    """Return the running mean of the last `window` values, of fewer at the beginning."""
     result: list[tuple[float, float | None]] = []
     recent: list[float] = []
     for x, value in points:
@@ -193,7 +189,7 @@ def smooth(
 
 
 def steps_to(run: Run) -> int | None:
-    """Find the first step at which the mean reward of ten steps reaches `TARGET_REWARD`; None if it never does."""
+    """Return the first step at which the mean reward of ten steps reaches `TARGET_REWARD`; None if it never does."""
     trained = [(step, value) for step, value in run.series("reward/mean") if value is not None]
     for index, (step, value) in enumerate(smooth(trained)):
         if index + 1 >= _SMOOTH_STEPS and value is not None and value >= TARGET_REWARD:
@@ -202,12 +198,12 @@ def steps_to(run: Run) -> int | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run, be it one that did not start."""
+    """Return whether a folder has a run, even one that did not start."""
     return (path / "run.json").exists() or (path / ".hydra").is_dir()
 
 
 def job_order(path: Path) -> tuple[int, str]:
-    """Sort the folders of a sweep's jobs by number, and then those with other names."""
+    """Sort key of a sweep's job folders: numbers first, then other names."""
     return (int(path.name), "") if path.name.isdecimal() else (1 << 62, path.name)
 
 
@@ -228,12 +224,10 @@ def _read_metrics(path: Path) -> list[Record]:
 
 
 def _read_samples(path: Path) -> list[Record]:
-    """Read the last samples, of training and of validations."""
     return [line for line in json_lines.read_last(path, _TAIL) if _has_spans(line)]
 
 
 def _of_last_step(lines: Sequence[Record]) -> list[Record]:
-    """Of many samples the last."""
     return [line for line in lines if line["step"] == lines[-1]["step"]][-_MOST_SAMPLES:]
 
 
@@ -256,7 +250,7 @@ def _is_step(step: int | None) -> bool:
 
 
 def _read_peaks(path: Path) -> dict[str, int] | None:
-    """Read the peak memory by role, in bytes, that a summary.json has."""
+    """Read the peak memory by role, in bytes, of a summary.json."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -272,12 +266,12 @@ def _read_list(path: Path) -> list[str]:
 
 
 def _read_started_in(path: Path) -> str:
-    """Read the directory that a run was started in."""
+    """Read the working directory of a run."""
     return str(OmegaConf.load(path).hydra.runtime.cwd)
 
 
 def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
-    """Read the config: the text for display, and the values, as written where only Hydra can resolve them."""
+    """Read the config: its text, and its values, unresolved where only Hydra can resolve them."""
     config = OmegaConf.load(path)
     if not isinstance(config, DictConfig):
         raise ValueError("it is not a mapping")

@@ -1,4 +1,4 @@
-"""The page of one run: how it went, how fast, what was published, loaded and kept, and what it was made of."""
+"""The page of one run, and one line for each run and sweep below a folder (`trinity-sync list`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -41,12 +40,7 @@ from trinity_sync.tracking.summary import (
 
 
 def render(run: Run, now: float) -> str:
-    """Render the page as HTML.
-
-    Args:
-        run: what was read.
-        now: Unix seconds, for the note on when it was made.
-    """
+    """Render the page as HTML; `now` in Unix seconds, for the time of its making."""
     loads: dict[int, list[LoadEvent]] = {}
     for load in run.of(LoadEvent):
         loads.setdefault(load.version, []).append(load)
@@ -80,7 +74,7 @@ def render(run: Run, now: float) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Tell what the run is: name and value, those that are known."""
+    """Return name and value of the run's main settings, where known."""
     sync = run.summary["sync"]
     backend = run.setting("backend", "strategy") or _chosen(run, "backend")
     ranks = run.setting("backend", "ranks")
@@ -102,7 +96,7 @@ def _explorers(run: Run) -> str | None:
 
 
 def _chosen(run: Run, group: str) -> str | None:
-    """Return the option that the command line chose for a config group."""
+    """Return the command line's option of a config group."""
     chosen = [text.split("=", 1)[1] for text in run.overrides if text.lstrip("+").startswith(f"{group}=")]
     return chosen[-1] if chosen else None
 
@@ -184,7 +178,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """Tell what the run was made with: name and value; nothing where it has no record."""
+    """Return name and value of the run's environment; nothing without a record."""
     record, git = run.record, run.record.get("git")
     if not record:
         return []
@@ -223,11 +217,11 @@ def _saving(sync: SyncFigures) -> str:
     return f", {full / moved:.1f} times less"
 
 
-# All runs and sweeps below a folder, at a glance: what their records, settings and last lines say.
+# Lists of runs and sweeps.
 
 
 UNREADABLE = "unreadable"
-"""Status of a run or folder of which nothing is known."""
+"""Status of a run or folder that cannot be read."""
 
 _Loader: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _KEYS = ("name", "trainer.steps", "backend.strategy", "backend.ranks", "sync.mode")
@@ -235,17 +229,15 @@ _KEYS = ("name", "trainer.steps", "backend.strategy", "backend.ranks", "sync.mod
 
 @dataclass(kw_only=True)
 class RunLine:
-    """A run at a glance; what is not known is None.
+    """A run in a list; None: not known.
 
     Attributes:
-        path: its folder.
         status: as in a report, or `UNREADABLE`.
-        steps, total_steps: done, and asked for.
+        steps, total_steps: completed, and planned.
         reward: mean of the last ten steps.
         wall_s: seconds of all attempts.
-        started: when its newest attempt began, in Unix seconds.
-        overrides: of the command line.
-        problems: what could not be read, one sentence each.
+        started: the beginning of its newest attempt, in Unix seconds.
+        problems: one sentence for each file that could not be read.
     """
 
     path: Path
@@ -264,30 +256,28 @@ class RunLine:
 
     @property
     def running(self) -> bool:
-        """Whether it is under way."""
         return self.status == "running"
 
 
 @dataclass(kw_only=True)
 class SweepLine:
-    """A sweep at a glance: its folder, and its jobs by number."""
+    """A sweep in a list: its folder, and its jobs by number."""
 
     path: Path
     jobs: list[RunLine]
 
     @property
     def started(self) -> float | None:
-        """When the newest attempt of a job began."""
+        """The beginning of the newest attempt of a job."""
         return max((job.started for job in self.jobs if job.started is not None), default=None)
 
     @property
     def running(self) -> bool:
-        """Whether one of its jobs is under way."""
         return any(job.running for job in self.jobs)
 
     @property
     def states(self) -> dict[str, int]:
-        """How many jobs there are of each status."""
+        """The number of jobs by status."""
         return dict(Counter(job.status for job in self.jobs))
 
     def distinct(self, job: RunLine) -> list[str]:
@@ -297,12 +287,7 @@ class SweepLine:
 
 
 def find(roots: Sequence[Path]) -> list[RunLine | SweepLine]:
-    """Find all runs and sweeps below folders, the newest last. Links are passed over, and so are folders whose names
-    begin with a dot.
-
-    Args:
-        roots: the folders; each may be that of a run or of a sweep itself.
-    """
+    """Find all runs and sweeps in and below folders, the newest last; links and hidden folders are skipped."""
     found = [line for root in roots for line in _below(root)]
     return sorted(found, key=lambda line: (line.started or _modified(line.path), str(line.path)))
 
@@ -330,12 +315,12 @@ def _below(folder: Path) -> Iterator[RunLine | SweepLine]:
 
 
 def run_line(folder: Path) -> RunLine:
-    """Read the folder of one run, of a whole one in milliseconds."""
+    """Read the folder of one run; takes milliseconds."""
     line = RunLine(path=folder)
     for read in (_read_settings, _read_overrides, _read_record):
         try:
             read(folder, line)
-        except Exception as error:  # whatever it is, the other runs are listed
+        except Exception as error:  # the other runs are listed nevertheless
             line.problems.append(str(error) if str(folder) in str(error) else f"{folder}: {error}")
     return line
 
@@ -353,9 +338,7 @@ def _read_record(folder: Path, line: RunLine) -> None:
 
 
 def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[Event]]:
-    """Lines of metrics.jsonl and events.jsonl: the last ones; all of them where an earlier attempt was killed, as how
-    long it lasted stands nowhere else.
-    """
+    """Return the last metrics and events; all of them if an earlier attempt was killed, to know its duration."""
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
         return json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
@@ -368,6 +351,8 @@ def _read_settings(folder: Path, line: RunLine) -> None:
     if not path.exists():
         return
     config = _load(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a mapping")
     values = [_at(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
         resolved = OmegaConf.create(config)
@@ -381,10 +366,13 @@ def _read_settings(folder: Path, line: RunLine) -> None:
 def _read_overrides(folder: Path, line: RunLine) -> None:
     path = folder / ".hydra" / "overrides.yaml"
     if path.exists():
-        line.overrides = [masked_override(str(text)) for text in _load(path) or ()]
+        overrides = _load(path) or []
+        if not isinstance(overrides, list):
+            raise ValueError(f"{path} is not a list")
+        line.overrides = [masked_override(str(text)) for text in overrides]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> object:
     try:
         return yaml.load(path.read_bytes(), Loader=_Loader)
     except yaml.YAMLError as error:

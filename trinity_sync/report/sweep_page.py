@@ -1,4 +1,4 @@
-"""The page of a sweep: its jobs side by side by what varies, what suits best, and their rewards on two charts."""
+"""The page of a sweep: a comparison of its jobs, and their rewards on two charts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from trinity_sync.tracking import units
 
 
 def render(sweep: Sweep, now: float) -> str:
-    """Render the page as HTML.
-
-    Args:
-        sweep: what was read.
-        now: Unix seconds, for the note on when it was made.
-    """
+    """Render the page as HTML; `now` in Unix seconds, for the time of its making."""
     comparison, agreed = compare(sweep), agreement(sweep.runs)
     return charts.render(
         "sweep.html",
@@ -50,7 +45,7 @@ def render(sweep: Sweep, now: float) -> str:
 
 
 def _band(row: SweepRow, key: str) -> str:
-    """Say on hover what decides over ties."""
+    """Return the hover text of a figure: the band that decides ties."""
     one, text = row.figures[key], BY_KEY[key].text
     if len(row.runs) > 1:
         return f"mean of {units.plural(one.count, 'job')}"
@@ -72,7 +67,7 @@ def _tiles(sweep: Sweep, comparison: SweepComparison, agreed: Agreement) -> list
 
 
 def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) -> tuple[str, str, str | None]:
-    """The best value of a column, and whose it is; where it is a tie, of how many."""
+    """Return the best value of a column and its row, or the number of ties."""
     column = BY_KEY[key]
     having = [row for row in comparison.rows if key in row.figures]
     if not having:
@@ -82,7 +77,7 @@ def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) ->
     return label, column.text(best.figures[key].value), f"a tie of {tied}" if tied else best.label
 
 
-# The rows of a comparison: jobs with the same settings but for the seed are one, with their mean and band.
+# Rows: jobs that differ by their seed only share a row.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +85,10 @@ class SweepRow:
     """One row.
 
     Attributes:
-        settings: the overrides that tell it from the others.
+        settings: the overrides that distinguish it.
         runs: its jobs; several differ by seed only.
-        figures: by the key of their column, those that there are.
-        marks: by the key of their column, where there is one.
+        figures: by the key of their column, where measured.
+        marks: by the key of their column, where marked.
     """
 
     settings: tuple[str, ...]
@@ -103,24 +98,22 @@ class SweepRow:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of its jobs."""
         return [run.path.name for run in self.runs]
 
     @property
     def seeds(self) -> list[int]:
-        """The different seeds of its jobs."""
         return sorted({seed for run in self.runs if (seed := _seed(run)) is not None})
 
     @property
     def label(self) -> str:
-        """What it is called in a legend."""
+        """Its name in a legend."""
         if len(self.runs) == 1:
             return f"{self.jobs[0]}: {' '.join(self.settings)}" if self.settings else f"job {self.jobs[0]}"
         return f"{' '.join(self.settings) or 'all jobs'} ({self.size})"
 
     @property
     def size(self) -> str:
-        """How many jobs and seeds it stands for; nothing for one job."""
+        """The number of its jobs and seeds; empty for one job."""
         jobs, seeds = len(self.runs), len(self.seeds)
         if jobs == 1:
             return ""
@@ -134,39 +127,39 @@ class SweepRow:
 
     @property
     def steps(self) -> str:
-        """The steps that were done, of those asked for; from the fewest to the most."""
+        """Completed steps of planned ones, from the fewest to the most."""
         done = sorted({run.summary["steps"] for run in self.runs})
-        asked = {run.total_steps for run in self.runs} - {None}
+        planned = {run.total_steps for run in self.runs} - {None}
         text = str(done[0]) if len(done) == 1 else f"{done[0]} to {done[-1]}"
-        return f"{text}/{asked.pop()}" if len(asked) == 1 else text
+        return f"{text}/{planned.pop()}" if len(planned) == 1 else text
 
     @property
     def faults(self) -> int:
-        """How many faults its jobs reported."""
+        """The number of faults of its jobs."""
         return sum(run.summary["faults"] for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepComparison:
-    """A sweep, compared: `rows` by what varies beside the seed, `jobs` one by one and without marks."""
+    """A compared sweep: `rows` fold jobs that differ by seed only, `jobs` are single and without marks."""
 
     rows: list[SweepRow]
     jobs: list[SweepRow]
 
     @property
     def folded(self) -> bool:
-        """Whether some row stands for several jobs."""
+        """Whether a row has several jobs."""
         return len(self.rows) < len(self.jobs)
 
 
 def compare(sweep: Sweep) -> SweepComparison:
-    """Work out the figures of all jobs of a sweep, and group them."""
+    """Compute the figures of all jobs of a sweep, and group them."""
     jobs = []
     groups: dict[tuple[str, ...], list[SweepRow]] = {}
     for run in sweep.runs:
         found = {key: one for key, one in figures(run).items() if one is not None}
         jobs.append(SweepRow(settings=tuple(sweep.distinct(run)), runs=(run,), figures=found, marks={}))
-        # of a job whose settings are not known nobody can say what it has in common with others
+        # a job with unknown settings shares its row with no other
         known = run.config_text is not None
         key = tuple(text for text in jobs[-1].settings if not _is_seed(text)) if known else (str(run.path),)
         groups.setdefault(key, []).append(jobs[-1])
@@ -196,7 +189,7 @@ def _marked(rows: list[SweepRow]) -> list[SweepRow]:
 
 
 def _competes(row: SweepRow, key: str) -> bool:
-    """Whether all jobs completed and have this figure: without the jobs that never got there a mean flatters."""
+    """Return whether all jobs completed and have this figure: a mean without the failed jobs would flatter."""
     one = row.figures.get(key)
     complete = len(row.runs) == 1 or (one is not None and one.count == len(row.runs))
     return complete and all(run.status == "completed" for run in row.runs)
@@ -213,7 +206,7 @@ def _seed(run: Run) -> int | None:
     return None
 
 
-# The charts of a sweep's page: reward by step and by wall time, one curve per row, a band where it is of several.
+# Charts: one curve per row, with a band for several jobs.
 
 
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (5 * 60.0, 60.0, "minutes"))
@@ -225,7 +218,7 @@ def reward_by_step(rows: Sequence[SweepRow]) -> Markup:
 
 
 def reward_by_wall(rows: Sequence[SweepRow]) -> Markup:
-    """Draw the reward of all rows by wall time, in the unit that suits the longest of them."""
+    """Draw the reward of all rows by wall time, in hours, minutes or seconds."""
     longest = max((run.summary["wall_s"] or 0.0 for row in rows for run in row.runs), default=0.0)
     unit, word = next(((unit, word) for least, unit, word in _UNITS if longest >= least), (1.0, "seconds"))
 

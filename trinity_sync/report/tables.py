@@ -1,4 +1,4 @@
-"""The same figures as plain text, for `trinity-sync report` and for logs."""
+"""A run or a sweep as plain text and as JSON, for `trinity-sync report` and for logs."""
 
 from __future__ import annotations
 
@@ -20,29 +20,24 @@ from trinity_sync.tracking import units
 from trinity_sync.tracking.run_end import closing_lines, lay_out
 
 _FAULTS = "faults"
-# Figures in the order in which a narrow terminal loses them.
+# The order in which a narrow terminal drops figures.
 _LEAST_FIRST = (
     *("pause_s", "publish_s", "save_s", _FAULTS, "save_blocked_s", "not_training", "samples_per_s"),
     *("bytes_moved", "load_s", "blocked_s", "wall_s"),
 )
-_WITH_SPREADS = 5  # so many of them are worth less than the spreads of the others
+_WITH_SPREADS = 5  # the first columns matter less than the spreads of the others
 _SIGNS: Mapping[Mark | None, str] = {"best": "*", "tie": "="}
 
 
 def render(found: Run | Sweep, width: int | None = None) -> str:
-    """Render a run or sweep as plain text without colours or control characters.
-
-    Args:
-        found: what was read.
-        width: columns; those of the terminal by default.
-    """
+    """Render a run or sweep as plain text without colours or control characters; `width` in columns."""
     width = width or shutil.get_terminal_size((120, 24)).columns
     runs = found.runs if isinstance(found, Sweep) else [found]
     lines = _sweep(found, width) if isinstance(found, Sweep) else _run(found, width)
     for run in runs:
-        error = run.record.get("error") if isinstance(found, Sweep) else None  # that of one run is in its table
-        told = [*([f"{run.status}: {error}"] if error else []), *run.notes]
-        lines += textwrap.wrap(f"{run.path.name}: {' '.join(told)}", width) if told else []
+        error = run.record.get("error") if isinstance(found, Sweep) else None  # a single run has it in its table
+        notes = [*([f"{run.status}: {error}"] if error else []), *run.notes]
+        lines += textwrap.wrap(f"{run.path.name}: {' '.join(notes)}", width) if notes else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -61,7 +56,7 @@ def _run(run: Run, width: int) -> list[str]:
 
 
 def _sweep(sweep: Sweep, width: int) -> list[str]:
-    """Lay out a table, overrides one per line, as much of it as the width takes."""
+    """Lay out a table, overrides one per line, in the given width."""
     rows = compare(sweep).rows
     *_, narrowest = tables = list(_tables(rows))
     table = next((table for table in tables if len(table[0]) <= width), narrowest)
@@ -74,7 +69,7 @@ def _sweep(sweep: Sweep, width: int) -> list[str]:
 
 
 def _tables(rows: Sequence[SweepRow]) -> Iterator[list[str]]:
-    """Lay out the same table narrower and narrower: a few columns go, then the spreads, then the other columns."""
+    """Lay out the table ever narrower: without a few columns, then without spreads, then without more columns."""
     keys = [*BY_KEY, _FAULTS]
     for spreads, most in ((True, _WITH_SPREADS), (False, len(_LEAST_FIRST))):
         for gone in range(most + 1):
@@ -103,7 +98,7 @@ def _jobs(row: SweepRow) -> str:
 
 
 def _figure(row: SweepRow, key: str) -> list[str]:
-    """A figure and, where it has one, its spread below."""
+    """Return the lines of a figure: its value, and its spread if it has one."""
     if key == _FAULTS:
         return [str(row.faults)]
     if key not in row.figures:
@@ -113,14 +108,14 @@ def _figure(row: SweepRow, key: str) -> list[str]:
     return [f"{_SIGNS.get(row.marks.get(key), '')}{column.text(one.value)}", *([spread] if spread else [])]
 
 
-# A run or a sweep as JSON, for programs: all that the page of a sweep says. The keys are those of docs/sweeps.md.
+# JSON: the content of the page of a sweep. docs/sweeps.md lists the keys.
 
 
 _MOST_POINTS = 300
 
 
 def to_json(found: Run | Sweep) -> Mapping[str, object]:
-    """Return the content of a run's summary.json as it is now, or the comparison of a sweep."""
+    """Return the current content of a run's summary.json, or the comparison of a sweep."""
     if isinstance(found, Run):
         return found.summary
     comparison, agreed = compare(found), agreement(found.runs)
@@ -187,6 +182,5 @@ def _figure_json(key: str, one: Figure) -> dict[str, object]:
 
 
 def _points(points: Sequence[Point]) -> list[Point]:
-    """Thin a curve by its mean."""
     kept = {x for x, _ in thin([(point.x, point.mean) for point in points], _MOST_POINTS)}
     return [point for point in points if point.x in kept]

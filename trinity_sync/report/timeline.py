@@ -1,4 +1,4 @@
-"""The timeline of a run's page: a lane for each who worked, and what they did in a few of the steps."""
+"""The timeline of a run's page: lanes for trainer, node agents, saves and explorers over a few steps."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _WORDS = {
     "load": "loads a version",
     "pause": "is paused by the load",
 }
-"""What is drawn, and what the legend says of it; the place says the colour, which the page's style has."""
+"""Kinds of bars and their text in the legend; the position selects the colour of the page's style."""
 
 _OTHERS = "does something else"
 
 
 class Bar(NamedTuple):
-    """A bar: its place in pixels, the class that gives its colour, and what it is."""
+    """A bar: its place in pixels, the style class of its colour, and its description."""
 
     x: float
     y: float
@@ -60,12 +60,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Some neighbouring steps.
-
-    Attributes:
-        title: which they are.
-        begin, end: Unix seconds.
-    """
+    """A few neighbouring steps; begin and end in Unix seconds."""
 
     title: str
     begin: float
@@ -74,13 +69,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawing:
-    """A window of the lanes, in pixels.
-
-    Attributes:
-        window: what is shown.
-        lanes: the spans of each lane in rows, cut to the window.
-        started: when the run began, from where the axis counts, in Unix seconds.
-    """
+    """A window of the lanes, in pixels; `started` is the zero of the axis, in Unix seconds."""
 
     window: Window
     lanes: dict[str, list[list[TimelineSpan]]]
@@ -114,7 +103,7 @@ class _Drawing:
 
     @cached_property
     def names(self) -> list[tuple[float, str, str]]:
-        """Of each lane its place, its name, and the share of the window in which it did something."""
+        """Place, name and busy share of each lane."""
         found, row = [], 0
         for who, spans in self.lanes.items():
             busy = sum(_worked(span) for one in spans for span in one)
@@ -136,7 +125,7 @@ class _Drawing:
 
     @property
     def steps(self) -> list[tuple[float, str]]:
-        """Where steps begin, as far as there is room to say so."""
+        """The beginnings of steps, with a minimum distance for their texts."""
         found: list[tuple[float, str]] = []
         for span in (span for row in self.lanes.get(TRAINER, []) for span in row if span.what == "step"):
             x = self.x(span.begin)
@@ -150,7 +139,7 @@ class _Drawing:
 
 
 def timeline(run: Run) -> Markup | None:
-    """Draw the last steps of a run, and those around its slowest one where that stands out; None: there is nothing."""
+    """Draw the last steps of a run, and those around a slow step; None without any spans."""
     lanes = span_lanes(spans(run.metrics, run.events))
     if not lanes:
         return None
@@ -167,7 +156,7 @@ def timeline(run: Run) -> Markup | None:
 
 
 def _notes(run: Run) -> list[str]:
-    """Say what the timeline of a run cannot show, one sentence each."""
+    """Return one sentence for each thing that the timeline cannot show."""
     explorers = {event.explorer for event in run.of(LoadEvent)}
     found = []
     if explorers and not run.of(GenerateEvent):
@@ -178,12 +167,11 @@ def _notes(run: Run) -> list[str]:
 
 
 def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) -> Iterator[Window]:
-    """Choose what is shown: the last steps, so many that they are not too much, and the slowest one before them.
+    """Choose the steps to show: the last ones, and the slowest one before them.
 
     Args:
-        lanes: of the whole run.
-        since: when its newest attempt began, in Unix seconds. Between attempts there may be days, beside which no$
-            step can be seen, so a picture shows one attempt only.
+        since: the beginning of the newest attempt, in Unix seconds. A window shows one attempt only, since days may lie
+            between two.
     """
     steps = [span for span in lanes.get(TRAINER, []) if span.what == "step"]
     if not steps:
@@ -198,7 +186,7 @@ def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) ->
     title = f"The last {count} of {len(steps)} steps" if count < len(steps) else "All steps"
     begin, end = _ends(lanes)
     yield Window(title=title, begin=last[0].begin if count < len(steps) else begin, end=end)
-    earlier = steps[1:-count]  # the first step is slow for reasons of its own
+    earlier = steps[1:-count]  # the first step includes warm-up
     if not earlier:
         return
     slowest = max(earlier, key=lambda span: span.end - span.begin)
@@ -244,7 +232,7 @@ def _bars_between(lanes: dict[str, list[TimelineSpan]], begin: float, end: float
 
 
 def _drawn(spans: Sequence[TimelineSpan]) -> Iterator[TimelineSpan]:
-    """A load with its pause on it; of what consists of parts, these."""
+    """Return the spans to draw: a load with its pause, and the parts of steps and saves."""
     for span in spans:
         if span.what not in ("step", "save") or (span.what == "save" and not span.parts):
             yield span
@@ -252,7 +240,7 @@ def _drawn(spans: Sequence[TimelineSpan]) -> Iterator[TimelineSpan]:
 
 
 def _worked(span: TimelineSpan) -> float:
-    """Seconds of it that were no waiting."""
+    """Return the seconds without waits."""
     if span.what == "step":
         return sum(part.end - part.begin for part in span.parts if not part.what.startswith("wait"))
     return span.end - span.begin
@@ -273,7 +261,7 @@ def _clock(seconds: float, step: float) -> str:
     return f"{hours}:{minutes:02d}:{text}" if hours else f"{minutes}:{text}"
 
 
-# Who did what when: the spans of a run's trainer, node agents, saves and explorers, worked out from its lines.
+# Spans of a run, computed from its lines.
 
 
 TRAINER, AGENT, SAVES, MIRROR = "trainer", "node agents", "checkpoints", "mirror"
@@ -282,16 +270,16 @@ _SAMPLES_FROM = {"generate": "wait for samples", "load": "wait for loads", "vali
 
 
 class TimelineSpan(NamedTuple):
-    """Something that somebody did.
+    """A piece of work.
 
     Attributes:
         who: an explorer's name, or one of `TRAINER`, `AGENT`, `SAVES` and `MIRROR`.
         what: ``step`` and its parts; ``generate``, ``load`` and its ``pause``; ``digest``, ``publish``; ``save`` with
             ``write`` and ``commit``; ``copy``.
-        about: what it was for, such as ``step 12``.
+        about: its step or version, such as ``step 12``.
         begin, end: Unix seconds.
-        parts: what it consisted of, one after another within it.
-        facts: more of it, by name.
+        parts: its consecutive parts.
+        facts: further values, by name.
     """
 
     who: str
@@ -304,7 +292,7 @@ class TimelineSpan(NamedTuple):
 
 
 class HeldVersion(NamedTuple):
-    """From when on an explorer held which version, in Unix seconds; `attempt` is the run's."""
+    """The version of an explorer since a time in Unix seconds."""
 
     at: float
     attempt: object
@@ -313,11 +301,7 @@ class HeldVersion(NamedTuple):
 
 
 def spans(metrics: Iterable[Record], events: Iterable[Event]) -> Iterator[TimelineSpan]:
-    """Work out the spans of a run, the trainer's first, each one's in the order of their lines.
-
-    Args:
-        metrics, events: its lines, oldest first.
-    """
+    """Return the spans of a run, the trainer's first; metrics and events oldest first."""
     for line in metrics:
         yield from _step(line)
     for event in events:
@@ -340,7 +324,7 @@ def event_spans(event: Event) -> Iterator[TimelineSpan]:
 
 
 def span_lanes(found: Iterable[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
-    """Sort spans by who, trainer first and explorers by number, and those of each by when they began."""
+    """Group spans by who, trainer first and explorers by number, each group by begin."""
     by_who: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in found:
         by_who[span.who].append(span)
@@ -348,11 +332,10 @@ def span_lanes(found: Iterable[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
 
 
 def span_rows(ordered: Iterable[TimelineSpan], slack_s: float = 1e-3) -> list[list[TimelineSpan]]:
-    """Put spans of one lane into rows in which none overlaps the one before, as few as it takes; mostly one.
+    """Put the spans of one lane, sorted by begin, into as few rows without overlaps as possible.
 
     Args:
-        ordered: by when they began.
-        slack_s: an overlap no longer than this is a matter of clocks: the later one is cut.
+        slack_s: clocks differ by up to this; for such an overlap the later span is cut.
     """
     found: list[list[TimelineSpan]] = []
     for span in ordered:
@@ -365,13 +348,13 @@ def span_rows(ordered: Iterable[TimelineSpan], slack_s: float = 1e-3) -> list[li
 
 
 def within(span: TimelineSpan, begin: float, end: float) -> TimelineSpan:
-    """Cut a span and its parts to what lies between two times."""
+    """Cut a span and its parts to a range of time."""
     parts = tuple(within(part, begin, end) for part in span.parts if part.end > begin and part.begin < end)
     return span._replace(begin=min(max(span.begin, begin), end), end=min(max(span.end, begin), end), parts=parts)
 
 
 def loads(events: Iterable[Event]) -> list[HeldVersion]:
-    """List what explorers held from when on, in the order of time."""
+    """List the versions that explorers took, by time."""
     found = []
     for event in events:
         if isinstance(event, LoadEvent):
@@ -381,7 +364,7 @@ def loads(events: Iterable[Event]) -> list[HeldVersion]:
 
 
 def held_by_step(metrics: Sequence[Record], events: Iterable[Event]) -> dict[str, list[tuple[float, float | None]]]:
-    """Return by explorer which version it held when each step began; None before its first load of an attempt."""
+    """Return by explorer its version at the beginning of each step; None before its first load of an attempt."""
     times: dict[tuple[str, object], list[float]] = defaultdict(list)
     versions: dict[tuple[str, object], list[int]] = defaultdict(list)
     for held in loads(events):
@@ -403,7 +386,7 @@ def held_by_step(metrics: Sequence[Record], events: Iterable[Event]) -> dict[str
 
 
 def _step(line: Record) -> Iterator[TimelineSpan]:
-    """A step and its parts, which the trainer did one after another in the order in which they stand."""
+    """Return the span of a step with its consecutive parts."""
     end, about = finite(line.get("time")), f"step {line.get('step')}"
     timings = {
         name.removeprefix("timing/"): finite(value) for name, value in line.items() if name.startswith("timing/")

@@ -1,8 +1,7 @@
-"""A run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: Chrome's Trace Event Format, as JSON.
+"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: Chrome's Trace Event Format, as JSON.
 
-Each of those who work in a run is a thread, in a process that says what it is; what they did are complete events, the
-parts of it nested; the versions that explorers held are counters; faults, commits and the like are instants. Times are
-microseconds since the run began.
+The trainer, node agents, saves and explorers are threads; spans are nested complete events; versions of explorers are
+counters; faults, commits, prunes and skips are instants. Times are microseconds since the beginning of the run.
 """
 
 from __future__ import annotations
@@ -34,13 +33,9 @@ _INSTANTS = {FaultEvent: _RUN, SkipEvent: _AGENT, CommitEvent: _SAVES, PruneEven
 
 
 def document(run: Run) -> Iterator[str]:
-    """Make the trace of a run, piece by piece: one JSON object.
-
-    Args:
-        run: finished, cut off or still going on.
-    """
+    """Return the trace of a run as pieces of one JSON object; the run may be running."""
     about = {"run": str(run.path), "name": run.name, "status": run.status}
-    about["clock"] = "the driver's: others told it how long they took"
+    about["clock"] = "the driver's; other processes reported their durations"
     yield f'{{"displayTimeUnit": "ms", "otherData": {_text(about)}, "traceEvents": [\n'
     separator = ""
     for event in events(run):
@@ -76,11 +71,7 @@ def events(run: Run) -> Iterator[TraceEvent]:
 
 
 class _Trace:
-    """Makes events whose times count from the beginning of a run.
-
-    Args:
-        zero: that beginning, in Unix seconds.
-    """
+    """Makes trace events with times since `zero`, in Unix seconds."""
 
     def __init__(self, zero: float) -> None:
         self._zero = zero
@@ -90,7 +81,6 @@ class _Trace:
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
     def nested(self, pid: int, tid: int, span: TimelineSpan) -> Iterator[TraceEvent]:
-        """A span, and after it its parts."""
         yield self.complete(pid, tid, span)
         for part in span.parts:
             yield from self.nested(pid, tid, part)

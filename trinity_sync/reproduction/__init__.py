@@ -1,3 +1,4 @@
-"""Whether a run that was repeated came to the same: what both computed, where they ran, and the file that carries a run
-elsewhere. Pure; the command `trinity-sync reproduce` runs the repetition.
+"""Compares a run with its repetition, and writes the bundle file that carries a run to another machine.
+
+The command `trinity-sync reproduce` runs the repetition.
 """

@@ -1,8 +1,6 @@
-"""A run in one file that reproduces elsewhere: its settings, what it computed, where it ran, and the versions of the
-packages as constraints for pip. JSON with a digest of itself.
+"""The bundle of a run: one JSON file with its settings, its outcome, its environment and pip constraints, and a digest.
 
-What says where the run lived stays out: folders, addresses, options of mirrors and trackers (they may hold secrets),
-and the command line.
+Folders, addresses, options of mirrors and trackers (they may hold secrets) and the command line stay out.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ _NOT_A_DISTRIBUTION = ("python", "trinity-sync")
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A run as it is sent.
+    """A run for another machine.
 
     Attributes:
-        record: of its run.json, what tells of the place in which it ran.
+        record: the environment, from its run.json.
         config_name: the primary config.
         overrides: of the command line, as text.
         config: all settings, resolved.
-        outcome: what it computed.
+        outcome: digests and metrics.
     """
 
     record: RunJson
@@ -45,11 +43,7 @@ class Bundle:
     outcome: Outcome
 
     def write(self, path: Path) -> None:
-        """Write the file.
-
-        Raises:
-            RunError: the disk refuses.
-        """
+        """Write the file; raises RunError if the disk refuses."""
         packages = self.record.get("packages") or {}
         content = {
             "bundle": FORMAT,
@@ -68,24 +62,24 @@ class Bundle:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read a file that `Bundle.write` has written.
+    """Read a file of `Bundle.write`.
 
     Raises:
-        ConfigError: it cannot be read, is none, is from a newer version, or was changed since it was written.
+        ConfigError: it cannot be read, is not a bundle, is from a newer version, or was changed since it was written.
     """
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a bundle of a run: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("bundle"), int):
-        raise ConfigError(f"{path} is no bundle of a run; `trinity-sync reproduce --bundle RUN_DIR` writes one")
+        raise ConfigError(f"{path} is not a bundle of a run; write one with `trinity-sync reproduce --bundle RUN_DIR`")
     if content["bundle"] > FORMAT:
         raise ConfigError(
             f"{path} has format {content['bundle']}, written by a newer version; this one reads up to {FORMAT}"
         )
     expected = content.pop("self", None)
     if content.keys() != _KEYS - {"self"} or expected != _digest(content):
-        raise ConfigError(f"{path} was changed after it was written: its digest is another one; ask for it again")
+        raise ConfigError(f"{path} was changed after it was written: its digest differs; get a new copy")
     try:
         check_shape(_mapping(content["run"]), path)
         return Bundle(
@@ -110,14 +104,14 @@ def _digest(content: Mapping[str, object]) -> str:
 
 def _mapping(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.60} where a mapping should be")
+        raise TypeError(f"{value!r:.60} is not a mapping")
     return value
 
 
 def _step(text: str) -> int:
     step = int(text)
     if not 0 <= step < 2**53:
-        raise ValueError(f"{text:.60} where a step should be")
+        raise ValueError(f"{text:.60} is not a step")
     return step
 
 
@@ -125,6 +119,6 @@ def _numbers(value: object) -> dict[str, Number]:
     values: dict[str, Number] = {}
     for name, number in _mapping(value).items():
         if not isinstance(number, int | float | None):
-            raise TypeError(f"{name} is {number!r:.60} where a number should be")
+            raise TypeError(f"{name} is {number!r:.60}, not a number")
         values[name] = number
     return values

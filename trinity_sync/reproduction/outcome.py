@@ -1,4 +1,4 @@
-"""What a run computed, apart from how long it took: the digest of each version and the metrics of each step."""
+"""The outcome of a run, without durations: the digest of each version and the metrics of each step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from trinity_sync.tracking.run_record import RunJson
 from trinity_sync.tracking.summary import version_digests
 
 Number = int | float | None
-"""A metric as JSON has it; None stands for what is not finite."""
+"""A metric in JSON; None: not finite."""
 
 _MEASURED = ("timing/", "perf/", "mfu", "samples/waited_s", "samples/ready")
-"""Metrics, by the beginning of their names, that tell of the machine and not of what was computed."""
+"""Prefixes of metrics that depend on the machine."""
 _OF_THE_LINE = ("attempt", "step", "time")
 
 
 class Unequal(NamedTuple):
-    """One value that is not the same: of which step, what it is called, and what it was then and is now.
-
-    `what` is ``digest`` or the name of a metric; None stands for what was not there, or was not finite.
-    """
+    """One value that differs: a ``digest`` or a metric of a step. None: missing, or not finite."""
 
     step: int
     what: str
@@ -37,27 +34,26 @@ class Unequal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run computed.
+    """The numbers that a run computed.
 
     Attributes:
-        digests: digest of the weights by step, 0 for the initial ones; of the steps that were published or committed.
-        metrics: numbers by step and name, without what was only measured.
+        digests: digest of the weights by published or committed step, 0 for the initial ones.
+        metrics: numbers by step and name, without measured times.
     """
 
     digests: Mapping[int, str] = field(default_factory=dict)
     metrics: Mapping[int, Mapping[str, Number]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether anything is known."""
         return bool(self.digests or self.metrics)
 
     @property
     def steps(self) -> int:
-        """The last step that anything is known of; 0: none."""
+        """The last known step; 0 without one."""
         return max((*self.digests, *self.metrics), default=0)
 
     def up_to(self, step: int) -> Outcome:
-        """Leave out what came after a step."""
+        """Leave out later steps."""
         return Outcome(
             digests={at: digest for at, digest in self.digests.items() if at <= step},
             metrics={at: values for at, values in self.metrics.items() if at <= step},
@@ -66,13 +62,13 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two outcomes compare.
+    """Comparison of two outcomes.
 
     Attributes:
-        versions, values: how many digests and numbers both have.
-        unequal: what is not the same, by step; of one step the metrics first, which were there before its version.
-        absent: steps that only the old one has a digest or metrics of. A version does not count where the new one has a
-            later one: weights are also saved where a run is stopped, which its repetition is not.
+        versions, values: the number of digests and metrics that both have.
+        unequal: the differences by step; the metrics of a step come before its digest.
+        absent: steps that only the old outcome has. A version does not count if the new outcome has a later one: a
+            stopped run saves one more.
     """
 
     versions: int
@@ -82,17 +78,16 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether there was something to compare, all of the old one, and nothing differs."""
+        """Whether there was something to compare, nothing is absent and nothing differs."""
         return self.versions + self.values > 0 and not self.unequal and not self.absent
 
     @property
     def first_version(self) -> Unequal | None:
-        """The first version that differs."""
         return next((one for one in self.unequal if one.what == DIGEST), None)
 
     @property
     def first_metrics(self) -> list[Unequal]:
-        """The metrics that differ at the first step where any does."""
+        """The metrics that differ at the first such step."""
         metrics = [one for one in self.unequal if one.what != DIGEST]
         return [one for one in metrics if one.step == metrics[0].step]
 
@@ -101,10 +96,7 @@ DIGEST = "digest"
 
 
 def compare(old: Outcome, new: Outcome) -> Comparison:
-    """Compare what a run computed with what its repetition did, bit for bit.
-
-    What only the new one has says nothing: it may have published at a step at which the old one did not.
-    """
+    """Compare a run with its repetition, bit for bit. Steps that only the repetition has do not count."""
     versions, values, newest = 0, 0, max(new.digests, default=-1)
     unequal: list[Unequal] = []
     absent: list[int] = []
@@ -126,10 +118,7 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
 
 
 def read_outcome(folder: Path, record: RunJson) -> Outcome:
-    """Read what a run computed from its folder; of its last version its record tells, too.
-
-    Args:
-        record: its run.json.
+    """Read the outcome of a run's folder, and its last version from its record.
 
     Raises:
         ConfigError: a log cannot be read, or is damaged.
@@ -140,14 +129,14 @@ def read_outcome(folder: Path, record: RunJson) -> Outcome:
         raise ConfigError(str(error)) from error
     digests = {int(step): digest for step, digest in version_digests(events).items()}
     last = record.get("last_version")
-    if last is not None:  # where the logs are not there, or were cut since
+    if last is not None:  # for missing logs, or logs that were cut since
         digests.setdefault(last["step"], last["digest"])
     lines = [(json_lines.metrics_step(line), line) for line in metrics]
     return Outcome(digests=digests, metrics={step: computed(line) for step, line in lines if step is not None})
 
 
 def computed(line: Mapping[str, object]) -> dict[str, Number]:
-    """The numbers of a line of metrics that follow from the configuration alone."""
+    """Return the metrics of a line that the configuration alone decides."""
     return {
         name: value
         for name, value in line.items()
@@ -155,14 +144,14 @@ def computed(line: Mapping[str, object]) -> dict[str, Number]:
     }
 
 
-# What differs between the places in which two attempts ran, as their records tell it, and may change sums.
+# Environments: differences that may change sums.
 
 
 NONE = "none"
 
 
 class EnvironmentDifference(NamedTuple):
-    """One thing that is not the same: what, and what it was then and is now."""
+    """One difference between two environments."""
 
     what: str
     old: str
@@ -173,10 +162,7 @@ class EnvironmentDifference(NamedTuple):
 
 
 def differences(old: RunJson, new: RunJson) -> list[EnvironmentDifference]:
-    """Compare packages, the state of the repository, threads and hardware of two records.
-
-    What a record does not have, as those of earlier versions, is not compared.
-    """
+    """Compare packages, repository, threads and hardware of two records; missing values are not compared."""
     return [
         *_mappings("", old.get("packages"), new.get("packages")),
         *_git(old, new),
@@ -190,7 +176,7 @@ def _git(old: RunJson, new: RunJson) -> Iterator[EnvironmentDifference]:
     if before is None and after is None:
         return
     texts = [NONE if git is None else git["commit"][:12] + " with changes" * git["dirty"] for git in (before, after)]
-    if texts[0] != texts[1] or texts[0].endswith("changes"):  # two sets of changes may be two different ones
+    if texts[0] != texts[1] or texts[0].endswith("changes"):  # the changes may differ
         yield EnvironmentDifference("git", *texts)
 
 
@@ -207,28 +193,28 @@ def _values(what: str, old: object, new: object) -> Iterator[EnvironmentDifferen
         yield EnvironmentDifference(what, str(old), str(new))
 
 
-# Where the end of one more run may lie, given those of a few: for runs that are not the same bit for bit.
+# Prediction of further runs, for runs that are not bit-identical.
 
 
 LAST_STEPS = 10
-"""Over which the end of a run is averaged."""
+"""The number of steps that make the end of a run."""
 MOST = 11
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Quantiles 0.975 of Student's t for 1, 2, ... degrees of freedom."""
 _JUDGED = ("reward/mean", "loss")
-"""The first of these that a run has is what it is judged by."""
+"""The first of these metrics that a run has judges it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Where 95 % of further runs end, as the spread of a few tells: prediction interval of normal values (Student)."""
+    """The range of 95 % of further runs by the spread of a few: Student's prediction interval of normal values."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Work it out from 2 to `MOST` values."""
+        """Compute the interval from 2 to `MOST` values."""
         number = len(values)
         half = _T[number - 2] * statistics.stdev(values) * math.sqrt(1 + 1 / number)
         middle = statistics.fmean(values)
@@ -239,13 +225,13 @@ class Interval:
 
 
 def judged(outcome: Outcome) -> str | None:
-    """The metric that a run is judged by; None: it has none of them."""
+    """Return the metric that judges a run; None without one."""
     names = {name for values in outcome.metrics.values() for name in values}
     return next((name for name in _JUDGED if name in names), None)
 
 
 def end_of(outcome: Outcome, name: str) -> float | None:
-    """The mean of a metric over the last steps; None where it was never finite there."""
+    """Return the mean of a metric over the last steps; None if it was never finite there."""
     last = sorted(outcome.metrics)[-LAST_STEPS:]
     values = [value for step in last if (value := outcome.metrics[step].get(name)) is not None]
     return statistics.fmean(values) if values else None

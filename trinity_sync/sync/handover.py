@@ -1,7 +1,7 @@
-"""The synchronizer's calls for programs that hand over whole state dicts, or broadcast them themselves, in place of
-slots and node agents: the actor's half and the client's, bases of `SynchronizerActor` and `Synchronizer`.
+"""The synchronizer's calls for programs without slots and node agents, which hand over whole state dicts or broadcast
+them: `Handover`, the base of `SynchronizerActor`, and `HandoverClient`, the base of `Synchronizer`.
 
-The actor holds references, sizes and digests, never the bytes of a tensor.
+The actor keeps references, sizes and digests, never the bytes of a tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import time
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
@@ -42,23 +42,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Names the newest committed weights in the checkpoint folder, for verl and Trinity-RFT too.
+#: The tracker of the newest committed weights in the checkpoint folder, as verl and Trinity-RFT name it.
 _TRACKER = "latest_state_dict_iteration.txt"
 
-#: When the trainer has stopped, commits have so long, seconds.
+#: Timeout of the commits that are under way when the trainer stops, seconds.
 _LAST_COMMITS_S = 60.0
 
-#: A module that answers is asked again after so long whether it lives, seconds.
+#: Interval at which a module is asked whether it is alive, seconds.
 _ALIVE_S = 1.0
 
 
 class Handover:
-    """The actor's half.
-
-    Args:
-        book: of all versions.
-        config: the actor's settings.
-    """
+    """The actor's half."""
 
     def __init__(self, book: VersionBook, config: SynchronizerConfig) -> None:
         self._changes = Changes()
@@ -69,7 +64,7 @@ class Handover:
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
         self._served: set[RoundMember] = set()
-        # The processes that were here when the newest version on disk became known.
+        # The processes that were running when the newest version on disk became known.
         self._here: set[str] = set()
         self._meta: list[Described] | None = None
         self._watches: set[asyncio.Task[None]] = set()
@@ -80,11 +75,11 @@ class Handover:
     async def set_model_state_dict(
         self, step: int, attempt: int | None, state: object, location: str | None, publisher: RoundMember
     ) -> None:
-        """Publish a version: as `put_state`, or as `announce` where there is no state.
+        """Publish a version: by `put_state`, or by `announce` where there is no state.
 
         Args:
-            attempt: None: that of the newest version, and the next one where the trainer has gone back to an earlier
-                step. With what is on disk only a process that came since goes back, for saves may end out of order.
+            attempt: None: that of the newest version, or the next one where the trainer has gone back to an earlier
+                step. For a version on disk only a process that started later can go back: saves may end out of order.
             publisher: the process that calls.
         """
         saved = self._book.newest_in(Place.DISK)
@@ -105,7 +100,7 @@ class Handover:
         return Version(newest.attempt + 1, step)
 
     async def put_state(self, version: Version, state: object) -> None:
-        """Take note that a state dict is in the object store, or (a path) where readers know to look."""
+        """Record a state dict in the object store, or its path, which readers open themselves."""
         try:
             self._book.publish(Version(*version), state)
         except VersionError as error:
@@ -113,8 +108,8 @@ class Handover:
         self._changes.announce()
 
     async def announce(self, version: Version, location: str | None, publisher: str) -> None:
-        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it.
-        Where it is not committed yet, or is being saved again, wait for its commit.
+        """Record a version on disk: at `location`, or in the checkpoint folder, if the actor knows it. Wait for its
+        commit where it is not committed yet, or is being saved again.
         """
         version = Version(*version)
         if location is None and self._checkpoint_dir is not None:
@@ -124,7 +119,7 @@ class Handover:
         self._note_here(before, publisher)
 
     async def _committed(self, version: Version, folder: Path) -> str | None:
-        """Wait for the commit of a version's weights; return their folder, None for weights that nobody saved."""
+        """Wait for the commit of a version's weights; return their folder, None where step 0 was not saved."""
         limit, monitor = self._config.timeout_s, self._monitor()
         saved = await asyncio.to_thread((folder / MANIFEST).is_file)
         if monitor is not None and (version.step > 0 or saved):
@@ -137,7 +132,7 @@ class Handover:
         return str(folder) if saved else None
 
     def _note_here(self, before: Version | None, *publishers: str) -> None:
-        """Take note of who was here when a version on disk became the newest: none of these was started after it."""
+        """Record the running processes when a version on disk has become the newest."""
         if self._book.newest != before:
             self._here = {member.life for member in self._served} | set(publishers)
         self._changes.announce()
@@ -148,14 +143,14 @@ class Handover:
         return None
 
     async def follow(self, version: Version, location: str) -> None:
-        """Take note of a commit of the run's checkpoint monitor."""
+        """Record a commit of the run's checkpoint monitor."""
         if self._config.follow_commits is not False and self._checkpoint_dir is not None:
             before = self._book.newest
             self._book.follow(Version(*version), location, always=self._config.follow_commits is True)
             self._note_here(before)
 
     async def _follow_last(self) -> None:
-        """Take note of what is being committed now, as nobody saves any more."""
+        """Record the commits that are under way, when the trainer has stopped."""
         if not self._config.follow_commits:
             return
         try:
@@ -163,23 +158,23 @@ class Handover:
                 await monitor.finish_saves(_LAST_COMMITS_S).answer(_LAST_COMMITS_S + ANSWER_S)
             self._follow_newest()
         except RunError as error:
-            story.warning("what was being saved when the trainer stopped may be no version: %s", error)
+            story.warning("saves that were under way when the trainer stopped may be no versions: %s", error)
 
     def _follow_newest(self) -> None:
-        """Take note of the newest weights that the checkpoint folder holds already."""
+        """Record the newest weights in the checkpoint folder."""
         if self._config.follow_commits is False or self._checkpoint_dir is None:
             return
         try:
             folder = self._step_dir(step := int((self._checkpoint_dir / _TRACKER).read_text()))
             attempt = int(json.loads((folder / MANIFEST).read_text())["attempt"])
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-            return  # nothing was committed, or it is not whole
+            return  # no commit, or a damaged one
         except OSError as error:
-            raise RunError(f"what was committed in {self._checkpoint_dir} cannot be read now: {error}") from error
+            raise RunError(f"the newest commit in {self._checkpoint_dir} cannot be read now: {error}") from error
         self._book.follow(Version(attempt, step), str(folder), always=self._config.follow_commits is True)
 
     def _step_dir(self, step: int) -> Path:
-        assert self._checkpoint_dir is not None, "asked for where it is known"
+        assert self._checkpoint_dir is not None, "callers check it"
         return self._checkpoint_dir / f"global_step_{step}"
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
@@ -192,15 +187,15 @@ class Handover:
         return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
 
     async def find(self) -> VersionPlace | None:
-        """Return the newest version with what is needed to have its tensors; None before the first."""
+        """Return the newest version and the place of its tensors; None before the first version."""
         return self._book.find()
 
     async def state_lost(self, version: Version) -> VersionPlace | None:
-        """Take note that the tensors of a version are lost; return what serves in its place."""
+        """Record that the tensors of a version are lost; return the version that replaces it."""
         return self._book.lost(Version(*version))
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """Describe what explorers get; see `Synchronizer.get_state_dict_meta`."""
+        """Describe the tensors that explorers get; see `Synchronizer.get_state_dict_meta`."""
         described = self._described()
         if described is None:
             return None
@@ -217,7 +212,7 @@ class Handover:
     async def open_group(
         self, trainer: RoundMember, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
-        """Take note of where a group for broadcasts meets, which the trainer set up."""
+        """Record the address of a group for broadcasts, which the trainer has set up."""
         try:
             group = self._rounds.open(trainer, address, port, meta, explorers)
         except RoundError as error:
@@ -226,7 +221,7 @@ class Handover:
         return group
 
     async def join_group(self, explorer: RoundMember, after: int, timeout_s: float) -> WeightSyncGroup:
-        """Wait for a group with an id above `after`; return it, with the explorer's place in it."""
+        """Wait for a group with an id above `after`; return it, with the explorer's rank in it."""
         rounds, over = self._rounds, self._statuses.trainer_requires_sync
         deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
         while True:
@@ -240,12 +235,12 @@ class Handover:
             except RoundError as error:
                 if rounds.joinable(after):
                     raise RunError(str(error)) from None
-                # The group was over with that: it had the process before this one. There will be another one.
+                # That ended the group, which had an earlier process of this explorer. Wait for the next group.
                 self._changes.announce()
 
     async def ready(self, member: RoundMember, step: int | None, timeout_s: float) -> int | None:
-        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent.
-        None: there is nobody to wait for, for the others have stopped.
+        """Wait until the trainer and all explorers of the group are ready; return the step that will be sent. None: the
+        other side has stopped.
         """
         trainer, statuses = member.name == TRAINER, self._statuses
         died = trainer and self._rounds.failed is not None and statuses.explorer_died
@@ -275,17 +270,17 @@ class Handover:
         if meeting.failed is not None:
             raise RunError(f"{member} waited in vain: {meeting.failed}")
         if meeting.step is not None and self._config.trinity:
-            # Such a program says nothing when it has sent a version.
+            # Such a program does not report that it has sent a version.
             self._book.announce(self._version(meeting.step, None, restarted=True), place=Place.SENT)
             self._changes.announce()
         return meeting.step
 
     def _stopped(self, trainer: bool) -> bool:
-        """Whether the other side of a broadcast is over."""
+        """Return whether the other side of a broadcast has stopped."""
         return self._statuses.explorers_stopped if trainer else self._statuses.trainer_requires_sync() is None
 
     async def sent(self, trainer: RoundMember, version: Version) -> None:
-        """Take note that all explorers of the group have a version."""
+        """Record that all explorers of the group have a version."""
         version = Version(*version)
         if not self._rounds.sends(trainer):
             raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
@@ -298,14 +293,15 @@ class Handover:
         """Have the program's own actors enter a group; see `Synchronizer.coordinate_weight_sync_setup`."""
         config, limit = self._config, timeout or self._config.timeout_s
         trainer, explorer, deadline = config.trainer_name, config.explorer_name, time.monotonic() + limit
-        address, port, self._meta = await self._ask_module(trainer, deadline, "get_weight_sync_info")
+        info = await self._ask_module(trainer, deadline, "get_weight_sync_info")
+        address, port, self._meta = cast("tuple[str, int, list[Described]]", info)
         group = (address, port, 1 + config.explorer_world_size, config.group_name, limit)
         both = (self._ask_module(name, deadline, "setup_weight_sync_group", *group) for name in (trainer, explorer))
         await asyncio.gather(*both)
         await self._ask_module(explorer, deadline, "set_state_dict_meta", self._meta)
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """Have them leave it; see `Synchronizer.coordinate_weight_sync_teardown`."""
+        """Have both actors leave the group; see `Synchronizer.coordinate_weight_sync_teardown`."""
         for name in (self._config.explorer_name, self._config.trainer_name):
             try:
                 limit = time.monotonic() + self._config.timeout_s / 2
@@ -313,21 +309,21 @@ class Handover:
             except RunError as error:
                 story.warning("%s has not left its weight sync group: %s", name, error)
 
-    async def _ask_module(self, name: str, deadline: float, method: str, *args: object) -> Any:
-        """Have a named actor of the program answer until then (`time.monotonic`)."""
+    async def _ask_module(self, name: str, deadline: float, method: str, *args: object) -> object:
+        """Call a named actor of the program; `deadline` in seconds of `time.monotonic`."""
         namespace = self._config.namespace
         try:
             actor = ray.get_actor(name, namespace=namespace)
         except ValueError:
             raise RunError(f"there is no actor {name!r} in Ray namespace {namespace!r}") from None
-        call: Call[Any] = Call(getattr(actor, method).remote(*args), name, f"answer {method}")
+        call: Call[object] = Call(getattr(actor, method).remote(*args), name, f"answer {method}")
         return await call.answer(round(deadline - time.monotonic(), 1))
 
-    # -- whom the actor serves
+    # -- the processes that the actor serves
 
     async def attach(self, member: RoundMember, owned: Sequence[Awaitable[None]]) -> None:
-        """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
-        the last one is gone, so is the actor.
+        """Serve a process until it ends: `owned` has the reference of its `lifeline` call, which then fails. The actor
+        ends with the last process.
         """
         self._roll.hear(member)
         self._served.add(member)
@@ -338,11 +334,11 @@ class Handover:
         self._served.discard(member)
         self._changes.announce()
         if not self._served:
-            # Not `exit_actor`, which waits for the calls that are under way, and some never return.
+            # Not `exit_actor`: it waits for all calls, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
 
     async def add_module(self, module_ref: ActorHandle | None) -> None:
-        """Serve an actor of the program as well, until it is gone; see `Synchronizer.add_module`."""
+        """Serve an actor of the program, until it ends; see `Synchronizer.add_module`."""
         if module_ref is None or (module := RoundMember("module", module_ref._actor_id.hex())) in self._served:
             return
         self._served.add(module)
@@ -352,27 +348,25 @@ class Handover:
 
 
 async def _dead(module: ActorHandle) -> None:
-    """Fail when an actor is dead; one that is busy answers when it can."""
+    """Raise when an actor is dead; a busy one answers later."""
     while True:
-        with contextlib.suppress(ActorUnavailableError):  # Ray is starting it again
+        with contextlib.suppress(ActorUnavailableError):  # Ray restarts it
             await module.__ray_ready__.remote()
         await asyncio.sleep(_ALIVE_S)
 
 
 def _own(found: tuple[dict[str, torch.Tensor] | str | None, int]) -> tuple[dict[str, torch.Tensor] | str | None, int]:
-    """Copy the tensors of an answer. A view would travel with all of its bucket, once for each tensor."""
+    """Copy the tensors of an answer: a view would be pickled with its whole bucket, once per tensor."""
     state, step = found
     return {name: one.clone() for name, one in state.items()} if isinstance(state, dict) else state, step
 
 
-#: The calls by which actors watch this process; while it lives, so do they.
+#: The calls by which actors watch this process. They last as long as the process.
 _attached: dict[tuple[str, RoundMember], tuple[Call[None], Call[None]]] = {}
 
 
 class HandoverClient:
-    """The client's half. Each method is called plainly, and waits for its answer, or with `.remote`, which returns
-    Ray's reference to it.
-    """
+    """The client's half. A plain call of a method waits for the answer; `.remote` returns Ray's reference to it."""
 
     def __init__(self, client: SynchronizerClient) -> None:
         self.client = client
@@ -387,12 +381,12 @@ class HandoverClient:
         return call.result(self.client.timeout_s)
 
     def _attach(self, name: str) -> RoundMember:
-        """Return this process under a name; the actor notices its end from now on."""
+        """Return this process under a name; the actor watches it from now on."""
         member = this_process(name)
         key = (self.client.handle._actor_id.hex(), member)
         if key not in _attached:
-            held = self.client.lifeline()
-            _attached[key] = (held, self.client.attach(member, [held.reference]))
+            lifeline = self.client.lifeline()
+            _attached[key] = (lifeline, self.client.attach(member, [lifeline.reference]))
         return member
 
     # -- whole state dicts
@@ -409,23 +403,23 @@ class HandoverClient:
     ) -> Call[None]:
         """Publish a version. Its tensors go into the object store in large buckets; the actor gets references.
 
-        Called by one process of the trainer, which has to live as long as readers are to have the tensors.
+        Called by one process of the trainer. The tensors are lost when that process ends.
 
         Args:
             model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
-                tensor at a time. A path: readers are told it, and read it themselves. None: the version is the
-                checkpoint of that step on disk; its commit is waited for.
+                tensor at a time. A path: readers open it themselves. None: the version is the checkpoint of that step
+                on disk; the call waits for its commit.
             trainer_step: names the version.
             attempt: the run's attempt; None: that of the version before, or the next one for an earlier step, as from a
-                trainer that was started again.
-            wire_dtype: dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
+                restarted trainer.
+            wire_dtype: dtype of floating tensors on the wire, such as ``"BF16"``; None: as they are.
             location: the folder of the checkpoint, where there is no state dict and the actor does not know the
                 checkpoint folder.
 
         Raises:
             RunError: the attempt has a later version, or the version was published with other weights; the step is
-                none; or its checkpoint failed, or there is none and nobody who saves it.
-            WaitTimeout: the checkpoint was not committed in time; names what is missing.
+                not a number; or its checkpoint failed, or does not exist and is not being saved.
+            WaitTimeout: the checkpoint was not committed in time; names the missing parts.
         """
         if not isinstance(trainer_step, Integral) or trainer_step < 0:
             raise RunError(f"trainer_step is {trainer_step!r}; it has to be a number of steps")
@@ -440,18 +434,18 @@ class HandoverClient:
         return self.client.set_model_state_dict(int(trainer_step), attempt, state, location, publisher)
 
     def _fetch(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | str | None, int]:
-        """Return the newest version: its tensors, every byte checked, and its step; both of one version.
+        """Return the newest version's tensors, every byte checked, and its step.
 
         Args:
-            copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
+            copy: copy the tensors. Otherwise they are views of shared memory, which must not be written to.
 
         Returns:
-            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`), or came another way,
-            (path, step) where it was published as a path, and (None, -1) before the first.
+            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`) or was broadcast, (path,
+            step) where it was published as a path, and (None, -1) before the first.
 
         Raises:
-            RunError: the tensors are lost with the process that published them, or damaged; or cannot be fetched now.
-                For lost ones the newest checkpoint, where one is known, serves from then on.
+            RunError: the tensors are damaged, lost with the process that published them, or cannot be fetched now.
+                After a loss the newest known checkpoint replaces the version.
         """
         newest = self._answer(self.client.find())
         if newest is None:
@@ -476,8 +470,8 @@ class HandoverClient:
     get_model_state_dict = fetched(_fetch, lambda found: ray.put(_own(found)))
 
     def _iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of the newest version, all of one version; nothing where it is not in memory. `.remote`
-        yields Ray's references to such pairs.
+        """Yield (name, tensor) of the newest version; nothing where it is not in memory. `.remote` yields Ray's
+        references to such pairs.
 
         Raises:
             RunError: as `get_model_state_dict`; or the version was published as a path.
@@ -492,12 +486,12 @@ class HandoverClient:
     )
 
     get_state_dict_meta = forwarded(Handover.get_state_dict_meta)
-    """`()`: the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype such as
-    ``bfloat16``, shape), in the order in which they come; None: neither is known.
+    """`()`: the tensors of the last state dict, or of the weight sync group, as (name, dtype such as ``bfloat16``,
+    shape), in order; None: neither is known.
     """
     get_latest_model_path = forwarded(Handover.get_latest_model_path)
-    """`(use_huggingface=False)`: the folder of the newest version: of its checkpoint or, for one in memory, where that
-    is or would be. None: there is none, or the checkpoint folder is not known.
+    """`(use_huggingface=False)`: the folder of the newest version's checkpoint, or the one that it would have, if the
+    version is in memory. None: there is no version, or the checkpoint folder is not known.
     """
 
     # -- broadcasts over a group of the program's own
@@ -511,12 +505,12 @@ class HandoverClient:
         *,
         explorers: int = 1,
     ) -> Call[WeightSyncGroup]:
-        """As rank 0 of the trainer, tell the explorers where to meet for broadcasts.
+        """Announce a group for broadcasts, as rank 0 of the trainer. It ends the group before.
 
         Args:
             master_address, master_port: address of a store that serves already.
-            state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
-            explorers: number of explorers in the group. The group before it is over.
+            state_dict_meta: (name, dtype, shape) of the tensors that will be sent, in order.
+            explorers: number of explorers in the group.
         """
         trainer = self._attach(TRAINER)
         meta: list[Described] | None = None
@@ -526,15 +520,15 @@ class HandoverClient:
 
     @asked
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> Call[WeightSyncGroup]:
-        """As an explorer, wait for a group and take a place in it.
+        """Wait for a group, as an explorer, and take a rank in it.
 
         Args:
             explorer: the explorer's name, unique in the run.
-            after: the id of the group that it was in before.
+            after: the id of the explorer's group before.
 
         Raises:
-            RunError: all places are taken.
-            WaitTimeout: the trainer set up none.
+            RunError: all ranks are taken.
+            WaitTimeout: the trainer set up no group.
         """
         member = self._attach(explorer)
         return self.client.join_group(member, after, self.client.timeout_s)
@@ -547,17 +541,16 @@ class HandoverClient:
 
         Args:
             module: ``"trainer"``, or the explorer's name.
-            trainer_step: the step that the trainer is going to send; of an explorer it means nothing.
-            timeout_s: limit, seconds; the configured one unless given.
+            trainer_step: the step that the trainer will send; ignored for an explorer.
+            timeout_s: timeout, seconds; None: the configured one.
 
         Returns:
-            The step that is going to be sent. It is the newest version only after `notify_nccl_sync_done`, so that no
-            label stands before its bytes. None: there is nobody to wait for, since the trainer, or every explorer that
-            had said its status, has stopped.
+            The step that will be sent. It becomes the newest version with `notify_nccl_sync_done`, after its bytes.
+            None: the trainer has stopped, or every explorer that had set its status.
 
         Raises:
             RunError: a member of the group died.
-            WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
+            WaitTimeout: names the members that did not come. The caller no longer counts as ready.
         """
         member = self._attach(module)
         limit = self.client.timeout_s if timeout_s is None else timeout_s
@@ -565,21 +558,21 @@ class HandoverClient:
 
     @asked
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> Call[None]:
-        """As the trainer, say that the version was sent to all explorers of the group."""
+        """Report that the version was sent to all explorers of the group, as the trainer."""
         return self.client.sent(this_process(TRAINER), Version(attempt, trainer_step))
 
     coordinate_weight_sync_setup = forwarded(Handover.coordinate_weight_sync_setup)
-    """`(timeout=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group
-    of their own: `get_weight_sync_info` of the trainer gives (address, port, meta), `setup_weight_sync_group(address,
-    port, world_size, group_name, timeout_s)` is called on both together, `set_state_dict_meta(meta)` on the explorer.
-    RunError: one is not there, dies or fails; WaitTimeout: one does not answer within `timeout` seconds, which are the
-    configured ones unless given.
+    """`(timeout=None)`: have the trainer's and the explorer's actors, as the config names them, enter a process group:
+    `get_weight_sync_info` of the trainer gives (address, port, meta), `setup_weight_sync_group(address, port,
+    world_size, group_name, timeout_s)` is called on both concurrently, `set_state_dict_meta(meta)` on the explorer.
+    RunError: an actor does not exist, dies or fails; WaitTimeout: one does not answer within `timeout` seconds (None:
+    the configured timeout).
     """
     coordinate_weight_sync_teardown = forwarded(Handover.coordinate_weight_sync_teardown)
-    """`()`: have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. One that is dead,
-    fails, or takes more than half of the configured limit, is logged and passed over.
+    """`()`: have the explorer and then the trainer leave that group, by `teardown_weight_sync_group`. An actor that is
+    dead, fails, or takes more than half of the configured timeout, is logged and skipped.
     """
     add_module = forwarded(Handover.add_module)
-    """`(module_ref)`: serve an actor of the program as well, until it is gone. A process that calls `get_actor` is
-    served anyhow; None is such a process.
+    """`(module_ref)`: serve an actor of the program too, until it ends. None: a process that has called `get_actor`,
+    which is served already.
     """

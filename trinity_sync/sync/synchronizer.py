@@ -1,14 +1,15 @@
-"""The `Synchronizer`: where trainer and explorers meet. A named Ray actor, one per run, over the pure `VersionBook`.
+"""The `Synchronizer`, through which explorers get the trainer's versions: a named Ray actor, one per run, over the pure
+`VersionBook`.
 
-Control plane only: names, versions, digests and where things are, never tensor bytes. Who calls what, for one version:
+It handles names, versions, digests and places, never tensor bytes. The calls for one version:
 
-1. The trainer's driver `begin`s the version and gets a slot (waits for one up to a timeout).
+1. The trainer's driver `begin`s the version and gets a slot (it waits for one up to a timeout).
 2. The node agents report `staged` (which parts, where, bucket digests); the lead agent reports `digested`.
 3. The driver awaits `wait_sealed`, makes the bytes available in its sync mode, and `commit`s.
 4. Explorers `lease` the version, load it, and `release` the lease.
 
-Waiting calls return as soon as the state changes; nothing is polled. Programs that have no slots hand over whole state
-dicts, or broadcast them and meet here for that: see `handover`.
+Waiting calls return as soon as the state changes; nothing is polled. Programs without slots hand over whole state dicts
+or broadcast them: see `handover`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
@@ -52,31 +53,28 @@ ACTOR_NAME = SYNCHRONIZER
 
 
 class SynchronizerActor(Handover):
-    """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock.
-
-    Args:
-        config: see `SynchronizerConfig`.
-        clock: seconds, monotonic; leases expire by it.
+    """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock. Leases expire by
+    `clock` (monotonic seconds).
     """
 
     def __init__(self, config: SynchronizerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         own_log(config.log_dir, "synchronizer")
         super().__init__(VersionBook(config.slots, clock), config)
         self._wakes = 0
-        # Agents and ranks that are dead, by name, and not yet followed by another process of that name.
+        # Agents and ranks that have died and were not started again, by name.
         self._dead: dict[str, RoundMember] = {}
 
     # -- trainer's side
 
     async def begin(self, version: Version, parts: list[str], timeout_s: float) -> int:
-        """Return a slot for the version; wait while every slot is read or still on its way."""
+        """Return a slot for the version; wait while every slot is leased or not yet committed."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._check_members(f"take version {version}")
             slot = self._book.open(version, parts)
             if slot is not None:
                 return _opened(version, slot)
-            # An expired lease frees a slot without anybody calling, so wake up for that too.
+            # An expired lease frees a slot without a call, so wake up for that too.
             changed = await self._changes.next(min(deadline - time.monotonic(), 1.0))
             if not changed and time.monotonic() >= deadline:
                 raise WaitTimeout(
@@ -86,29 +84,29 @@ class SynchronizerActor(Handover):
                 )
 
     async def begin_if_free(self, version: Version, parts: list[str]) -> int | None:
-        """Return a slot for the version, None where none is free now. Does not wait."""
+        """Return a slot for the version; None: none is free now."""
         self._check_members(f"take version {version}")
         slot = self._book.open(version, parts)
         return slot if slot is None else _opened(version, slot)
 
     async def staged(self, version: Version, parts: dict[str, PartInfo]) -> None:
-        """Take note that parts of a node are in its slot."""
+        """Record that parts of a node are in its slot."""
         self._book.stage(version, parts)
         self._changes.announce()
 
     async def digested(self, version: Version, digest: str | None) -> None:
-        """Take note of the digest of the whole version (None: not asked for)."""
+        """Record the digest of the whole version (None: not computed)."""
         self._book.digest(version, digest)
         self._changes.announce()
 
     async def failed(self, version: Version, error: str) -> None:
-        """Take note that a part of the version cannot be had; whoever waits for it is told."""
+        """Record that a part of the version failed, which ends all waits for the version."""
         story.error("version %s failed: %s", version, error)
         self._book.fail(version, error)
         self._changes.announce()
 
     async def wait_sealed(self, version: Version, timeout_s: float) -> Sealed:
-        """Wait until all ranks have staged the version; return what publishing it needs."""
+        """Wait until all ranks have staged the version; return its description for the publisher."""
 
         def ready() -> bool:
             return bool(self._dead) or self._book.state(version) is not State.OPENED
@@ -122,7 +120,7 @@ class SynchronizerActor(Handover):
         return Sealed(version=version, slot=slot, digest=digest, parts=parts)
 
     async def commit(self, version: Version, location: str | None = None) -> None:
-        """Make the version the newest one; explorers that wait for one are woken."""
+        """Make the version the newest one, and wake the explorers that wait for it."""
         self._book.commit(version, location)
         story.info("version %s is the newest%s", version, f", in {location}" if location else "")
         self._changes.announce()
@@ -136,12 +134,12 @@ class SynchronizerActor(Handover):
     # -- watching agents and ranks
 
     async def lifeline(self) -> None:
-        """Never returns. What it would return belongs to the caller; see `watch`."""
+        """Never return. Its result belongs to the caller, whose death makes it fail; see `watch`."""
         await asyncio.Event().wait()
 
     async def watch(self, member: RoundMember, owned: list[ObjectRef[None]]) -> None:
-        """Notice the death of a node agent or a rank: `owned` holds the reference to its `hold` call, which fails with
-        its owner. One that is started again takes the place of the one before, whatever is heard of that.
+        """Notice the death of a node agent or a rank: `owned` has the reference of its `lifeline` call, which then
+        fails. A process that was started again replaces the one before.
         """
         if not self._roll.present(member):
             return
@@ -161,7 +159,7 @@ class SynchronizerActor(Handover):
     # -- explorers' side
 
     async def lease(self, reader: Hashable, version: Version | None = None) -> Lease:
-        """Hold a committed version (the newest unless named); version and parts come together."""
+        """Lease a committed version (the newest unless named), together with its parts."""
         try:
             lease = self._book.lease(reader, self._config.lease_s, version)
         except VersionError as error:
@@ -170,24 +168,24 @@ class SynchronizerActor(Handover):
         return lease
 
     async def holds(self, lease_id: int) -> bool:
-        """Whether a lease lasts still."""
+        """Return whether a lease has not ended."""
         return self._book.holds(lease_id)
 
     async def release(self, lease_id: int) -> bool:
-        """End a lease. False: it had ended before, so the slot may hold another version by now."""
+        """End a lease. False: it had expired, so the slot may hold another version now."""
         in_time = self._book.release(lease_id)
         self._changes.announce()
         return in_time
 
     async def drop_reader(self, reader: Hashable) -> None:
-        """End the leases of a reader that is gone; what it asked for before comes too late."""
+        """End the leases of a reader that died; its earlier calls that are still under way get none."""
         self._book.drop_reader(reader)
         story.warning("%s is gone, its leases end", reader)
         self._changes.announce()
 
     async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:
-        """Wait for a version newer than `version`; return the newest. None: none will come, as the trainer has stopped,
-        or none comes now, as `notify_no_new_model_state_dict` has it.
+        """Wait for a version newer than `version`; return the newest. None: the trainer has stopped, or called
+        `notify_no_new_model_state_dict`.
         """
         wakes = self._wakes
 
@@ -229,14 +227,14 @@ class SynchronizerActor(Handover):
     # -- status
 
     async def set_trainer_status(self, status: object) -> None:
-        """Take note of what the trainer is doing; see `Synchronizer.set_trainer_status`."""
+        """Record the trainer's status; see `Synchronizer.set_trainer_status`."""
         if known_status(status) == STOPPED:
             await self._follow_last()
         self._statuses.set_trainer(status)
         self._changes.announce()
 
     async def get_trainer_status(self) -> str:
-        """Return what the trainer said last."""
+        """Return the trainer's last status."""
         return self._statuses.trainer
 
     async def trainer_requires_weight_sync(self) -> bool | None:
@@ -244,14 +242,14 @@ class SynchronizerActor(Handover):
         return self._statuses.trainer_requires_sync()
 
     async def set_explorer_status(self, member: RoundMember, status: str, old_status: str | None = None) -> None:
-        """Take note that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
+        """Record that one explorer of a process changes from `old_status` (None: it is new) to `status`."""
         if not self._roll.present(member):
             raise RunError(f"{member} is dead, so no explorer of it is {status}")
         self._statuses.set_explorer(member, status, old_status)
         self._changes.announce()
 
     async def get_explorer_status_counts(self) -> dict[str, int]:
-        """Count explorers per status, of processes that live."""
+        """Count the explorers of living processes per status."""
         return self._statuses.counts()
 
     async def explorer_requires_sync(self) -> bool:
@@ -259,12 +257,12 @@ class SynchronizerActor(Handover):
         return self._statuses.counts()[REQUIRES_SYNC] > 0
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """Take note that no version comes now: those who wait for one now wait no longer."""
+        """End the waits for a version that are under way: none comes now."""
         self._wakes += 1
         self._changes.announce()
 
     async def memory(self) -> SynchronizerMemory:
-        """Return the peak resident bytes of this process, and whether torch was loaded into it (it must not be)."""
+        """Return the peak resident bytes of this process, and whether it has loaded torch (it must not)."""
         return {"peak_rss": peak_memory(), "pid": os.getpid(), "torch": "torch" in sys.modules}
 
 
@@ -304,83 +302,63 @@ class Synchronizer(HandoverClient):
         timeout_s: float | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> Synchronizer:
-        """Return the run's synchronizer. With a config or settings it is created where there is none; without any it
-        must be there. The actor serves the calling process from now on, and ends when the last one it serves is gone.
+        """Return the run's synchronizer. With a config or a setting it is created where there is none; without them it
+        has to exist. The actor serves the calling process from now on, and ends when the last process that it serves
+        has ended.
 
         Args:
-            config: a `SynchronizerConfig`, or the `Config` of a Trinity-RFT program, whose namespace it then is.
+            config: a `SynchronizerConfig`, or the `Config` of a Trinity-RFT program.
             namespace: Ray namespace; None: the config's, else that of the program.
-            timeout_s: the setting of that name, without a config or in place of the config's. Of an actor that is
-                there, its own holds.
+            timeout_s: the setting of that name, in place of the config's. An existing actor keeps its own.
             checkpoint_dir: the setting of that name, likewise.
 
         Raises:
-            ConfigError: the config is none of these, or a field of it is wrong; or the synchronizer that is there has
+            ConfigError: the config is neither of these, or a field of it is wrong; or the existing synchronizer has
                 another checkpoint folder.
-            RunError: no config or setting was given and there is none.
+            RunError: there is no synchronizer, and no config or setting to create it.
         """
-        settings = None if config is None else synchronizer_config(config)
-        namespace = namespace or (settings.namespace if settings is not None else None)
-        given: dict[str, Any] = {}
+        settings = SynchronizerConfig() if config is None else synchronizer_config(config)
+        namespace = namespace or settings.namespace
         if timeout_s is not None:
             check_limit("timeout_s", timeout_s)
-            given["timeout_s"] = timeout_s
+            settings = replace(settings, timeout_s=timeout_s)
         if checkpoint_dir is not None:
-            given["checkpoint_dir"] = str(Path(checkpoint_dir).absolute())
-        wanted = given.get("checkpoint_dir") or (settings.checkpoint_dir if settings is not None else None)
+            settings = replace(settings, checkpoint_dir=str(Path(checkpoint_dir).absolute()))
         try:
             actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
             its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
         except (ValueError, MemberDied):  # there is none, or it has just ended
-            if settings is None and not given:
+            if config is None and timeout_s is None and checkpoint_dir is None:
                 raise RunError(
                     f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
                 ) from None
+            its = replace(settings, namespace=namespace or ray.get_runtime_context().namespace)
+            actor = _create(its)
         else:
-            if (
-                wanted is not None
-                and its.checkpoint_dir is not None
-                and Path(wanted).absolute() != Path(its.checkpoint_dir).absolute()
-            ):
+            ours, theirs = settings.checkpoint_dir, its.checkpoint_dir
+            if ours is not None and theirs is not None and Path(ours).absolute() != Path(theirs).absolute():
                 raise ConfigError(
-                    f"the synchronizer of Ray namespace {namespace!r} is that of the run in {its.checkpoint_dir}, "
-                    f"which is not over; the checkpoint folder here is {wanted}"
+                    f"the synchronizer of Ray namespace {namespace!r} is that of the run in {theirs}, which is not "
+                    f"over; the checkpoint folder here is {ours}"
                 )
-            found = cls(actor, its.timeout_s)
-            found._attach(_process_name())
-            return found
-        given["namespace"] = namespace or ray.get_runtime_context().namespace
-        settings = replace(settings or SynchronizerConfig(), **given)
-        actor = (
-            ray.remote(failures_logged(small_actor(_Actor, settings)))
-            .options(
-                name=ACTOR_NAME,
-                namespace=namespace,
-                get_if_exists=True,
-                num_cpus=0,
-                max_concurrency=10_000,
-                **({"lifetime": "detached"} if settings.detached else {}),
-            )
-            .remote()
-        )
-        made = cls(actor, settings.timeout_s)
-        made._attach(_process_name())
-        return made
+        found = cls(actor, its.timeout_s)
+        found._attach(_process_name())
+        return found
 
     get_latest_model_version = forwarded(SynchronizerActor.get_latest_model_version)
     """`()`: the step of the newest version, -1 before the first."""
     notify_no_new_model_state_dict = forwarded(SynchronizerActor.notify_no_new_model_state_dict)
-    """`()`: no version comes now; those who wait for one now wait no longer."""
+    """`()`: no version comes now; ends the waits for one that are under way."""
     set_trainer_status = forwarded(SynchronizerActor.set_trainer_status)
-    """`(status)`: the trainer is running, requires_sync or stopped, as that text, an enum's member or its name. When it
-    has stopped all waits for versions end, after the commits that are under way.
+    """`(status)`: running, requires_sync or stopped, as text, as an enum's member or as its name. `stopped` ends all
+    waits for versions, after the commits that are under way.
     """
     get_trainer_status = forwarded(SynchronizerActor.get_trainer_status)
-    """`()`: what the trainer said last."""
+    """`()`: the trainer's last status."""
     trainer_requires_weight_sync = forwarded(SynchronizerActor.trainer_requires_weight_sync)
     """`()`: whether the trainer waits for a broadcast; None: it has stopped."""
     get_explorer_status_counts = forwarded(SynchronizerActor.get_explorer_status_counts)
-    """`()`: how many explorers are in each status, of processes that live."""
+    """`()`: the number of explorers in each status, of living processes."""
     explorer_requires_sync = forwarded(SynchronizerActor.explorer_requires_sync)
     """`()`: whether an explorer waits for a version or a broadcast."""
 
@@ -389,20 +367,19 @@ class Synchronizer(HandoverClient):
         """Wait for a step past `current_version` and return it. The explorer requires sync while it waits.
 
         Returns:
-            `current_version` itself where the trainer has stopped, or says meanwhile that none comes now
-            (`notify_no_new_model_state_dict`). Before the first version -1 is answered with 0, at once: the weights
-            that the explorer began with.
+            `current_version` itself where the trainer has stopped, or calls `notify_no_new_model_state_dict` meanwhile.
+            Before the first version the answer to -1 is 0, at once: the weights that the explorer began with.
 
         Raises:
             RunError: the newest version is an earlier one.
-            WaitTimeout: nothing came within the configured timeout.
+            WaitTimeout: no version came within the configured timeout.
         """
         return self.client.wait_new_model_state_dict(self._attach(_process_name()), current_version)
 
     @asked
     def set_explorer_status(self, status: object, old_status: object = None) -> Call[None]:
-        """Say that one explorer of this process goes from `old_status` (None: it is new) to `status`. It counts while
-        the process lives. Statuses as for `set_trainer_status`.
+        """Record that one explorer of this process changes from `old_status` (None: it is new) to `status`. It counts
+        while the process lives. Statuses as for `set_trainer_status`.
         """
         process = self._attach(_process_name())
         return self.client.set_explorer_status(process, plain(status), plain(old_status))
@@ -410,5 +387,21 @@ class Synchronizer(HandoverClient):
 
 class _Actor(SynchronizerActor):
     async def settings(self) -> SynchronizerConfig:
-        """Return what it was made with, for clients that join by name."""
+        """Return the actor's settings, for clients that join by name."""
         return self._config
+
+
+def _create(settings: SynchronizerConfig) -> ActorHandle:
+    """Create the actor, or return the one that another process has created meanwhile."""
+    return (
+        ray.remote(failures_logged(small_actor(_Actor, settings)))
+        .options(
+            name=ACTOR_NAME,
+            namespace=settings.namespace,
+            get_if_exists=True,
+            num_cpus=0,
+            max_concurrency=10_000,
+            **({"lifetime": "detached"} if settings.detached else {}),
+        )
+        .remote()
+    )

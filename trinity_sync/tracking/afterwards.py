@@ -1,4 +1,4 @@
-"""What happens to a run after its end, added to its files: only the driver writes them while the run lives."""
+"""Changes to the files of a run after its end; while it runs, only the driver writes them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from trinity_sync.tracking.summary import checkpoint_figures, write_summary
 
 
 def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: Path) -> bool:
-    """Add ``prune`` events to a run that has ended, and what that changes to its summary.
+    """Add ``prune`` events to a run that has ended, and update its summary.
 
     Args:
-        run: the run's folder.
-        pruned: step, reason and freed bytes of each checkpoint that was deleted.
-        checkpoints: the run's checkpoint folder.
+        pruned: step, reason and freed bytes of each deleted checkpoint.
 
     Returns:
-        False where the run lives: nothing is written then. Its summary looks at the disk.
+        False if the run is still running: nothing is written, as its summary will look at the disk.
 
     Raises:
         ConfigError, RunError: its files cannot be read or written.

@@ -1,4 +1,4 @@
-"""A console of rich's that shows foreign text as text."""
+"""A console of rich that escapes control characters and secrets in everything that it prints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from trinity_sync.host.terminal import printable
 
 
 class PlainConsole(Console):
-    """Escapes control characters in everything that is rendered, but not those by which rich draws."""
+    """Escapes control characters in rendered text, but not rich's own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See rich."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else printable(without_hidden(segment.text), keep="\n")
             yield segment._replace(text=text)

@@ -317,4 +317,4 @@ _CONVERT: Mapping[str, Callable[[object], object]] = {
     "str | None": lambda value: value if isinstance(value, str) else None,
     "bool": lambda value: value is True,
 }
-"""What a field takes from a line, by its type; `MISSING` where the event depends on what is not there."""
+"""Converts a value of a line by the type of its field; `MISSING`: required and not there."""

@@ -1,7 +1,4 @@
-"""A run as another process sees it: how it stands, by its lock and record, and the lines that come in, as they come.
-
-What was read is not read again, so that it costs nothing to look often, at long runs too.
-"""
+"""Follows a run from another process: its status by lock and run.json, and its new lines. Each line is read once."""
 
 from __future__ import annotations
 
@@ -19,22 +16,14 @@ from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import LockOwner, RunJson, lock_owner, read_record
 
 Stand = Literal["not begun", "starting", "running", "killed", "completed", "failed", "interrupted", "unreadable"]
-"""``starting`` is also a run that resumes or is about to let go of its folder; one ``killed`` could not say how it
-ended; of one ``unreadable`` among others the record cannot be read.
-"""
+"""``starting`` includes the end of a run; ``killed``: run.json says running, but no process has the lock."""
 
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How a run stands at this moment.
-
-    Attributes:
-        stand: in a word.
-        record: the content of run.json, None before there is one.
-        owner: the process that works in the folder.
-    """
+    """The status of a run; `record` is None before there is a run.json, `owner` is the process that runs."""
 
     stand: Stand
     record: RunJson | None
@@ -42,17 +31,17 @@ class Standing:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come of it."""
+        """Whether the run writes no more."""
         return self.stand in ("killed", "completed", "failed", "interrupted", "unreadable")
 
     @property
     def error(self) -> str | None:
-        """Why it ended, in a paragraph."""
+        """The reason of a failure, one paragraph."""
         return None if self.record is None else self.record.get("error")
 
 
 def standing(folder: Path) -> Standing:
-    """Find out how a run stands.
+    """Return the status of a run.
 
     Raises:
         ConfigError: there is a run.json that cannot be read.
@@ -61,7 +50,7 @@ def standing(folder: Path) -> Standing:
     record = read_record(folder / "run.json") if (folder / "run.json").exists() else None
     status = record.get("status") if record is not None else None
     if owner is None and status == "running":
-        owner = lock_owner(folder)  # it may have begun in between
+        owner = lock_owner(folder)  # it may have begun between the two reads
     stand: Stand
     match status:
         case "running":
@@ -74,18 +63,11 @@ def standing(folder: Path) -> Standing:
 
 
 class ReplacedError(Exception):
-    """A log that was followed is another one now, as after a resume: read it from the beginning."""
+    """The followed log was cut or replaced, as by a resume: read it from the beginning."""
 
 
 class Tail:
-    """Reads what has been added to a log of JSON objects since the last time.
-
-    Args:
-        path: the log, which may be missing yet.
-
-    Attributes:
-        damaged: whole lines that are no JSON objects; they are passed over.
-    """
+    """Reads new lines of a log, which may be missing yet; `damaged` counts lines that are not JSON objects."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +76,7 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self) -> Iterator[Record]:
-        """Return the whole lines that are new. One that is still being written comes the next time.
+        """Return the new whole lines.
 
         Raises:
             ReplacedError: the log was cut or replaced.
@@ -134,23 +116,19 @@ class Tail:
 
 
 class FollowedRun:
-    """The lines of a run, as they come in.
-
-    Args:
-        folder: of the run.
-    """
+    """Reads the new lines of a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
 
     def lines(self) -> Iterator[LogLine]:
-        """Return the lines of steps and events that are new, by time; raises as `Tail.read`."""
+        """Return the new events and metrics by time; raises as `Tail.read`."""
         return merged_lines(self._events.read(), self._metrics.read())
 
     @property
     def notes(self) -> list[str]:
-        """What was passed over, one sentence each."""
+        """One sentence for each log with damaged lines."""
         return [
             f"{units.plural(tail.damaged, 'line')} of {tail.path} left out: no JSON objects"
             for tail in (self._metrics, self._events)

@@ -1,7 +1,7 @@
-"""Append-only logs of JSON objects, one per line: metrics.jsonl and events.jsonl. The recorder writes, reports read.
+"""Logs of JSON objects, one a line, and JSON files. The recorder writes them; commands and reports read them.
 
-A crash can tear the last line and nothing else, because each line goes out in one write. Readers skip a torn last line,
-the next writer removes it, and a resume cuts what the abandoned steps left.
+Each line goes out in one write, so a crash can tear only the last line. Readers skip a torn last line, the next writer
+removes it, and a resume cuts the lines of abandoned steps.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from trinity_sync.host.durable import replace_file, write_all
 from trinity_sync.tracking import units
 
 Record: TypeAlias = Mapping[str, object]
-"""One line: an object as JSON has it."""
+"""One line: a JSON object."""
 
 
 class JsonlWriter:
     """Appends objects to a file that only this process writes. Any thread may append.
-
-    Args:
-        path: the file; created if missing, and freed of a torn last line if not.
 
     Raises:
         RunError: the file cannot be opened, or is a link.
@@ -44,10 +41,10 @@ class JsonlWriter:
             raise _write_error(path, error) from error
 
     def append(self, record: Record) -> None:
-        """Write one line; it is in the operating system's hands on return.
+        """Write one line; the operating system has it on return.
 
         Raises:
-            RunError: the disk refuses (full, gone), or the writer is closed. The lines written before are unharmed.
+            RunError: the disk refuses (full, gone), or the writer is closed. Earlier lines are unharmed.
         """
         line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
@@ -57,7 +54,7 @@ class JsonlWriter:
             try:
                 write_all(self._handle, line)
             except OSError as error:
-                # A full disk may have taken half a line: take it back, or the next one would be glued to it.
+                # A full disk may have taken half a line; the next one must not continue it.
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._handle, start)
                 raise _write_error(self.path, error) from error
@@ -90,7 +87,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def read_last(path: Path, count: int) -> list[dict[str, object]]:
-    """As `read`, of the last `count` lines or some more, without reading the others."""
+    """Read the last `count` lines or a few more, without reading the others."""
     try:
         with path.open("rb") as file:
             start, lines = file.seek(0, os.SEEK_END), 0
@@ -112,20 +109,18 @@ def read_last(path: Path, count: int) -> list[dict[str, object]]:
 
 
 def by_time(*logs: Iterable[Record]) -> Iterator[Record]:
-    """Return the lines of several logs, each oldest first, in the order in which they were written."""
+    """Merge the lines of several logs, each oldest first, by time."""
     return heapq.merge(*logs, key=lambda line: units.finite(line.get("time")) or 0.0)
 
 
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
-    """Drop the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
+    """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte.
 
     Args:
-        path: the log; a missing one is left missing.
-        step: the last step to keep.
-        key: the step that a line belongs to, None for a line that always stays.
+        key: returns the step of a line; None: the line always stays.
 
     Returns:
-        How many whole lines went.
+        The number of whole lines that were dropped.
 
     Raises:
         RunError: the log is damaged before its last line, or the disk refuses; the log is then unchanged.
@@ -175,14 +170,14 @@ def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[byt
 
 
 def _parsed_at_once(pieces: Sequence[bytes]) -> list[tuple[bytes, dict[str, object]]]:
-    """Parse lines together, which takes less than half as long as one by one; nothing where one of them is damaged."""
+    """Parse lines together, in less than half the time; return nothing if one of them is damaged."""
     if not all(piece[:1] == b"{" and piece[-1:] == b"}" for piece in pieces):
         return []
     try:
         parsed = json.loads(b"[" + b",0,".join(pieces) + b"]")
     except ValueError:
         return []
-    # The zeros are where they were put, so no line began or ended within a value.
+    # With every zero in its place, no line began or ended within a value.
     records, zeros = parsed[::2], parsed[1::2]
     whole = len(records) == len(pieces) and all(zero == 0 for zero in zeros)
     return list(zip(pieces, records, strict=True)) if whole else []
@@ -197,7 +192,7 @@ def _parse(line: bytes) -> dict[str, object] | None:
 
 
 def _mend_tail(handle: int) -> None:
-    """End the file after its last whole line: a torn one is cut, one that lacks only its newline gets it."""
+    """End the file after its last whole line: cut a torn one, complete one that lacks only its newline."""
     end = os.lseek(handle, 0, os.SEEK_END)
     tail, start = b"", end
     while start > 0 and b"\n" not in tail:
@@ -221,15 +216,14 @@ def _write_error(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be written: {error.strerror or error}; free space or check the disk")
 
 
-# Small files that are replaced whole or not at all. Used for run.json, summary.json, report.html and cut logs.
+# Whole files: run.json, summary.json, report.html and cut logs.
 
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 
 def write_atomic(path: Path, data: bytes | Iterable[str]) -> None:
-    """Replace `path` by `data`: a reader, or a crash at any moment, sees the old bytes or the new ones. Pieces of text
-    are written as they come.
+    """Replace `path` by `data`, given as bytes or as pieces of text. Readers see the old content or the new one.
 
     Raises:
         RunError: the disk refuses (full, read-only, gone); the old file is still there.
@@ -249,13 +243,12 @@ def write_json(path: Path, value: object) -> None:
 def plain(value: object) -> JsonValue:
     """Return `value` as strict JSON can hold it.
 
-    Numbers of numpy and torch become Python's, NaN and infinities null (JSON has no words for them), paths, errors and
-    whatever else JSON does not know become text.
+    Numbers of numpy and torch become Python's, NaN and infinities become null, other types become text.
     """
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
-        # Lone surrogates (undecodable file names) have no UTF-8 form; keep them visible instead of failing the write.
+        # Lone surrogates (undecodable file names) have no UTF-8 form; they are escaped.
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None

@@ -1,7 +1,6 @@
-"""The live view: how a run shows itself while it goes on. The recorder feeds it, or who watches the run's files.
+"""The live view of a run: a panel on a terminal, single lines elsewhere.
 
-On a terminal a panel that is redrawn, elsewhere a plain line now and then. It only ever looks: whatever goes wrong in
-it is logged once and the run goes on.
+The recorder and `trinity-sync watch` feed it. Its errors are logged once and never end the run.
 """
 
 from __future__ import annotations
@@ -61,14 +60,13 @@ class LiveView:
 
     Args:
         mode: ``panel`` (redrawn), ``line`` (plain lines), ``off``, or ``auto``: panel on a terminal, line elsewhere.
-        state: the run as it stands; from now on only this view feeds it.
-        console: where to show; standard output by default.
-        clock: gives Unix seconds.
-        interval_s: in line mode, seconds after which a step is shown again (each tenth of the way always is).
+        state: the run's state; from now on only this view feeds it.
+        console: the output; standard output by default.
+        clock: returns Unix seconds.
+        interval_s: in line mode, seconds between lines of steps (each tenth of the steps has one too).
 
     Attributes:
-        console, mode: as given, or found out.
-        failure: what went wrong when it last showed something; None: nothing.
+        failure: the error of the last drawing; None: it worked.
 
     Raises:
         ValueError: an unknown mode.
@@ -104,12 +102,12 @@ class LiveView:
     def show(
         self, state: RunState | None, *, label: str = "", above: Callable[[], RenderableType] | None = None
     ) -> None:
-        """Show another run from now on, and in line mode say at once where it stands.
+        """Switch to another run; line mode prints its state at once.
 
         Args:
-            state: of that run; None: there is none.
-            label: what its lines begin with.
-            above: makes what stands above its panel.
+            state: the run; None: none is shown.
+            label: prefix of its lines.
+            above: draws the area above its panel.
         """
         with self._lock:
             self._above, self._shown = above, state is not None
@@ -126,7 +124,7 @@ class LiveView:
 
     @_never_raises
     def take(self, line: LogLine) -> None:
-        """Take a line as it stands in metrics.jsonl or events.jsonl."""
+        """Take an event or a line of metrics.jsonl."""
         with self._lock:
             now = self._clock()
             step = self._state.stepped
@@ -142,7 +140,7 @@ class LiveView:
 
     @_never_raises
     def say(self, text: str) -> None:
-        """Print one line in line mode, of more than the run that is shown; nothing in the others."""
+        """Print one line in line mode only, about other runs than the shown one."""
         with self._lock:
             self._print(text)
 
@@ -175,7 +173,7 @@ class LiveView:
 
     def _is_time_to_speak(self, now: float) -> bool:
         tenth = self._tenth()
-        # a clock that was set back must not have it wait until that moment comes again
+        # a clock that was set back must not delay the next line
         return not 0 <= now - self._spoken < self._interval or tenth > self._spoken_tenth
 
     def _tenth(self) -> int:
@@ -192,7 +190,7 @@ class LiveView:
             return
         self._say(f"fault: {state.fault}")
         if state.faults == _SHOWN_FAULTS:
-            self._say(f"{_SHOWN_FAULTS} faults so far; further ones are counted here, and told in events.jsonl")
+            self._say(f"{_SHOWN_FAULTS} faults so far; further ones are counted here and listed in events.jsonl")
 
     def _say(self, text: str) -> None:
         self._print(f"{self._label}{text}")
@@ -203,12 +201,12 @@ class LiveView:
         line = f"[{units.elapsed(self._clock() - self._state.began):>11}] {one_line(text, limit=500)}"
         if not self._unicode:
             line = line.encode("ascii", "replace").decode()
-        # Straight to the file: rich would wrap the line at the width of a terminal that is not there.
+        # Written to the file itself: rich would wrap the line at the width of a missing terminal.
         self.console.file.write(line + "\n")
         self.console.file.flush()
         self.failure = None
 
-    # The machinery.
+    # The panel.
 
     @_never_raises
     def _open_panel(self) -> None:
@@ -231,11 +229,11 @@ class LiveView:
 
 
 class _Display(Live):
-    """The panel on the terminal. Redrawn by a thread of rich's, which an output that breaks does not end."""
+    """The panel on the terminal, redrawn by a thread of rich; a broken output does not end that thread."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
-        self._drawn: list[int] = []  # columns of each line that stands on the terminal
+        self._drawn: list[int] = []  # columns of each line on the terminal
         super().__init__(get_renderable=self._noted, console=view.console, transient=True)
 
     def refresh(self) -> None:
@@ -246,7 +244,7 @@ class _Display(Live):
             self._view._broken(error)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Go back first on a terminal that was made narrower: it has broken the lines that stand there."""
+        """Move further up on a terminal that became narrower: it has broken the lines of the panel."""
         width = max(1, self.console.width)
         more = sum(max(0, -(-drawn // width) - 1) for drawn in self._drawn)
         up: tuple[tuple[ControlType, int], ...] = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
@@ -257,7 +255,7 @@ class _Display(Live):
 
 
 class _Noted:
-    """Something to draw, of which is noted how wide its lines are."""
+    """A drawing that notes the widths of its lines."""
 
     def __init__(self, drawing: RenderableType, widths: list[int]) -> None:
         self._drawing, self._widths = drawing, widths
@@ -271,7 +269,7 @@ class _Noted:
 
 
 def step_line(state: RunState) -> str:
-    """Say in one line where a run stands after a step."""
+    """Describe the state of a run after a step in one line."""
     parts = [f"step {state.step}" + (f"/{state.total_steps}" if state.total_steps is not None else "")]
     if state.rewards:
         parts.append(f"reward {units.number(state.rewards[-1])}")
@@ -279,8 +277,8 @@ def step_line(state: RunState) -> str:
     parts += [f"loss {units.number(loss)}"] if loss is not None else []
     parts += rate_cells(state)
     if state.published is not None:
-        held = sorted(set(state.held.values()))
-        spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
+        versions = sorted(set(state.held.values()))
+        spread = str(versions[0]) if len(versions) == 1 else f"{versions[0]}-{versions[-1]}" if versions else ""
         parts.append(f"version {state.published.version}" + (f" (explorers at {spread})" if spread else ""))
         parts.append(f"blocked {units.seconds(state.published.blocked_s)}")
     ready = units.finite(state.metrics.get("samples/ready"))
@@ -292,9 +290,9 @@ def step_line(state: RunState) -> str:
 
 
 def knows_unicode(console: Console, environ: Mapping[str, str]) -> bool:
-    """Whether a terminal can be shown more than ASCII, by its encoding and by the user's locale.
+    """Return whether a terminal shows more than ASCII, by its encoding and by the user's locale.
 
-    In the locale C, Python encodes as UTF-8 all the same, and sets LC_CTYPE for it.
+    In the locale C, Python encodes as UTF-8 nevertheless, and sets LC_CTYPE for that.
     """
     if not (console.encoding or "").lower().startswith("utf"):
         return False
@@ -304,7 +302,7 @@ def knows_unicode(console: Console, environ: Mapping[str, str]) -> bool:
     return not (by_python and environ.get("LANG") in _ASCII_LOCALES)
 
 
-# The picture of a run: what `RunState` knows, laid out for a terminal of any width and height.
+# The panel: a `RunState` laid out for a terminal of any width and height.
 
 
 _WIDEST = 100
@@ -317,25 +315,22 @@ _FAULT_LINES = 3
 _SAMPLED = 256  # values of a run behind one character of a curve
 _DRAWN = (32, 24, 16, 8)
 _LEAST_FIRST = ("now", "sync", "queue", "save", "rate", "reward", "versions", "faults")
-"""Rows in the order in which a low terminal loses them."""
+"""The order in which a low terminal drops rows."""
 
 UNICODE_RAMP = "▁▂▃▄▅▆▇█"
 ASCII_RAMP = "_.-~=+*#"
 
 Drawing = Callable[[int], Text]
-"""Draws something in so many columns."""
+"""Draws in a number of columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRow:
-    """A line of the picture, or several.
+    """A row of the panel: a label and cells; lines break between cells.
 
     Attributes:
-        label: what it is about.
-        cells: what is said, piece by piece; a line is broken between them.
-        drawing: what is drawn after the first piece where there is room.
-        style: of the pieces.
-        most: lines that it may take; None: as many as it needs.
+        drawing: drawn after the first cell where there is room.
+        most: the largest number of lines; None: no limit.
     """
 
     label: str
@@ -346,15 +341,7 @@ class LiveRow:
 
 
 class RunPanel:
-    """A run as rich prints it. It keeps nothing of the state, which may change afterwards.
-
-    Args:
-        state: the run.
-        now: Unix seconds.
-        unicode: whether the terminal knows more than ASCII.
-        bordered: whether a border may be drawn.
-        height: lines that there are; None: any number.
-    """
+    """A run as rich prints it; a copy of the state at this time. `height` in lines, None: no limit."""
 
     def __init__(
         self, state: RunState, now: float, *, unicode: bool = True, bordered: bool = True, height: int | None = None
@@ -375,14 +362,14 @@ class RunPanel:
         if bordered and self._too_high(lines, bordered):
             bordered, width = False, min(options.max_width, _WIDEST)
             lines = self._lines(rows, width, bordered)
-        gone: list[str] = []
+        dropped: list[str] = []
         while self._too_high(lines, bordered) and len(rows) > 1:
             found = [row for label in _LEAST_FIRST for row in rows if row.label == label]
             rows.remove(found[0] if found else rows[0])
-            gone.append(found[0].label if found else "")
+            dropped.append(found[0].label if found else "")
             lines = self._lines(rows, width, bordered)
-        if any(gone):
-            lines[-1] = Text(f"no room: {', '.join(filter(None, gone))}", style="dim")
+        if any(dropped):
+            lines[-1] = Text(f"no room: {', '.join(filter(None, dropped))}", style="dim")
         if not bordered:
             for line in lines:
                 line.truncate(width)
@@ -409,7 +396,7 @@ class RunPanel:
         return head
 
     def _lines(self, rows: Sequence[LiveRow], width: int, bordered: bool) -> list[Text]:
-        """Lay all rows out, with what a border would say where there is none."""
+        """Lay all rows out, without a border together with the border's texts."""
         room = width - 4 if bordered else width
         lines = [] if bordered else self._fold(self._head(), room)
         if bordered and cell_len(self._head().plain) > width - 6:
@@ -420,15 +407,15 @@ class RunPanel:
         return lines if bordered else [*lines, Text(f"after {self._elapsed}", style="dim")]
 
     def _row(self, row: LiveRow, indent: int, width: int) -> list[Text]:
-        beside = width - indent >= _NARROWEST
-        room = width - indent if beside else width
+        two_columns = width - indent >= _NARROWEST
+        room = width - indent if two_columns else width
         lines = self._flow(row.cells, room)
         if row.most is not None and len(lines) > row.most:
             lines = lines[: row.most]
             mark = self._marks[1]
             lines[-1] = f"{lines[-1][: room - len(mark)]}{mark}"
         texts = [Text(line, style=row.style) for line in lines]
-        if not beside:
+        if not two_columns:
             return [Text(row.label, style="bold"), *texts]
         if len(lines) == 1:
             texts = [self._drawn(row, room) or texts[0]]
@@ -445,7 +432,7 @@ class RunPanel:
         return Text.assemble((f"{first}  ", row.style), row.drawing(size), (f"  {rest}", row.style))
 
     def _flow(self, cells: Sequence[str], room: int) -> list[str]:
-        """Put pieces beside each other as far as there is room, and break those that are longer than a line."""
+        """Fill lines with cells, and break cells that are longer than a line."""
         lines: list[str] = []
         for cell in cells:
             for index, piece in enumerate(_wrapped(cell, room)):
@@ -558,7 +545,7 @@ def _lag(state: RunState, version: int) -> str:
 
 
 def rate_cells(state: RunState) -> list[str]:
-    """Say how much is trained on per second, as far as that is known."""
+    """Describe the samples and tokens trained on per second, where known."""
     rates = ((state.samples_per_s, "samples/s"), (state.tokens_per_s, "tokens/s"))
     return [f"{units.rate(value)} {unit}" for value, unit in rates if value is not None]
 
@@ -585,7 +572,7 @@ def _save(state: RunState, now: float) -> Iterator[str]:
 
 
 def _queue(state: RunState) -> Iterator[str]:
-    """What lies between explorers and trainer where each goes at its own pace."""
+    """Describe the queue between explorers and trainer of a free run."""
     ready, waited, alive = (
         units.finite(state.metrics.get(f"samples/{name}")) for name in ("ready", "waited_s", "explorers")
     )
@@ -615,8 +602,9 @@ def _curve(values: Sequence[float], ramp: str) -> Drawing:
 
 
 def sparkline(values: Sequence[float], width: int, ramp: str = UNICODE_RAMP) -> str:
-    """Draw the course of `values` in at most `width` characters of `ramp` (lowest to highest), each the mean of its
-    share, or of values spread over it where those are many: it is drawn again and again.
+    """Draw values in at most `width` characters of `ramp` (lowest to highest), each the mean of its share.
+
+    Long shares are sampled: the view draws often.
     """
     if not values:
         return ""
@@ -630,6 +618,6 @@ def sparkline(values: Sequence[float], width: int, ramp: str = UNICODE_RAMP) -> 
 
 
 def one_line(text: object, limit: int = 200) -> str:
-    """Make a text of others fit for one line: no line breaks, no control characters, not endless."""
+    """Fit a text of other programs into one line: no line breaks, no control characters, a limited length."""
     clean = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
     return clean if len(clean) <= limit else clean[: limit - 3] + "..."

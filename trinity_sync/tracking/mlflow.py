@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BATCH = 1000
 _PARAM_BATCH = 100
 _PARAM_CHARACTERS = 6000
-"""What MLflow takes at a time, and of one value."""
+"""Limits of MLflow for one call, and for one value."""
 _ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
@@ -33,8 +33,8 @@ class MlflowTracker:
     """Logs the metrics to one run of an experiment, which a resume continues, and the config as its parameters.
 
     Args:
-        experiment: the experiment's name; it is made where there is none.
-        uri: of the tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
+        experiment: the experiment's name; created if missing.
+        uri: tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
         timeout_s: see `Tracker`.
     """
 
@@ -47,7 +47,7 @@ class MlflowTracker:
         self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run, or go on with the earlier one.
+        """Begin a run, or continue the earlier one.
 
         Raises:
             ConfigError: MLflow is not installed, the server does not answer, or it has no such run.
@@ -79,7 +79,6 @@ class MlflowTracker:
             raise ConfigError(f"{text}; see tracker.mlflow.uri") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
         from mlflow.entities import Metric
 
         assert self._client is not None, "`start` comes first"
@@ -95,11 +94,9 @@ class MlflowTracker:
         self._client.log_table(self._run_id, {name: list(column) for name, column in columns}, f"{name_of(rows)}.json")
 
     def end(self, status: Status) -> None:
-        """Keep how the run has ended for `close`."""
         self._status = status
 
     def close(self) -> None:
-        """Mark the run as ended."""
         if self._client is not None:
             self._client.set_terminated(self._run_id, status=_ENDINGS[self._status])
             self._client = None
@@ -116,7 +113,7 @@ class MlflowTracker:
         return run_id
 
     def _describe(self, run: TrackedRun) -> None:
-        """Tell the config and where the run lies. Parameters cannot be changed: a resume adds those that are new."""
+        """Log the config and the run's folder. Parameters cannot be changed: a resume adds new ones."""
         from mlflow.entities import Param
 
         assert self._client is not None
@@ -129,7 +126,7 @@ class MlflowTracker:
 
 
 def _database(path: str) -> str:
-    """Return the URL of a SQLite database. To SQLAlchemy a "?" begins options; "%" is read in another way by 2.0."""
+    """Return the URL of a SQLite database. SQLAlchemy reads options after "?", and 2.0 reads "%" differently."""
     from sqlalchemy.engine import make_url
 
     quoted = quote(path)
@@ -139,7 +136,7 @@ def _database(path: str) -> str:
 
 
 def _without_patience(limit_s: float) -> AbstractContextManager[None]:
-    """Within the block one more try, and no long one: whoever starts a run waits for it. Later MLflow's own hold."""
+    """Limit MLflow to one short retry while the run waits for its start."""
     seconds = str(max(int(limit_s / 3), 1))
     return environment({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": seconds})
 
@@ -154,6 +151,6 @@ def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _name(text: str) -> str:
-    """A name with the characters that MLflow knows, and with no part that means more in a path."""
+    """Return a name that MLflow accepts, without parts that have a meaning in a path."""
     known = re.sub(r"[^\w.\-/ :]", "_", text, flags=re.ASCII)
     return "/".join(part if part.strip(".") else "_" for part in known.split("/"))[:250].rstrip("/")

@@ -1,7 +1,6 @@
-"""The recorder: everything the training loop tells the world goes through it. One per run, in the driver.
+"""Records a run: metrics, events, samples, run.json, the live view and the trackers.
 
-It bundles the run's record, its metrics and events, the live view and the trackers, so that the loop has one thing to
-call and all of them see the same.
+The driver has one `Recorder` per run; the training loop, the launcher and the saves report to it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from trinity_sync.tracking.json_lines import plain
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.run_end import (
     ResumeCommand,
+    beginning_text,
+    ending_text,
+    event_text,
     render_summary,
-    told_beginning,
-    told_ending,
-    told_event,
-    told_step,
+    step_text,
 )
 from trinity_sync.tracking.run_record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records a run. A context manager: left without `finish`, it finishes with what the exception says.
+    """Records a run. A context manager: left without `finish`, it finishes with the exception's status.
 
     ::
 
@@ -65,11 +64,6 @@ class Recorder:
                 recorder.event(PublishEvent(version=step, ...))  # from any thread
                 recorder.metrics(step, {"reward/mean": 0.5, "timing/update": 0.2})
             recorder.finish("completed", peak_memory={"trainer": 10**9})
-
-    Attributes:
-        folder: where it records.
-        attempt: number of this attempt.
-        view: the live view, for phases and its console.
     """
 
     def __init__(
@@ -100,7 +94,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._finished = False
         self._late: list[Event] = []
-        trackers.tell_faults(self._tracker_fault)
+        trackers.report_faults(self._tracker_fault)
 
     @classmethod
     def start(
@@ -130,22 +124,20 @@ class Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
 
         Args:
-            folder: the run folder, which this process has locked.
+            folder: the run folder, locked by this process.
             command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
-            total_steps: the last step of the run, None if it is open.
-            name, subtitle: title of the view, and what stands beside it (backend, sync mode).
+            total_steps: the last step of the run; None: no limit.
+            name, subtitle: title of the view, and a note next to it (backend, sync mode).
             config: for the trackers, see `TrackedRun`.
-            resumed_from: the step a resume starts from; later lines are cut. A resume needs it.
-            view: how the run shows itself, see `LiveView`.
-            trackers: those that are to be started.
-            report: writes the report of a run folder; called at the end, its failure is logged only.
-            resume: gives the command that goes on with the run, for the summary.
-            checkpoints: the checkpoint folder, where the summary looks for what is kept; None: it goes by the events.
-            console: where the view and the summary go.
-            clock: gives Unix seconds.
+            resumed_from: the step from which a resume starts, required for a resume; later lines are cut.
+            view: mode of the live view.
+            report: writes the report of a run folder at the end; a failure is only logged.
+            resume: returns the command that resumes the run, for the summary.
+            checkpoints: the checkpoint folder, in which the summary counts checkpoints; None: it counts by the events.
+            clock: returns Unix seconds.
 
         Raises:
-            ConfigError: a tracker cannot start, or an earlier run.json cannot be read. Nothing has been written then.
+            ConfigError: a tracker cannot start, or an earlier run.json cannot be read; nothing is written in this case.
             RunError: the disk refuses.
         """
         if folder.resumed and resumed_from is None:
@@ -172,7 +164,7 @@ class Recorder:
                 json_lines.cut_after(folder.events, resumed_from, key=event_line_step)
                 _cut_samples(folder.samples, resumed_from)
             record.start()
-            story.info("%s", told_beginning(record.to_json(), name, subtitle))
+            story.info("%s", beginning_text(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
                 for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
@@ -194,15 +186,15 @@ class Recorder:
             raise
 
     def phase(self, text: str) -> None:
-        """Show what the run is busy with outside of its steps, such as ``starting Ray``."""
-        self._tell(PhaseEvent(what=text))
+        """Record work outside of the steps, such as ``starting Ray``."""
+        self._record_shown(PhaseEvent(what=text))
 
     def saving(self, step: int) -> None:
-        """Show that a checkpoint of this step is being written; its commit event ends that, or that of a later one."""
-        self._tell(SaveEvent(step=step))
+        """Record that a checkpoint is being written; the commit of this step or of a later one ends it."""
+        self._record_shown(SaveEvent(step=step))
 
-    def _tell(self, event: Event) -> None:
-        """Record an event that only the views need: a disk that refuses it does not end the run."""
+    def _record_shown(self, event: Event) -> None:
+        """Record an event that only the views need: if the disk refuses it, the run goes on."""
         try:
             self.event(event)
         except RunError as error:
@@ -210,11 +202,7 @@ class Recorder:
             self.view.take(event)
 
     def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
-        """Record one trainer step.
-
-        Args:
-            step: the global step.
-            values, more: numbers by name, such as ``reward/mean``, ``loss``, ``timing/update`` (seconds).
+        """Record the numbers of one trainer step, such as ``reward/mean`` and ``timing/update`` (seconds).
 
         Raises:
             RunError: the disk refuses.
@@ -222,19 +210,12 @@ class Recorder:
         numbers = {name: plain(value) for name, value in {**(values or {}), **more}.items()}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
-        story.info("%s", told_step(int(step), numbers))
+        story.info("%s", step_text(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.take(line)
 
     def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
-        """Record samples of one trainer step in samples.jsonl.
-
-        They are for people to read: a disk that refuses them does not end the run.
-
-        Args:
-            step: that trained on them.
-            lines: of `samples.metrics.excerpt`.
-        """
+        """Record the lines of a step in samples.jsonl; if the disk refuses them, the run goes on."""
         rows = [{"attempt": self.attempt, "step": int(step), **line} for line in lines]
         if not rows:
             return
@@ -256,11 +237,11 @@ class Recorder:
             logger.warning("an event came after the end of the run and is not recorded: %s", event_line(event))
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Record that something failed and the run goes on, or is about to end for it. Any thread.
+        """Record a failure. Any thread.
 
         Args:
-            where: the part that failed: an actor, a rank, a step of the work.
-            error: what happened.
+            where: the part that failed: an actor, a rank, a stage of the work.
+            error: the reason.
         """
         text = error if isinstance(error, str) else str(error) or type(error).__name__
         found = None if isinstance(error, str) else origin(error)
@@ -268,17 +249,16 @@ class Recorder:
         self.event(FaultEvent(where=where, error=without_hidden(text), traceback=trace))
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
-        """End the record: run.json, summary.json and the report are written, the summary is printed.
+        """End the record: write run.json, summary.json and the report, and print the summary.
 
-        All of it is tried, whatever fails on the way. The second call does nothing.
+        Every part is tried even if another one fails. A second call does nothing.
 
         Args:
-            status: completed, failed or interrupted.
-            error: why, in one paragraph.
+            error: the reason of a failure, one paragraph.
             peak_memory: bytes by role; the driver's own is added.
 
         Raises:
-            RunError: the disk refused one of the files (the first such error).
+            RunError: the disk refused one of the files (the first error).
         """
         error = error and without_hidden(error)
         with self._lock:
@@ -306,16 +286,16 @@ class Recorder:
         attempt(self._metrics.close)
         attempt(self._events.close)
         attempt(self._samples.close)
-        # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
+        # run.json first: its end bounds the wall time, and the status matters more than the figures.
         attempt(lambda: self._record.finish(status, error, self._last_version()))
         attempt(conclude)
-        # Trackers come after the summary, since they may take their time: what goes wrong in them is added to it.
+        # Trackers come after the summary, as they may be slow; their faults are added to it.
         self._trackers.close(status)
         if self._late:
             attempt(self._add_late)
             attempt(conclude)
         self._write_report()
-        story.info("%s", told_ending(status, error, summary))
+        story.info("%s", ending_text(status, error, summary))
         flush_logs()
         if summary is not None:
             folder, total = self.folder.path, self._total
@@ -333,11 +313,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def ending(self, peak_memory: Mapping[str, int]) -> Iterator[None]:
-        """Finish with the block, as this context manager does with its own.
-
-        Args:
-            peak_memory: see `finish`; may be filled within the block.
-        """
+        """Finish with the block, as the recorder does with its own; `peak_memory` may be filled within the block."""
         try:
             yield
         except BaseException as error:
@@ -357,15 +333,15 @@ class Recorder:
             with shielded():
                 self.finish(status, None if status == "interrupted" else text, peak_memory)
         except RunError as problem:
-            # The exception under way says what went wrong first.
+            # The exception being raised is the first cause.
             logger.error("the end of the run is not fully recorded: %s", problem)
 
     def _record_event(self, event: Event) -> bool:
-        """Record an event; False where the run has ended."""
+        """Record an event; return False if the run has ended."""
         with self._lock:
             if self._finished:
                 return False
-            story.log(logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", told_event(event))
+            story.log(logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", event_text(event))
             line = event_line(event)
             self._events.append(line)
         self._trackers.event(line)
@@ -373,10 +349,10 @@ class Recorder:
         return True
 
     def _tracker_fault(self, where: str, error: str) -> None:
-        """As `fault`. Trackers end after the run's record: what they tell then is kept for `finish`."""
+        """Record a fault of a tracker. Trackers end after the run's record: their last faults wait for `finish`."""
         event = FaultEvent(time=self._clock(), attempt=self.attempt, where=where, error=without_hidden(error))
         if not self._record_event(event):
-            story.warning("%s", told_event(event))
+            story.warning("%s", event_text(event))
             self._late.append(event)
 
     def _add_late(self) -> None:
@@ -391,7 +367,7 @@ class Recorder:
         try:
             digests = version_digests(read_events(self.folder.events))
         except RunError:
-            return None  # that the events cannot be read is said where they are needed
+            return None  # the summary reports events that cannot be read
         return [VersionJson(step=int(step), digest=digest) for step, digest in digests.items()][-1] if digests else None
 
     def _write_report(self) -> None:
@@ -410,7 +386,7 @@ class Recorder:
 
 
 def _cut_samples(path: Path, step: int) -> None:
-    """Drop samples of steps after `step`. A damaged file, which nothing depends on, is put aside."""
+    """Drop samples of steps after `step`. A damaged file is renamed: nothing depends on it."""
     try:
         json_lines.cut_after(path, step, key=json_lines.metrics_step)
     except RunError as error:

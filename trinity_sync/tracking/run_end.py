@@ -1,4 +1,4 @@
-"""The short text that a user sees when a run is over: how it went, what is kept, where it is, and the next command."""
+"""Texts about a run: the summary on the terminal at its end, and the lines of driver.log."""
 
 from __future__ import annotations
 
@@ -12,28 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from trinity_sync.host.terminal import printable
-from trinity_sync.tracking import units
-from trinity_sync.tracking.events import (
-    AgreementEvent,
-    AllRejectedEvent,
-    CommitEvent,
-    Event,
-    FailedRewardsEvent,
-    FaultEvent,
-    FilledBatchEvent,
-    GenerateEvent,
-    LoadEvent,
-    MirrorEvent,
-    PhaseEvent,
-    PruneEvent,
-    PublishEvent,
-    RowsEvent,
-    SaveEvent,
-    SkipEvent,
-    SkippedUpdateEvent,
-    event_fields,
-    event_name,
-)
+from trinity_sync.tracking import events, units
 from trinity_sync.tracking.run_record import RunJson
 from trinity_sync.tracking.summary import (
     LOSS,
@@ -47,11 +26,11 @@ from trinity_sync.tracking.summary import (
 
 _WHOLE = ("folder", "report", "next")
 ResumeCommand = Callable[[Path, str], str]
-"""Gives the command that goes on with the run in a folder, which it calls by the text."""
+"""Returns the command that resumes the run in a folder, whose name in the command is the text."""
 
 
 class _Closing:
-    """The closing text as rich prints it: as wide as the output, ASCII where it knows no more."""
+    """The summary as rich prints it: as wide as the output, in ASCII if the output is limited to that."""
 
     def __init__(
         self,
@@ -84,17 +63,10 @@ def render_summary(
     error: str | None = None,
     resume: ResumeCommand | None = None,
 ) -> RenderableType:
-    """Render what a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
-
-    Args:
-        summary: the content of summary.json.
-        run_dir: the folder; shown relative to the working directory when it is below it.
-        total_steps: how many steps the run was to have.
-        error: why it failed.
-        resume: gives the command that goes on with it; None: it is the plain one.
+    """Render the status, the figures, the folder of a run and its next command.
 
     Returns:
-        A text for ``console.print(..., crop=False)``, so that long paths and commands stay whole.
+        A text for ``console.print(..., crop=False)``: long paths and commands stay whole.
     """
     return _Closing(summary, Path(run_dir), total_steps, error, resume)
 
@@ -145,7 +117,7 @@ def closing_lines(
 
 
 def next_command(summary: Summary, run_dir: str, resume: ResumeCommand | None = None) -> str:
-    """Return the one command that most users want now; see `ResumeCommand`."""
+    """Return the command that most users need next."""
     folder = shlex.quote(run_dir)
     if summary["status"] == "running":
         return f"trinity-sync watch {folder}"
@@ -201,19 +173,14 @@ def _shapes_text(shapes: ShapesFigures, sync: SyncFigures) -> str:
     return text
 
 
-# What happens in a run in plain words: one line for each event, for `driver.log`.
+# Lines of driver.log.
 
 
 _STEP_FIGURES = {"reward/mean": "reward", "loss": "loss", "staleness/mean": "staleness"}
 
 
-def told_beginning(record: RunJson, name: str, subtitle: str) -> str:
-    """Put what an attempt begins with into one line.
-
-    Args:
-        record: as run.json has it.
-        name, subtitle: the run's, as the live view shows them.
-    """
+def beginning_text(record: RunJson, name: str, subtitle: str) -> str:
+    """Describe the beginning of an attempt in one line."""
     resumed = record.get("resumed_from")
     begins = "begins" if resumed is None else f"goes on after step {resumed}"
     parts = [
@@ -225,91 +192,86 @@ def told_beginning(record: RunJson, name: str, subtitle: str) -> str:
     return "; ".join(parts)
 
 
-def told_ending(status: str, error: str | None, summary: Summary | None) -> str:
-    """Put how an attempt ended into one line.
-
-    Args:
-        status: completed, failed or interrupted.
-        error: why it failed.
-        summary: None where the disk refused it.
-    """
+def ending_text(status: str, error: str | None, summary: Summary | None) -> str:
+    """Describe the end of an attempt in one line; `summary` is None if the disk refused it."""
     figures = f" after {summary['steps']} steps and {units.seconds(summary['wall_s'])}" if summary is not None else ""
     return f"run {status}{figures}" + (f": {error}" if error else "")
 
 
-def told_event(event: Event) -> str:
-    """Put an event into one line; the traceback of a fault follows it."""
+def event_text(event: events.Event) -> str:
+    """Describe an event in one line; the traceback of a fault follows."""
     match event:
-        case PublishEvent():
+        case events.PublishEvent():
             return (
                 f"version {event.version} published by {event.mode}: {units.size(event.bytes_moved)} in "
                 f"{units.seconds(event.total_s)}, trainer blocked {units.seconds(event.blocked_s)}"
                 f"{_digest(event.digest)}"
             )
-        case LoadEvent():
+        case events.LoadEvent():
             moved = f"{units.size(event.bytes)} in " if event.bytes is not None else ""
             return (
                 f"{event.explorer} loaded version {event.version}: {moved}{units.seconds(event.total_s)}, "
                 f"paused {units.seconds(event.paused_s)}{_digest(event.digest)}"
             )
-        case GenerateEvent():
+        case events.GenerateEvent():
             return (
                 f"{event.explorer} generated for step {event.step} with version {event.version} in "
                 f"{units.seconds(event.total_s)}"
             )
-        case SkipEvent():
+        case events.SkipEvent():
             return f"version {event.version} left out: {event.reason}"
-        case SkippedUpdateEvent():
+        case events.SkippedUpdateEvent():
             return f"step {event.step}: {event.count} of its updates skipped, the gradient is not finite"
-        case FailedRewardsEvent():
+        case events.FailedRewardsEvent():
             whose = "of its validation " if event.validation else ""
             return (
                 f"step {event.step}: {event.count} of the responses {whose}could not be judged, the first: "
                 f"{event.error}"
             )
-        case AgreementEvent():
+        case events.AgreementEvent():
             mean, largest, bound = (_figures(value) for value in (event.mean, event.largest, event.bound))
             return (
                 f"step {event.step}: log-probs of {event.explorer} and of the trainer differ by {mean} on average, "
                 f"{largest} at most, over {event.tokens} tokens ({bound} allowed)"
             )
-        case FilledBatchEvent():
+        case events.FilledBatchEvent():
             return (
                 f"step {event.step}: {event.count} of its prompts have samples without a difference, as too few "
                 f"of the {event.drawn} that were answered have one (algorithm.filter_groups)"
             )
-        case AllRejectedEvent():
+        case events.AllRejectedEvent():
             return f"step {event.step}: nothing learnt, rollout_rs leaves out each of its tokens"
-        case CommitEvent():
+        case events.CommitEvent():
             return (
                 f"checkpoint of step {event.step} committed ({event.kind}): {units.size(event.bytes)} after "
                 f"{units.seconds(event.total_s)}, trainer blocked {units.seconds(event.blocked_s)}"
                 f"{_digest(event.digest)}"
             )
-        case PruneEvent():
+        case events.PruneEvent():
             freed = units.size(event.freed_bytes)
             return f"checkpoint of step {event.step} deleted by retention: {event.reason}; {freed} freed"
-        case MirrorEvent(state="copied"):
+        case events.MirrorEvent(state="copied"):
             how = f"{units.size(event.bytes)} in {units.seconds(event.total_s)}"
             return f"checkpoint of step {event.step} copied to {event.url}: {how}"
-        case MirrorEvent():
+        case events.MirrorEvent():
             return f"checkpoint of step {event.step} not copied to {event.url}: {event.reason or event.state}"
-        case RowsEvent():
+        case events.RowsEvent():
             return (
                 f"{event.rows} rows looked through, the longest of {event.longest} tokens: {event.too_long} "
                 f"too long (task.too_long={event.policy})"
             )
-        case PhaseEvent():
+        case events.PhaseEvent():
             return event.what
-        case SaveEvent():
+        case events.SaveEvent():
             return f"checkpoint of step {event.step} begun"
-        case FaultEvent():
+        case events.FaultEvent():
             return f"fault in {event.where}: {event.error}" + (f"\n{event.traceback}" if event.traceback else "")
-    return f"{event_name(event)}: {', '.join(f'{key}={value}' for key, value in event_fields(event).items())}"
+    figures = ", ".join(f"{key}={value}" for key, value in events.event_fields(event).items())
+    return f"{events.event_name(event)}: {figures}"
 
 
-def told_step(step: int, values: Mapping[str, object]) -> str:
-    """Put a trainer step into one line: its reward, its loss, and where its seconds went."""
+def step_text(step: int, values: Mapping[str, object]) -> str:
+    """Describe a trainer step in one line: reward, loss, and its seconds by part."""
     figures = [
         f"{word} {units.number(value)}"
         for key, word in _STEP_FIGURES.items()

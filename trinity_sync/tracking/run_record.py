@@ -1,7 +1,4 @@
-"""run.json: what was run, from what, by which attempt, and how it ended.
-
-The recorder writes it; commands and the report read it.
-"""
+"""run.json and the folder of a run. The recorder writes run.json; commands and the report read it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict, TypeGuard
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
@@ -31,7 +28,7 @@ from trinity_sync.tracking.json_lines import write_json
 Status = Literal["running", "completed", "failed", "interrupted"]
 ENDINGS = ("completed", "failed", "interrupted")
 FORMAT = 1
-"""Of run.json. A newer one means other things by the same names, so it is refused."""
+"""Format of run.json; a newer one is refused, as its keys may have other meanings."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 PACKAGES = (
@@ -65,14 +62,14 @@ class GitState(TypedDict):
 
 
 class VersionJson(TypedDict):
-    """A version of the weights: its step, and its digest in hex."""
+    """The step of a version, and its digest in hex."""
 
     step: int
     digest: str
 
 
 class AttemptJson(TypedDict, total=False):
-    """One attempt, as run.json has it."""
+    """One attempt in run.json."""
 
     attempt: int
     status: str | None
@@ -86,7 +83,7 @@ class AttemptJson(TypedDict, total=False):
 
 
 class RunJson(AttemptJson, total=False):
-    """The content of run.json: the current attempt, what it is run from, and all attempts."""
+    """The content of run.json: the current attempt, its environment, and all attempts."""
 
     format: int
     id: str
@@ -106,23 +103,16 @@ class RunRecord:
     """The record of the current attempt, with the earlier ones in `attempts`.
 
     Attributes:
-        path: run.json.
-        id: the run id, see `run_id`.
         attempt: 0 for a fresh run, one more for each resume.
         command: the command line, quoted for a shell.
-        seed: the run's seed.
-        git: the state of the working directory's repository, None outside of one.
-        packages: version of Python and of the distributions that decide the numbers.
-        hardware: of the driver's machine, what decides how numbers are rounded, see `host.hardware`.
-        host: name of the driver's machine.
-        threads: CPU threads per process (they change sums, hence digests), one number or one per role.
-        config_digest: the digest of the resolved config.
-        reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
-        last_version: the newest version of the weights, once the attempt has ended.
-        places: the places that the run writes outside of its folder, by config key; None: inside it, or none.
-        started, ended: Unix seconds of this attempt; `ended` is None while it runs.
-        error: why the attempt failed.
-        attempts: the earlier attempts, oldest first.
+        git: the state of the working directory's repository; None without one.
+        packages: versions of Python and of the distributions that decide the numbers.
+        hardware: properties of the driver's machine that decide rounding, see `host.hardware`.
+        threads: CPU threads per process, one number or one per role; they change sums, hence digests.
+        reproducible: whether a repetition gives the same digests; a run whose parts go at their own pace does not.
+        last_version: the newest version, once the attempt has ended.
+        places: the places outside of the run folder, by config key; None: inside it, or none.
+        started, ended: Unix seconds; `ended` is None while the attempt runs.
     """
 
     path: Path
@@ -168,12 +158,9 @@ class RunRecord:
         Args:
             path: run.json. If it exists this is one attempt more, else attempt 0.
             command: as typed; a sequence is quoted and joined.
-            seed, config_digest, threads, reproducible: see the class.
-            resumed_from: the step a resume starts from.
             id: the run id; None: that of run.json, or a new one.
-            places: see the class.
             source: the folder whose git commit counts; the working directory by default.
-            clock: gives Unix seconds.
+            clock: returns Unix seconds.
 
         Raises:
             ConfigError: run.json exists and cannot be read.
@@ -199,20 +186,16 @@ class RunRecord:
         )
 
     def start(self) -> None:
-        """Write the record with status `running`.
-
-        Raises:
-            RunError: the disk refuses.
-        """
+        """Write the record with status `running`; raises RunError if the disk refuses."""
         self.status, self.started, self.ended, self.error = "running", self.clock(), None, None
         self._write()
 
     def finish(self, status: Status, error: str | None = None, last_version: VersionJson | None = None) -> None:
-        """Write how the attempt ended.
+        """Write the end of the attempt.
 
         Args:
             status: completed, failed or interrupted.
-            error: one paragraph on why, for a person.
+            error: the reason of a failure, one paragraph.
             last_version: the newest that was published or committed.
 
         Raises:
@@ -225,7 +208,6 @@ class RunRecord:
         self._write()
 
     def to_json(self) -> RunJson:
-        """Return the content of run.json."""
         return {
             "format": FORMAT,
             "id": self.id,
@@ -275,10 +257,10 @@ def read_record(path: Path) -> RunJson:
         record: RunJson = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
-    if isinstance(record, dict) and isinstance(made := record.get("format", FORMAT), int) and made > FORMAT:
+    if isinstance(record, dict) and isinstance(number := record.get("format", FORMAT), int) and number > FORMAT:
         raise ConfigError(
-            f"{path} has format {made}, written by a newer version; this one reads up to {FORMAT}: install the version "
-            "that the run was made with"
+            f"{path} has format {number}, written by a newer version; this one reads up to {FORMAT}: install the "
+            "version that made the run"
         )
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
         raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
@@ -291,39 +273,36 @@ def read_record(path: Path) -> RunJson:
 
 
 def check_shape(record: Mapping[str, object], path: Path) -> None:
-    """That what is there of a record, or of an attempt in it, is what its name says: somebody else may have written it.
-
-    Args:
-        path: of the file, for the error.
+    """Check the types of a record, or of an attempt in it; another program may have written it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: a value has the wrong type or range.
     """
     for name, fits in _SHAPES.items():
         value = record.get(name)
         if value is not None and not fits(value):
-            most = f", of which a process has 1 to {MOST_THREADS}" if name == "threads" else ""
+            most = f"; a process has 1 to {MOST_THREADS} threads" if name == "threads" else ""
             raise ConfigError(f"{path} is not the record of a run: {name} is {value!r:.60}{most}")
 
 
 def recorded_checkpoints(record: RunJson, run: Path) -> Path | None:
-    """Return the checkpoint folder in the record of the run in a folder; None: an earlier release recorded none."""
+    """Return a run's checkpoint folder by its record; None: written by an earlier release that recorded none."""
     places = record.get("places")
     return None if places is None else run / (places.get("checkpoint.dir") or "checkpoints")
 
 
 def _in_range(value: object, least: float, most: float) -> bool:
-    """Whether a number, or nothing, is within bounds; NaN and a truth value are not."""
+    """Return whether a value is None or a number within bounds; NaN and booleans are not."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most)
 
 
 def is_run_id(text: object) -> bool:
-    """Return whether a text is a run id, which may be the name of a file."""
+    """Return whether a text is a run id."""
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
-def _has(part: object, **kinds: type) -> bool:
-    """Whether something holds values by name, and these of the right type."""
+def _has(part: object, **kinds: type) -> TypeGuard[dict[str, object]]:
+    """Return whether something is a mapping with values of these types."""
     return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
 
 
@@ -336,7 +315,7 @@ def _are_threads(value: object) -> bool:
     return all(isinstance(count, int | None) and _in_range(count, 1, MOST_THREADS) for count in counts)
 
 
-_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+_SHAPES: Mapping[str, Callable[[object], bool]] = {
     "attempt": _is_count,
     "resumed_from": _is_count,
     "started": lambda value: _in_range(value, 0, _MOST),
@@ -349,29 +328,29 @@ _SHAPES: Mapping[str, Callable[[Any], bool]] = {
     "places": lambda value: _has(value) and all(isinstance(place, str | None) for place in value.values()),
     "threads": _are_threads,
 }
-"""What a record, or an attempt in it, may say, as far as commands count on it."""
+"""Checks of the values that commands depend on."""
 
 
 def run_id(path: Path) -> str:
     """Return the run id of a run.json; a new one where there is no file.
 
-    An earlier release wrote no id. Then one is made and saved, so that the next call returns the same.
+    Earlier releases wrote no id: then a new one is saved, so the next call returns the same.
 
     Raises:
         ConfigError: the file cannot be read.
         RunError: the disk refuses.
     """
-    made = uuid.uuid4().hex
+    new_id = uuid.uuid4().hex
     if not path.exists():
-        return made
+        return new_id
     record = read_record(path)
     if "id" not in record:
-        write_json(path, record | {"id": made})
-    return record.get("id") or made
+        write_json(path, record | {"id": new_id})
+    return record.get("id") or new_id
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed distributions that matter; nothing is imported for it."""
+    """Return the versions of Python and of the `PACKAGES` that are installed, without importing them."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -389,7 +368,7 @@ def git_state(folder: Path) -> GitState | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Without the optional locks, a user's own git command beside us never finds the index locked.
+    # Without the optional locks, concurrent git commands of the user never find the index locked.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
@@ -421,25 +400,25 @@ def _earlier_attempts(record: RunJson) -> list[AttemptJson]:
             }
         ]
     for item in attempts:
-        # The folder's lock was free, so an attempt that still says "running" was killed before it could say otherwise.
+        # The folder's lock was free, so an attempt with status "running" was killed.
         if item.get("status") == "running":
             item["status"] = "interrupted"
     return attempts
 
 
-# The folder of one run: who may write it, and where things are in it. The launcher opens it first of all.
+# The folder of a run.
 
 
 _PROBE_BYTES = 64 * 1024
 
 
-class RunFolderInUse(ConfigError):  # noqa: N818 - a public name, and a state more than a fault
+class RunFolderInUse(ConfigError):  # noqa: N818 - a public name
     """Another process is running in the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockOwner:
-    """The process that has locked a run folder, as it wrote itself down; None where that could not be read."""
+    """The process that has locked a run folder; None where its note could not be read."""
 
     pid: int | None
     host: str | None
@@ -449,7 +428,7 @@ class LockOwner:
 
 
 class RunFolder:
-    """A run folder that this process has locked. Use it as a context manager; leaving it unlocks the folder.
+    """A run folder that this process has locked. A context manager; leaving it unlocks the folder.
 
     ::
 
@@ -458,18 +437,10 @@ class RunFolder:
 
     Attributes:
         path: the folder, absolute.
-        resumed: whether it was opened to go on with the run in it.
-        run_json: status and origin of the run.
-        metrics: one line per trainer step.
-        events: one line per publish, load, commit, prune and fault.
-        samples: samples of some steps, one per line.
-        summary: figures of the whole run.
-        report: the report of the run.
-        logs: the folder of the processes' logs.
+        resumed: whether the run in the folder is resumed.
         model: the folder of the initial model, where it is made here.
         checkpoints: the folder of checkpoints, unless `checkpoint.dir` names another.
-        slots: the folder of slots as files, where shared memory is too small for them. Gone when the run has ended.
-        tensorboard: the folder of TensorBoard's event files.
+        slots: the folder of slots as files, where shared memory is too small for them; deleted at the end of the run.
     """
 
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
@@ -494,23 +465,23 @@ class RunFolder:
 
         Args:
             path: the folder. Created for a fresh run; must have a run for a resume.
-            resume: whether the run in the folder is to go on.
+            resume: whether to resume the run in the folder.
 
         Raises:
             RunFolderInUse: another process has locked it.
-            ConfigError: a fresh run in a folder that has one, a resume where there is none, or no writes taken.
+            ConfigError: a fresh run in a folder with a run, a resume without one, or a folder that takes no writes.
         """
         path = Path(path).absolute()
         run_json = path / "run.json"
-        held = _held.pop(path.resolve(), None)
+        early = _locks.pop(path.resolve(), None)
         if resume and not run_json.exists():
             raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
-        lock = _locked(path) if held is None else held
+        lock = _locked(path) if early is None else early
         try:
             if not resume and run_json.exists():
                 raise ConfigError(
-                    f"{path} already holds a run; go on with it by `trinity-sync resume {path}`, or choose another "
-                    "folder by hydra.run.dir"
+                    f"{path} already holds a run; resume it with `trinity-sync resume {path}`, or choose another "
+                    "folder with hydra.run.dir"
                 )
             try:
                 _try_writing(path)
@@ -540,13 +511,12 @@ class RunFolder:
         self.close()
 
 
-_held: dict[Path, int] = {}
-"""Folders that are locked for a run of this process that is about to begin."""
+_locks: dict[Path, int] = {}
+"""Locks of folders for the next run of this process."""
 
 
-def hold(path: str | os.PathLike[str]) -> None:
-    """Make and lock the folder of a run that is about to begin, before anything is written to it; `RunFolder.open`
-    takes that over, and `let_go` gives it up.
+def lock_run_folder(path: str | os.PathLike[str]) -> None:
+    """Make and lock the folder of the next run, until `RunFolder.open` takes the lock over, or `unlock_run_folder`.
 
     Raises:
         RunFolderInUse: another process has locked it.
@@ -554,18 +524,18 @@ def hold(path: str | os.PathLike[str]) -> None:
     """
     path = Path(path).absolute()
     lock = _locked(path)
-    _held[path.resolve()] = lock
+    _locks[path.resolve()] = lock
 
 
-def let_go(path: str | os.PathLike[str]) -> None:
-    """Unlock a folder that `hold` has locked, where no run has begun in it."""
-    lock = _held.pop(Path(path).resolve(), None)
+def unlock_run_folder(path: str | os.PathLike[str]) -> None:
+    """Unlock a folder of `lock_run_folder`, if no run has begun in it."""
+    lock = _locks.pop(Path(path).resolve(), None)
     if lock is not None:
         os.close(lock)
 
 
 def _locked(path: Path) -> int:
-    """Make a folder, lock it and sign that."""
+    """Make a folder, lock it and note the owner in the lock."""
     try:
         make_folder(path)
         lock = open_lock(path / ".lock", mode=0o644)  # for all to read who runs here
@@ -585,12 +555,12 @@ def _locked(path: Path) -> int:
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a run in a folder, begun or ended."""
+    """Return whether a folder has a run, begun or ended."""
     return (Path(path) / "run.json").exists()
 
 
 def lock_owner(path: str | os.PathLike[str]) -> LockOwner | None:
-    """Return who is running in a folder right now; None if nobody. Looks without disturbing."""
+    """Return the process that runs in a folder right now, None without one; never blocks that process."""
     try:
         lock = open_lock(Path(path) / ".lock", create=False, writable=False)
     except OSError:
@@ -615,7 +585,7 @@ def _take(lock: int, path: Path) -> None:
         owner = _read_owner(lock)
         if owner.pid is not None:
             break
-        # Nobody signed: a look by `lock_owner`, over in microseconds, or a run about to sign.
+        # No owner: `lock_owner` holds the lock for microseconds, or a run is about to note itself.
         time.sleep(0.02)
     raise RunFolderInUse(f"{path} is in use by {owner}; stop that run or choose another folder")
 
@@ -642,5 +612,5 @@ def _try_writing(path: Path) -> None:
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{path} does not take writes: {error.strerror or error}; free space there, or choose another folder "
-        "by hydra.run.dir"
+        "with hydra.run.dir"
     )

@@ -1,7 +1,4 @@
-"""How a run stands, as its lines tell: the one model behind the live view and `trinity-sync watch`.
-
-The recorder feeds it with what it writes, a watcher with what it reads, so both see the same.
-"""
+"""The state of a run, computed from its lines, for the live view and `trinity-sync watch`."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _STALLED_S, _STALLED_PACES = 10.0, 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that failed: who, what, and when in Unix seconds."""
+    """The newest failure; `at` in Unix seconds."""
 
     where: str
     error: str
@@ -42,7 +39,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class _TimedStep:
-    """A step that was timed: its seconds, and what it trained on, where that is known."""
+    """The seconds of a step, and the numbers of its samples and tokens."""
 
     seconds: float
     samples: float | None
@@ -50,27 +47,19 @@ class _TimedStep:
 
 
 class RunState:
-    """Takes lines of metrics.jsonl and events.jsonl, in any order of the two files. Not for two threads at a time.
-
-    Args:
-        total_steps: the last step, None if the run is open.
-        title, subtitle: the run's name, and what stands beside it.
-        began: when its first attempt began, in Unix seconds.
+    """Follows a run by its lines in metrics.jsonl and events.jsonl. Not thread-safe.
 
     Attributes:
-        attempt, began: the newest attempt, and when it began.
-        step: the last that was completed.
-        stepped: when that was, in Unix seconds; None before the attempt's first one.
-        phases: what the attempt was busy with outside of its steps, and since when.
+        attempt, began: the newest attempt, and its beginning in Unix seconds.
+        step, stepped: the last completed step; its end in Unix seconds, None before the attempt's first step.
+        phases: work of the attempt outside of its steps, each with its beginning.
         metrics: the line of the last step.
-        rewards, losses: one per step that has one, of all attempts.
-        published, loaded: the last such events.
-        committed: the last commit of a full checkpoint, of all attempts; there are also those of weights alone.
-        held: explorer -> step of the version that it has.
-        saving: the step of which a checkpoint is being written.
-        faults: how many there were in the attempt.
-        fault: the newest of them.
-        dropped: samples dropped as over-stale in the attempt.
+        rewards, losses: values of the steps of all attempts.
+        committed, committed_at: the newest full checkpoint of all attempts, and its time.
+        held: explorer -> step of its version.
+        saving: the step whose checkpoint is being written.
+        faults, fault: the attempt's number of faults, and the newest.
+        dropped: samples dropped as too stale in the attempt.
     """
 
     def __init__(
@@ -91,11 +80,7 @@ class RunState:
         self.begin(0, began)
 
     def begin(self, attempt: int, at: float) -> None:
-        """Take note that an attempt begins. What the one before held and met is gone; what it learned and saved stays.
-
-        Args:
-            at: when, in Unix seconds.
-        """
+        """Begin an attempt: its versions, phases and faults are new; rewards, losses and the checkpoint stay."""
         self.attempt, self.began = attempt, at
         self.stepped: float | None = None
         self.phases: list[tuple[str, float]] = []
@@ -109,11 +94,10 @@ class RunState:
         self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
     def take(self, line: LogLine, now: float) -> None:
-        """Take a line. What it does not understand it leaves.
+        """Take an event, or the metrics of a step; unknown lines are ignored.
 
         Args:
-            line: as it stands in its file; one with `event` is an event, any other the metrics of a step.
-            now: when it happened where the line does not say, in Unix seconds.
+            now: Unix seconds, for a line without a time.
         """
         at = line_time(line)
         at = now if at is None else at
@@ -132,7 +116,7 @@ class RunState:
         if step is None or is_late(line):
             return
         if self.stepped is not None and at >= self.stepped:
-            # The first step is no measure: it has the start-up in it.
+            # The first step is not timed: it includes the start-up.
             samples, tokens = (units.finite(line.get(f"batch/{unit}")) for unit in ("samples", "tokens"))
             self._timed.append(_TimedStep(seconds=at - self.stepped, samples=samples, tokens=tokens))
         self.stepped, self.step, self.metrics = at, step, dict(line)
@@ -163,44 +147,41 @@ class RunState:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest version that was published."""
+        """The step of the newest published version."""
         return None if self.published is None else self.published.version
 
     def behind(self, version: int) -> int:
-        """Count the steps from a version to the newest one."""
         return max(0, (self.newest or 0) - version)
 
     @property
     def busy(self) -> str | None:
-        """What the run is busy with outside of its steps, if it is."""
+        """The current work outside of the steps; None within a step."""
         if not self.phases or self.phases[-1][1] <= (self.stepped or float("-inf")):
             return None
         return self.phases[-1][0]
 
     @property
     def pace_s(self) -> float | None:
-        """Seconds of a step: the median of the last ones."""
+        """Median seconds of the last steps."""
         return statistics.median(one.seconds for one in self._timed) if self._timed else None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the remaining steps will take at this pace."""
+        """Estimated seconds of the remaining steps."""
         if self.total_steps is None or self.pace_s is None:
             return None
         return self.pace_s * max(0, self.total_steps - self.step)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples trained on per second of the last steps."""
         return self._rate([(one.samples, one.seconds) for one in self._timed])
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens trained on per second of the last steps."""
         return self._rate([(one.tokens, one.seconds) for one in self._timed])
 
     def stalled_s(self, now: float) -> float | None:
-        """Seconds since the last step, where that is much longer than steps take; else None."""
+        """Return the seconds since the last step if they are much longer than steps take, else None."""
         if self.stepped is None or self.pace_s is None or self.step == self.total_steps:
             return None
         waited = now - self.stepped

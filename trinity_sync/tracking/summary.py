@@ -1,6 +1,6 @@
-"""summary.json: the figures of a run, from its metrics and events.
+"""The figures of summary.json, computed from the metrics and events of a run.
 
-The recorder makes it at the end. `summarise` is a pure function, so a report can use it on a run that never got there.
+The recorder writes them at the end; reports compute them for runs that never ended.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from trinity_sync.tracking.run_record import AttemptJson, RunJson
 
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
-"""The metric that counts a step's updates whose gradient was not finite: they have changed nothing."""
+"""The metric of a step's updates that were skipped, because their gradient was not finite."""
 _FAILED = ("reward/failed", "val/failed")
 _SAMPLES = ("samples/dropped", "samples/waited_s", "samples/mixed", "staleness/mean", "staleness/max")
 
 
 class Spread(TypedDict):
-    """Median and 95th percentile of what was measured; None each if nothing was."""
+    """Median and 95th percentile; None without a measurement."""
 
     median: float | None
     p95: float | None
 
 
 class PublishTimes(TypedDict):
-    """Seconds per version, as the trainer has them."""
+    """Seconds per version, measured by the trainer."""
 
     blocked_s: Spread
     total_s: Spread
 
 
 class LoadTimes(TypedDict):
-    """Seconds per load, as the explorers have them."""
+    """Seconds per load, measured by the explorers."""
 
     total_s: Spread
     paused_s: Spread
 
 
 class SyncFigures(TypedDict):
-    """What was published and loaded; bytes are means per version."""
+    """Published and loaded versions; bytes are means per version."""
 
     mode: str | None
     encoding: str | None
@@ -69,7 +69,7 @@ class SyncFigures(TypedDict):
 
 
 class CheckpointFigures(TypedDict):
-    """What was committed, and the steps that are kept; bytes are the mean per checkpoint."""
+    """Committed and kept checkpoints; bytes are the mean per checkpoint."""
 
     commits: int
     pruned: int
@@ -81,9 +81,7 @@ class CheckpointFigures(TypedDict):
 
 
 class SampleFigures(TypedDict):
-    """How many samples were dropped as over-stale, seconds that all explorers waited together, how many samples were
-    made by several versions, and staleness.
-    """
+    """Samples that were too stale, seconds that all explorers waited, samples of several versions, staleness."""
 
     dropped: int | None
     waited_s: float | None
@@ -93,14 +91,7 @@ class SampleFigures(TypedDict):
 
 
 class RowFigures(TypedDict):
-    """The rows of the task's file, as they were when the run, or its newest attempt, began.
-
-    Attributes:
-        rows: how many there are.
-        too_long: how many have too many tokens; with `policy` ``filter`` they are left out, with ``truncate`` cut.
-        longest: tokens of the longest.
-        policy: `task.too_long`.
-    """
+    """The rows of the task's file; `longest` in tokens, `policy` is `task.too_long`."""
 
     rows: int
     too_long: int
@@ -109,13 +100,12 @@ class RowFigures(TypedDict):
 
 
 class ShapesFigures(TypedDict):
-    """What a version costs where only bytes are moved (`workload=bytes`).
+    """The cost of a version where only bytes are moved (`workload=bytes`).
 
     Attributes:
-        share: of the bytes of the whole model that the run had.
-        gb_s: bytes of a version by the time of its publish and its load, medians, GB a second.
-        copies: the same time, in copies of these bytes by one thread, as fast as it copied beside each version; the
-            median.
+        share: of the bytes of the whole model.
+        gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
+        copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
     """
 
     share: float
@@ -124,20 +114,16 @@ class ShapesFigures(TypedDict):
 
 
 class Summary(TypedDict):
-    """The content of summary.json; what nothing was measured for is None.
+    """The content of summary.json; None: not measured.
 
     Attributes:
         steps: the last completed one.
         wall_s: seconds of all attempts.
         reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
         digests: step as text -> digest.
-        rows: of a task with a file, where its rows were looked through.
-        skipped_updates: optimizer steps whose gradient was not finite.
+        skipped_updates: optimizer steps with a gradient that is not finite.
         failed_rewards: responses that the task could not judge.
         peak_memory: bytes by role.
-        faults: how many.
-        shapes: of a run that only moves bytes.
-        validation: of a run that validates.
     """
 
     status: str
@@ -167,16 +153,7 @@ def summarise(
     peak_memory: Mapping[str, int] | None = None,
     checkpoints: Path | None = None,
 ) -> Summary:
-    """Make the content of summary.json.
-
-    Args:
-        metrics: lines of metrics.jsonl, oldest first.
-        events: of events.jsonl, oldest first.
-        status: how the run stands.
-        wall_s: seconds of all its attempts.
-        peak_memory: bytes by role.
-        checkpoints: the checkpoint folder, see `kept_checkpoints`.
-    """
+    """Compute the content of summary.json; metrics and events oldest first, `checkpoints` as in `kept_checkpoints`."""
     rewards = _measured(line.get("reward/mean") for line in metrics)
     return {
         "status": status,
@@ -200,7 +177,7 @@ def summarise(
 
 
 def version_digests(events: Iterable[Event]) -> dict[str, str]:
-    """Return digests by step: what the trainer published, or, for a version only checkpointed, what was committed."""
+    """Return digests by step: those published, and those committed for versions that were not published."""
     published: dict[int, str] = {}
     committed: dict[int, str] = {}
     for event in events:
@@ -213,8 +190,9 @@ def version_digests(events: Iterable[Event]) -> dict[str, str]:
 
 
 def mismatches(events: Iterable[Event]) -> list[PublishEvent | LoadEvent | CommitEvent]:
-    """List the publishes, loads and commits whose digest is not the one that `version_digests` has for their step, nor
-    that of versions of another size: a resume may have published more of a step than before, or less (`sync.what`).
+    """List the publishes, loads and commits whose digest differs from the published one.
+
+    A resume may publish a step again with another size (`sync.what`): each size has a digest of its own.
     """
     events = list(events)
     digests = {step: {digest} for step, digest in version_digests(events).items()}
@@ -232,13 +210,13 @@ def mismatches(events: Iterable[Event]) -> list[PublishEvent | LoadEvent | Commi
 
 
 def spread(values: Iterable[object]) -> Spread:
-    """Make the median and the 95th percentile of what was measured, interpolated as numpy's default does."""
+    """Compute median and 95th percentile, interpolated as numpy's default does."""
     ordered = sorted(_measured(values))
     return {"median": quantile(ordered, 0.5), "p95": quantile(ordered, 0.95)}
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the value that a share of sorted ones lies below, interpolated as numpy's default does; None of none."""
+    """Interpolate the quantile of sorted values as numpy's default does; None without values."""
     if not ordered:
         return None
     place = share * (len(ordered) - 1)
@@ -248,12 +226,11 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 
 def kept_checkpoints(events: Iterable[Event], checkpoints: Path | None = None) -> list[CommitEvent]:
-    """List the commit events whose checkpoint was not pruned later, by step; a step committed again counts once.
+    """List the commits that were not pruned later, by step; a step committed again counts once.
 
     Args:
-        events: the run's events.
-        checkpoints: the checkpoint folder. What is not there is not kept, whoever deleted it. None, or one that cannot
-            be read now: go by the events alone.
+        checkpoints: the checkpoint folder; checkpoints that it lacks are not kept. None, or an unreadable folder:
+            count by the events alone.
     """
     kept = _kept(events, checkpoints)
     return [kept[step] for step in sorted(kept)]
@@ -280,17 +257,15 @@ def _names(folder: Path) -> set[str] | None:
 
 
 def wall_seconds(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -> float | None:
-    """Add up the seconds of all attempts of a run; None if none has a beginning and an end. Arguments: `spans`."""
+    """Add up the seconds of all attempts of a run; None if no attempt has a beginning and an end."""
     found = spans(record, metrics, events)
     return sum(end - begin for begin, end in found.values()) if found else None
 
 
 def spans(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -> dict[int | None, tuple[float, float]]:
-    """Find when each attempt of a run began and ended, in Unix seconds; those of which both is known, oldest first.
+    """Return begin and end of each attempt in Unix seconds, oldest first, where both are known.
 
-    Args:
-        record: the content of run.json.
-        metrics, events: the run's lines. An attempt that was killed is taken to have lasted until its last line.
+    A killed attempt ends with its last line.
     """
     times = [(units.finite(line.get("time")), line.get("attempt")) for line in metrics]
     written: dict[object, float] = {}
@@ -310,8 +285,9 @@ def spans(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -
 def training_spans(
     record: RunJson, metrics: Iterable[Record], events: Iterable[Event]
 ) -> dict[int | None, tuple[float, float]]:
-    """Find the same from the first step of each attempt on. What a start takes has nothing to do with what a run does:
-    the jobs of a sweep begin in a Ray that is there, but for the first. Attempts without a step are left out.
+    """Return the spans from the first step of each attempt on; attempts without a step are left out.
+
+    Starts are not comparable: only the first job of a sweep starts Ray.
     """
     metrics = list(metrics)
     first: dict[object, float] = {}
@@ -327,11 +303,7 @@ def training_spans(
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
-    """Replace summary.json.
-
-    Raises:
-        RunError: the disk refuses.
-    """
+    """Replace summary.json."""
     write_json(path, summary)
 
 
@@ -370,7 +342,7 @@ def _sync(events: Sequence[Event]) -> SyncFigures:
 
 
 def checkpoint_figures(events: Sequence[Event], checkpoints: Path | None) -> CheckpointFigures:
-    """Work out ``checkpoint`` in summary.json; arguments as of `kept_checkpoints`."""
+    """Compute the checkpoint figures; arguments as in `kept_checkpoints`."""
     commits = [event for event in events if isinstance(event, CommitEvent)]
     kept = _kept(events, checkpoints)
     return {
@@ -396,9 +368,7 @@ def _shapes(metrics: Sequence[Record], events: Sequence[Event], sync: SyncFigure
 
 
 def copies_taken(metrics: Iterable[Record], events: Iterable[Event]) -> list[float]:
-    """List the time of each version's publish and load, in copies of its bytes by one thread, as fast as the metrics of
-    its step say (``memcpy_gb_s``). Of several loads the median counts.
-    """
+    """List each version's time of publish and median load, in copies of its bytes by one thread (``memcpy_gb_s``)."""
     speeds = {json_lines.metrics_step(line): units.finite(line.get("memcpy_gb_s")) for line in metrics}
     publishes: dict[int, PublishEvent] = {}
     loads: dict[int, list[float | None]] = {}
@@ -439,7 +409,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# How far the samplers' log-probs were from the trainer's own, over a run: figures of summary.json.
+# Mismatch of samplers and trainer.
 
 
 KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"
@@ -447,7 +417,7 @@ ABS_DIFF, ABS_DIFF_MAX = "rollout_corr/log_prob_abs_diff", "rollout_corr/log_pro
 
 
 class MismatchFigures(TypedDict):
-    """None where no step has measured it.
+    """Difference of the samplers' log-probs from the trainer's; None: no step measured it.
 
     Attributes:
         kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
@@ -462,7 +432,7 @@ class MismatchFigures(TypedDict):
 
 
 def mismatch_figures(metrics: Sequence[Record]) -> MismatchFigures:
-    """Work out ``mismatch`` in summary.json from the lines of metrics.jsonl."""
+    """Compute the mismatch figures."""
     kl, k3_kl, mean, most = (_measured_lines(metrics, name) for name in (KL, K3_KL, ABS_DIFF, ABS_DIFF_MAX))
     return {
         "kl": _mean(kl),
@@ -476,16 +446,14 @@ def _measured_lines(metrics: Sequence[Record], name: str) -> list[float]:
     return [value for line in metrics if (value := units.finite(line.get(name))) is not None]
 
 
-# What the validations of a run came to: figures of summary.json; and which there were.
+# Validations.
 
 
 REWARD, EXACT, LOSS = "val/reward/mean", "val/exact", "val/loss"
 
 
 class ValidationFigures(TypedDict):
-    """What was measured by the first and the last validation, and the best one with its step, of several the newest.
-    `metric` is its name: the mean reward, where more is better, or the loss of a supervised run, where less is.
-    """
+    """The first, last and best validation; `metric` is the mean reward, or the loss of a supervised run."""
 
     metric: str
     first: float
@@ -495,11 +463,7 @@ class ValidationFigures(TypedDict):
 
 
 def validation_figures(metrics: Sequence[Record]) -> ValidationFigures | None:
-    """Work out ``validation`` in summary.json; None where nothing was validated.
-
-    Args:
-        metrics: lines of metrics.jsonl. In a free run that of a validation comes later than its step.
-    """
+    """Compute the validation figures; None without a validation. In a free run their lines come after their step's."""
     for name, sign in ((REWARD, 1.0), (LOSS, -1.0)):
         found = {
             step: value
@@ -515,7 +479,7 @@ def validation_figures(metrics: Sequence[Record]) -> ValidationFigures | None:
 
 
 def was_validated(metrics: Path, step: int) -> bool:
-    """Tell whether metrics.jsonl has a validation of the version of a step.
+    """Return whether metrics.jsonl has a validation of a step's version.
 
     Raises:
         RunError: it is damaged.
@@ -525,18 +489,12 @@ def was_validated(metrics: Path, step: int) -> bool:
 
 
 def is_late(line: Record) -> bool:
-    """Whether a line of metrics.jsonl is of a validation alone: of the version that a run begins with, or, in a free
-    run, of one whose step has its line already.
-    """
+    """Return whether a line is that of a validation alone: of the initial version, or late in a free run."""
     return "timing/step" not in line and any(name.startswith("val/") for name in line)
 
 
 def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
-    """Put what validations have measured into the lines of their steps, where these have one.
-
-    Args:
-        metrics: lines of metrics.jsonl, oldest first.
-    """
+    """Move the values of late validations into the lines of their steps; lines oldest first."""
     found: list[Record] = []
     places: dict[int | None, int] = {}
     for line in metrics:

@@ -85,7 +85,6 @@ class SwanlabTracker:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
         assert self._run is not None, "`start` comes first"
         self._run.log(dict(values), step=step)
 
@@ -97,11 +96,10 @@ class SwanlabTracker:
         self._run.log({name_of(rows): swanlab.Text(markdown(rows))}, step=step)
 
     def end(self, status: Status) -> None:
-        """Keep how the run has ended for `close`."""
         self._status = status
 
     def close(self) -> None:
-        """Finish the experiment; wait for what is to be uploaded."""
+        """Finish the experiment; wait for uploads."""
         if self._run is not None:
             state = _ENDINGS[self._status]
             self._run.finish(state=state, error=None if state == "success" else f"the run was {self._status}")

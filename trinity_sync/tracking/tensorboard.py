@@ -11,7 +11,7 @@ from trinity_sync.tracking.trackers import TrackedRun, markdown, name_of
 
 
 class _Writer(Protocol):
-    """What is asked of TensorBoard's writer of event files."""
+    """The part of TensorBoard's writer that is used."""
 
     def add_event(self, event: object) -> None: ...
 
@@ -23,7 +23,7 @@ class TensorBoardTracker:
 
     Args:
         flush_s: seconds after which points are on the disk at the latest.
-        clock: gives Unix seconds.
+        clock: returns Unix seconds.
     """
 
     def __init__(self, flush_s: float = 10.0, clock: Callable[[], float] = time.time) -> None:
@@ -51,14 +51,13 @@ class TensorBoardTracker:
         except OSError as error:
             raise ConfigError(f"tracker=tensorboard cannot write {run.folder / 'tensorboard'}: {error}") from error
         if run.resumed_from is not None:
-            # TensorBoard hides the points of abandoned steps when a session start carries the first step to come.
+            # TensorBoard hides points from the step of a session start on.
             begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(
                 event_pb2.Event(wall_time=self._clock(), step=run.resumed_from + 1, session_log=begin)
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         assert self._writer is not None, "`start` comes first"
@@ -76,7 +75,6 @@ class TensorBoardTracker:
         self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

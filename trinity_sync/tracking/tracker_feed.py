@@ -1,7 +1,7 @@
-"""The trackers of a run, fed beside the training loop: whatever one of them does, the loop does not wait for it.
+"""Runs the trackers of a run in the background, each in a thread or a process of its own.
 
-A tracker that cannot start is a mistake in the setup and stops the run before it begins. Once started it is a
-convenience: what goes wrong in it is told once, as a fault, and the end of the run waits for it so long and no longer.
+A tracker that cannot start stops the run before it begins. Later errors are reported once, as a fault, and the end of
+the run waits for a tracker until its timeout.
 """
 
 from __future__ import annotations
@@ -28,37 +28,33 @@ from trinity_sync.host.interrupts import wait_until
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import in_background
 from trinity_sync.tracking.run_record import Status
-from trinity_sync.tracking.trackers import Names, TrackedRun, Tracker, named, tell_end
+from trinity_sync.tracking.trackers import Names, TrackedRun, Tracker, call_end, named
 
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""For the start of a tracker that does not say, and for its end."""
+"""Timeout of a tracker's start and of its end, unless it has one."""
 _PENDING = 10_000
-"""Calls that may wait for a tracker; further ones are dropped."""
+"""The most pending calls of a tracker; further ones are dropped."""
 _REST_S = 8.0
-"""Of the time after a signal, what is for the end of the record and of Ray."""
+"""The part of the time after a signal that the end of the record and of Ray needs."""
 _LATE_S = 1.0
-"""For the end of a tracker that has been late before."""
+"""Timeout of the end of a tracker that was late before."""
 
 _What = Literal["metrics", "samples"]
 _Kind = Literal["fails", "late", "full", "end", "samples"]
 
 
 class Trackers:
-    """All trackers of a run behind one that neither raises nor waits after the start, but for `close`.
-
-    Args:
-        trackers: those to run. They start at the same time.
-        run: what they are told about the run.
+    """All trackers of a run. After the start only `close` waits, and nothing is raised.
 
     Raises:
-        ConfigError: one of them cannot start; the others are closed again.
+        ConfigError: a tracker cannot start; the others are closed again.
     """
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
         self._on_fault: Callable[[str, str], object] = lambda where, error: logger.warning("%s: %s", where, error)
-        self._feeds = [_Feed(tracker, run, self._tell) for tracker in trackers]
+        self._feeds = [_Feed(tracker, run, self._report_fault) for tracker in trackers]
         try:
             for feed in self._feeds:
                 feed.wait_started()
@@ -66,9 +62,9 @@ class Trackers:
             self.close("failed")
             raise
 
-    def tell_faults(self, tell: Callable[[str, str], object]) -> None:
-        """Have faults told to `tell`, from any thread, until `close` returns; they are logged otherwise."""
-        self._on_fault = tell
+    def report_faults(self, report: Callable[[str, str], object]) -> None:
+        """Report faults to `report`, from any thread, until `close` returns; without it they are logged."""
+        self._on_fault = report
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Hand the finite numbers among `values` to every tracker."""
@@ -83,57 +79,45 @@ class Trackers:
     def event(self, event: Mapping[str, object]) -> None:
         """Hand one line of events.jsonl to the trackers that take events. Any thread."""
         for feed in self._feeds:
-            take = getattr(feed.tracker, "event", None)
-            if callable(take):
-                feed.give(partial(take, event))
+            feed.give_optional("event", event)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Hand the samples of one step to the trackers that take samples."""
         for feed in self._feeds:
-            take = getattr(feed.tracker, "samples", None)
-            if callable(take):
-                feed.give(partial(take, step, rows), "samples")
+            feed.give_optional("samples", step, rows, what="samples")
 
     def close(self, status: Status) -> None:
-        """Let every tracker take what is left, and close it; closing twice is fine.
-
-        Args:
-            status: how the run has ended.
-        """
+        """Let every tracker take its pending calls, and close it; closing twice is fine."""
         feeds, self._feeds = self._feeds, []
         for feed in feeds:
             feed.end(status)
         began = time.monotonic()
         for feed in feeds:
             feed.wait_ended(began)
-        self._on_fault = lambda where, error: None  # the run is over, and so is its record
+        self._on_fault = lambda where, error: None  # the run's record has ended
 
-    def _tell(self, where: str, error: str) -> None:
-        with contextlib.suppress(TrinityError):  # a full disk is found by whoever writes next
+    def _report_fault(self, where: str, error: str) -> None:
+        with contextlib.suppress(TrinityError):  # the next write reports a full disk
             self._on_fault(where, error)
 
 
 class _Feed:
     """One tracker, on a thread of its own."""
 
-    def __init__(self, tracker: Tracker, run: TrackedRun, tell: Callable[[str, str], object]) -> None:
+    def __init__(self, tracker: Tracker, run: TrackedRun, report: Callable[[str, str], object]) -> None:
         self.name = _name(tracker)
         self.names: Names = getattr(tracker, "names", "ours")
         self.tracker: Tracker = Apart(tracker, self.name) if getattr(tracker, "apart", False) else tracker
         self._limit_s = float(getattr(tracker, "timeout_s", LIMIT_S))
-        self._tell_fault = tell
-        self._told: set[_Kind] = set()
+        self._report = report
+        self._reported: set[_Kind] = set()
         self._calls: SimpleQueue[tuple[_What, Callable[[], object]] | None] = SimpleQueue()
         self._since: float | None = None
         self._started: Future[None] = Future()
         self._ended = in_background(partial(self._serve, run), f"tracker {self.name}")
 
     def wait_started(self) -> None:
-        """Wait until it has started.
-
-        Raises:
-            ConfigError: it cannot, or does not within its limit.
-        """
+        """Wait for the start; raises ConfigError if it fails, or misses its timeout."""
         if not wait([self._started], self._limit_s).done:
             raise ConfigError(f"tracker {self.name} did not start within {self._limit_s:g} s")
         error = self._started.exception()
@@ -142,22 +126,30 @@ class _Feed:
         raise ConfigError(f"tracker {self.name} cannot start: {error or type(error).__name__}") from error
 
     def give(self, call: Callable[[], object], what: _What = "metrics") -> None:
-        """Have a call made when its turn comes."""
+        """Queue a call."""
         if self._is_late():
-            self._tell("late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later")
+            self._report_fault(
+                "late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later"
+            )
         if self._calls.qsize() < _PENDING:
             self._calls.put((what, call))
         else:
-            self._tell("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
+            self._report_fault("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
+
+    def give_optional(self, method: str, *arguments: object, what: _What = "metrics") -> None:
+        """Queue a call of a method that the tracker may lack."""
+        call = getattr(self.tracker, method, None)
+        if callable(call):
+            self.give(partial(call, *arguments), what)
 
     def end(self, status: Status) -> None:
-        """Have it closed when it has taken what is left."""
-        self._calls.put(("metrics", partial(tell_end, self.tracker, status)))
+        """Queue the end and the close."""
+        self._calls.put(("metrics", partial(call_end, self.tracker, status)))
         self._calls.put(("metrics", self.tracker.close))
         self._calls.put(None)
 
     def wait_ended(self, began: float) -> None:
-        """Wait until it is closed, for so long from `began`, and give it up then."""
+        """Wait until it is closed, until the limit since `began`, and then abandon it."""
         started = self._started.done()
         limit = 0.0 if not started else min(_LATE_S, self._limit_s) if self._is_late() else self._limit_s
         rest = began + limit - time.monotonic()
@@ -167,8 +159,10 @@ class _Feed:
             count = max(self._calls.qsize() - 3, 0)
             behind = f", {count} calls behind" if count else ""
             waited = round(time.monotonic() - began, 1)
-            self._tell("end", f"was not done {waited:g} s after the end of the run{behind}; metrics.jsonl has all")
-            self._told.add("fails")  # which it will, given up
+            self._report_fault(
+                "end", f"was not done {waited:g} s after the end of the run{behind}; metrics.jsonl has all"
+            )
+            self._reported.add("fails")  # its calls fail once it is abandoned
         abandon = getattr(self.tracker, "abandon", None)
         if abandon is not None:
             abandon()
@@ -185,10 +179,10 @@ class _Feed:
             self._since = time.monotonic()
             try:
                 call()
-            except BaseException as error:  # as of a library that ends the program: this is no more than a thread
+            except BaseException as error:  # also SystemExit of a library: it ends this thread only
                 text = str(error) or type(error).__name__
                 kind: _Kind = "samples" if what == "samples" else "fails"
-                self._tell(kind, f"does not take the {what}, the run goes on without: {text}")
+                self._report_fault(kind, f"does not take the {what}, the run goes on without: {text}")
             finally:
                 self._since = None
 
@@ -196,14 +190,14 @@ class _Feed:
         since = self._since
         return since is not None and time.monotonic() - since > self._limit_s
 
-    def _tell(self, kind: _Kind, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            self._tell_fault(f"tracker {self.name}", text)
+    def _report_fault(self, kind: _Kind, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(f"tracker {self.name}", text)
 
 
 def _name(tracker: Tracker) -> str:
-    """As the config names it, by custom: ``wandb`` of a `WandbTracker`."""
+    """Return the tracker's name in the config: ``wandb`` for a `WandbTracker`."""
     name = type(tracker).__name__
     return name.removesuffix("Tracker").lower() if name.endswith("Tracker") else name
 
@@ -255,7 +249,7 @@ class Apart:
             self._ask("samples", step, rows)
 
     def end(self, status: Status) -> None:
-        """See `tell_end`."""
+        """See `call_end`."""
         self._ask("end", status)
 
     def close(self) -> None:
@@ -314,7 +308,7 @@ def serve(descriptor: int) -> None:
             if method == "start":
                 tracker, *arguments = arguments  # type: ignore[assignment]
             if method == "end":
-                tell_end(tracker, *arguments)  # type: ignore[arg-type]
+                call_end(tracker, *arguments)  # type: ignore[arg-type]
             else:
                 getattr(tracker, method)(*arguments)
             answer = ("done", "")
@@ -329,7 +323,7 @@ def serve(descriptor: int) -> None:
             os._exit(0)  # libraries leave threads and connections behind, for which nobody has to wait
     if tracker is not None:  # the run's process has died
         with contextlib.suppress(Exception):
-            tell_end(tracker, "failed")
+            call_end(tracker, "failed")
         with contextlib.suppress(Exception):
             tracker.close()
     os._exit(1)

@@ -1,6 +1,6 @@
-"""Trackers: copies of the metrics for tools such as TensorBoard. What one is, and those that the config can name.
+"""Trackers copy the metrics to tools such as TensorBoard: their interface, and those that the config can name.
 
-`feeding.Trackers` runs them.
+`tracker_feed.Trackers` runs them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TrackedRun:
     Attributes:
         folder: the run folder.
         name: the run's name.
-        config: the config, to be shown beside the curves; see `host.references.shown`.
+        config: the config to show, see `host.references.shown`.
         attempt: 0, or one more for each resume.
-        resumed_from: the step a resume starts from; later points of earlier attempts are abandoned.
+        resumed_from: the step from which a resume starts; later points of earlier attempts are abandoned.
     """
 
     folder: Path
@@ -46,25 +46,24 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics elsewhere. `start` comes first, `close` last, all on one thread, which is no one else's.
+    """Copies the metrics to another tool. `start` comes first, `close` last, all on one thread of the tracker's own.
 
-    It may have more than these methods, which are then called, too:
+    Optional methods:
 
     - ``end(status)``, before `close`: ``completed``, ``failed`` or ``interrupted``.
     - ``event(event)``: takes one line of events.jsonl.
-    - ``samples(step, rows)``: takes the lines that one step has in samples.jsonl.
-    - ``abandon()``, from another thread: it has not come back in time, and nobody waits for it any longer.
+    - ``samples(step, rows)``: takes the lines of one step in samples.jsonl.
+    - ``abandon()``, from another thread: the tracker missed its timeout and is no longer waited for.
 
-    And it may say, as attributes of its class or its own:
+    Optional attributes, of the class or the object:
 
-    - ``timeout_s``: how long its start, and what is left at the end of the run, may take, in seconds.
-    - ``names``: what it calls metrics (`names`), ``ours`` where it does not say; `build_trackers` sets it where the
-      configuration asks for others.
-    - ``apart``: true where it is to run in a process of its own (`apart.Apart`); it is pickled before it starts.
+    - ``timeout_s``: timeout of the start, and of the rest at the end of the run, in seconds.
+    - ``names``: the names of its metrics, ``ours`` by default; `build_trackers` sets it by the config.
+    - ``apart``: true for a process of its own (`tracker_feed.Apart`); the tracker is pickled before it starts.
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Get ready; raise ConfigError where that cannot work, naming what to install or set."""
+        """Get ready; raise ConfigError if that fails, naming the package or setting that is missing."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the finite numbers of one step."""
@@ -77,9 +76,8 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     """Build the trackers that the config names, not started yet.
 
     Args:
-        settings: options by name. Any other name than those that are known needs ``_target_``, the dotted name of a
-            class with the methods of `Tracker`, which is called with the other options; but ``names``, which every
-            tracker may have, is for who feeds it.
+        settings: options by name. Unknown names need ``_target_``, the dotted name of a class with the methods of
+            `Tracker`, called with the other options except ``names``.
 
     Raises:
         ConfigError: a tracker's class cannot be found, or does not take its options.
@@ -93,7 +91,7 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
             raise ConfigError(f"tracker.{name}.names is {names}; must be one of {', '.join(CHOICES)}")
         if target is None:
             raise ConfigError(
-                f"tracker.{name} is none of {', '.join(_KNOWN)} and names no class; give tracker.{name}._target_"
+                f"tracker.{name} is not one of {', '.join(_KNOWN)}; set tracker.{name}._target_ to the name of a class"
             )
         module, _, attribute = str(target).rpartition(".")
         try:
@@ -108,16 +106,15 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     return built
 
 
-def tell_end(tracker: Tracker, status: Status) -> None:
-    """Tell a tracker that wants to know it how the run has ended; its `close` follows."""
+def call_end(tracker: Tracker, status: Status) -> None:
+    """Call a tracker's `end`, if it has one."""
     end = getattr(tracker, "end", None)
     if end is not None:
         end(status)
 
 
 def kept_id(run: TrackedRun, tracker: str) -> str:
-    """The name by which a tracker's own run is found again: made up at first, and kept in ``<tracker>/run_id`` of the
-    run's folder, where a resume reads it.
+    """Return the id of a tracker's own run: new at first, then read from ``<tracker>/run_id`` in the run's folder.
 
     Raises:
         OSError: the folder takes no writes.
@@ -132,15 +129,15 @@ def kept_id(run: TrackedRun, tracker: str) -> str:
 
 
 def read_id(path: Path) -> str:
-    """Read what was kept; empty where there is none."""
+    """Read a kept id; empty without one."""
     return path.read_text().strip() if path.exists() else ""
 
 
-# What metrics are called for a tracker: as in metrics.jsonl, or as verl's dashboards expect them.
+# Names of metrics: those of metrics.jsonl, or verl's.
 
 
 Names = Literal["ours", "verl"]
-"""Whose names."""
+"""Names of metrics.jsonl, or verl's."""
 
 CHOICES: tuple[str, ...] = get_args(Names)
 
@@ -158,19 +155,11 @@ OF_VERL: Mapping[str, tuple[str, ...]] = {
     "timing/save": ("timing_s/save_checkpoint",),
     "timing/step": ("timing_s/step", "perf/time_per_step"),
 }
-"""Ours to verl's. Of any other name the beginning ``timing/`` becomes ``timing_s/``; what a validation's are depends on
-its size. What is verl's name already, or of nothing that verl measures, stays.
-"""
+"""Our names -> verl's. Others stay; ``timing/`` becomes ``timing_s/``; those of validations depend on their size."""
 
 
 def named(names: Names, step: int, values: Mapping[str, float]) -> Mapping[str, float]:
-    """The numbers of a step by the names that a tracker wants.
-
-    Args:
-        names: whose.
-        step: the trainer step, which verl has among its metrics.
-        values: by the names of metrics.jsonl.
-    """
+    """Return the numbers of a step under the names that a tracker wants; verl has the step among its metrics."""
     if names == "ours":
         return values
     found = {"training/global_step": float(step)}
@@ -186,7 +175,7 @@ def _timing(name: str) -> str:
 
 
 def _of_validation(values: Mapping[str, float]) -> Mapping[str, tuple[str, ...]]:
-    """With the samples of each prompt, of a data set without a name. Where it is told, what is right is the core."""
+    """Return verl's names for the validation of a data set without a name; exact matches are the core if known."""
     if "val/prompts" not in values or values["val/failed"] == values["val/samples"]:
         return {}  # of the latter it is not known which is which
     mean = f"mean@{values['val/samples'] / values['val/prompts']:.0f}"
@@ -197,7 +186,7 @@ def _of_validation(values: Mapping[str, float]) -> Mapping[str, tuple[str, ...]]
     }
 
 
-# Samples of a step as trackers show them: a table, in the columns that people read.
+# Samples of a step as a table.
 
 
 COLUMNS = ("step", "text", "response", "reward", "exact", "advantage", "finished", "tokens", "version", "spans")
@@ -205,17 +194,17 @@ COLUMNS = ("step", "text", "response", "reward", "exact", "advantage", "finished
 
 
 def name_of(rows: Sequence[Mapping[str, object]]) -> str:
-    """What the table of these samples, all of training or all of a validation, is called in every tracker."""
+    """Return the name of the table of samples in every tracker; all are of training, or all of a validation."""
     return "validation_samples" if any(row.get("validation") for row in rows) else "samples"
 
 
 def cells(rows: Sequence[Mapping[str, object]]) -> list[list[object]]:
-    """The cells of each row by `COLUMNS`; spans as JSON."""
+    """Return the cells of each row by `COLUMNS`; spans as JSON."""
     return [[json.dumps(row[name]) if name == "spans" else row[name] for name in COLUMNS] for row in rows]
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines: list[list[object]] = [list(COLUMNS), ["---"] * len(COLUMNS), *cells(rows)]
     return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
 

@@ -20,8 +20,8 @@ class TrackioTracker:
     Args:
         project: the project's name.
         folder: of the local store; None: ``TRACKIO_DIR``, or else ``trackio/`` in the run's folder.
-        space: Hugging Face Space that the metrics go to, such as ``user/name``; None: they stay local, unless
-            ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` says where they go.
+        space: Hugging Face Space for the metrics, such as ``user/name``; None: they stay local, unless
+            ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is set.
         timeout_s: see `Tracker`.
     """
 
@@ -35,7 +35,7 @@ class TrackioTracker:
         self._complaints: list[str] = []
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run, or go on with the earlier one.
+        """Begin a run, or continue the earlier one.
 
         Raises:
             ConfigError: Trackio is not installed, or cannot use the folder or the Space.
@@ -50,7 +50,7 @@ class TrackioTracker:
             raise ConfigError(
                 "tracker=trackio needs the trackio package: pip install 'trinity-sync[trackers]'"
             ) from error
-        # What goes wrong in it is a warning there, and its calls return.
+        # Its errors are only warnings.
         warnings.showwarning = self._heed  # type: ignore[assignment]
         try:
             self._run = trackio.init(
@@ -70,13 +70,11 @@ class TrackioTracker:
             raise ConfigError(f"tracker=trackio cannot use {where}: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one row."""
         assert self._run is not None, "`start` comes first"
         self._run.log(dict(values), step=step)
         self._complain()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add a table."""
         import trackio
 
         assert self._run is not None, "`start` comes first"
@@ -84,7 +82,7 @@ class TrackioTracker:
         self._complain()
 
     def close(self) -> None:
-        """Finish the run; wait for what is to be written or uploaded."""
+        """Finish the run; wait for writes and uploads."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -96,6 +94,6 @@ class TrackioTracker:
             self._complaints.append(str(message))
 
     def _complain(self) -> None:
-        said, self._complaints = self._complaints, []
-        if said:
-            raise OSError("; ".join(said))
+        texts, self._complaints = self._complaints, []
+        if texts:
+            raise OSError("; ".join(texts))

@@ -1,4 +1,4 @@
-"""Durations, sizes and numbers as people read them. Used by the live view, the closing summary and the report."""
+"""Formats durations, sizes and numbers for people. Used by the live view, the summary and the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def finite(value: object) -> float | None:
-    """Return a measured number; None for what is missing, not finite or no number at all."""
+    """Return a finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -60,7 +60,7 @@ def size(value: float | None, none: str = "-") -> str:
 
 
 def number(value: float | None, none: str = "-") -> str:
-    """Format a metric: three decimals around one, scientific where that would hide it."""
+    """Format a metric: three decimals around one, scientific for very small and large values."""
     if value is None or not math.isfinite(value):
         return none
     if value == int(value) and abs(value) < 1e6:
@@ -69,7 +69,7 @@ def number(value: float | None, none: str = "-") -> str:
 
 
 def rate(value: float | None, none: str = "-") -> str:
-    """Format how many there are per second: three figures, ``0.85``, ``51.6``, ``1240``."""
+    """Format a number per second with three figures, ``0.85``, ``51.6``, ``1240``."""
     if value is None or not math.isfinite(value):
         return none
     return _figures(value) if abs(value) < 999.5 else f"{value:.0f}"
@@ -92,27 +92,21 @@ def _figures(value: float) -> str:
     return f"{value:.3g}"
 
 
-# A bar for commands that take long. Shown on a terminal only, on standard error, and gone when the work is done.
+# Progress of commands, on a terminal only.
 
 
 Progress = Callable[[int, int], None]
-"""Takes (done, in all)."""
+"""Takes (done, total)."""
 
 
 @contextmanager
 def progress_bar(
     text: str, *, shown: bool = True, in_bytes: bool = True, console: Console | None = None
 ) -> Iterator[Progress]:
-    """Show how far some work is::
+    """Show the progress of some work on a terminal::
 
-        with progress_bar("verifying") as progress:
-            progress(done, total)
-
-    Args:
-        text: what is being done.
-        shown: False: nothing is shown.
-        in_bytes: whether the numbers are bytes.
-        console: where to show; standard error by default.
+    with progress_bar("verifying") as progress:
+        progress(done, total)
     """
     if not shown or (console is None and not sys.stderr.isatty()):
         yield lambda done, total: None

@@ -63,7 +63,7 @@ class WandbTracker:
                 mode=self._mode,
                 tags=self._tags,
             )
-            # Steps go in as a value of their own: wandb's counter refuses to go back, and a resume has to.
+            # The step is a value of its own: wandb's counter cannot go back, as a resume requires.
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
@@ -72,25 +72,22 @@ class WandbTracker:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one row."""
         assert self._run is not None, "`start` comes first"
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add a table."""
         import wandb
 
         assert self._run is not None, "`start` comes first"
-        # Of mixed types, as a missing `exact` beside numbers is.
+        # Columns may mix types, as numbers and a missing `exact`.
         table = wandb.Table(columns=list(COLUMNS), data=cells(rows), allow_mixed_types=True)
         self._run.log({name_of(rows): table, "step": step})
 
     def end(self, status: Status) -> None:
-        """Keep how the run has ended for `close`."""
         self._status = status
 
     def close(self) -> None:
-        """Finish the run; wait for what is to be uploaded."""
+        """Finish the run; wait for uploads."""
         if self._run is not None:
             self._run.finish(exit_code=0 if self._status == "completed" else 1)
             self._run = None

@@ -1,7 +1,8 @@
-"""The proof that explorers sample from what the trainer trains (`explorer.check_agreement`). Runs in the driver: before
-the first update of each attempt, the ranks compute the log-probs of some of its samples as training does, dropout
-included, and these are held against those of the samplers. Another class, attention, rope base or soft cap on one of
-the two sides shows here, although all weights are equal.
+"""Check that explorers and trainer compute the same log-probs (`explorer.check_agreement`). Runs in the driver.
+
+Before the first update of each attempt the ranks compute the log-probs of some samples as training does, dropout
+included; they are compared with those of the explorers. A different class, attention, rope base or soft cap on one side
+shows here, although all weights are equal.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
     from trinity_sync.config.schema import Config
 
 _BOUNDS = {"fp32": 0.01, "fp16": 0.03, "bf16": 0.1}
-"""Largest mean difference of a token's log-probs, nats, by the coarsest dtype in which one side computes or the weights
-travel. docs/explorers.md has the figures of healthy and of wrong pairs.
+"""Largest mean difference of a token's log-probs, nats, by the coarsest dtype of either side or of the wire.
+docs/explorers.md has the figures of healthy and of wrong pairs.
 """
 _SAMPLES, _OF_EACH = 32, 4
-"""So many samples are measured at a time, and at least so many of each explorer."""
+"""Samples that are measured at a time, and the fewest of each explorer."""
 
 
 class AgreementCheck:
-    """Measures samples of the version that the trainer holds: once of each explorer.
+    """Measures each explorer once, by samples of the version that the trainer holds.
 
     Args:
         trainer: the group of ranks, initialised.
         event: records an event.
         bound: of the mean difference, nats.
-        refuse: whether a larger one ends the run; else it is a fault.
+        refuse: a larger difference ends the run; otherwise it is a fault.
         timeout_s: limit of the measurement, seconds.
     """
 
@@ -48,16 +49,15 @@ class AgreementCheck:
         self._measured: set[str] = set()
 
     def check(self, step: int, batch: SampleBatch) -> None:
-        """Measure samples that a step is about to train on, of explorers of which none were before. Samples of older
-        versions are left out. Each explorer is an event ``agreement``.
+        """Measure samples of explorers that were not measured yet, before a step trains on them. Samples of older
+        versions are skipped. Records an event ``agreement`` for each explorer.
 
         Args:
             step: the trainer's global step.
             batch: its samples.
 
         Raises:
-            ConfigError: the mean difference of an explorer is above the bound, and such a run is refused; has both
-                figures.
+            ConfigError: with `refuse`, the mean difference of an explorer is above the bound; has both figures.
         """
         fresh = np.flatnonzero((batch.version_steps == step - 1) & ~np.isin(batch.explorers, [*self._measured]))
         of_each = [fresh[batch.explorers[fresh] == name] for name in np.unique(batch.explorers[fresh])]
@@ -71,8 +71,8 @@ class AgreementCheck:
             if one is not None:
                 trained[some.responses.positions(one.rows)] = one.log_probs
         explorers = np.repeat(some.explorers, some.response_lengths)
-        told = [self._judged(step, str(name), trained, some, explorers == name) for name in np.unique(explorers)]
-        if self._refuse and (wrong := next(filter(None, told), None)):
+        problems = [self._judged(step, str(name), trained, some, explorers == name) for name in np.unique(explorers)]
+        if self._refuse and (wrong := next(filter(None, problems), None)):
             raise ConfigError(
                 f"{wrong}; step {step} was not trained. Docs: explorers.md, Agreement; explorer.check_agreement=warn "
                 "trains all the same"
@@ -81,14 +81,14 @@ class AgreementCheck:
     def _judged(
         self, step: int, explorer: str, trained: np.ndarray, batch: SampleBatch, tokens: np.ndarray
     ) -> str | None:
-        """Report an explorer; return what is wrong with it."""
+        """Record an explorer's figures; return the error, None if they agree."""
         self._measured.add(explorer)
         here, there, count = trained[tokens], batch.log_probs[tokens].astype(np.float64), int(tokens.sum())
         mean, largest = float(np.abs(here - there).mean()), float(np.abs(here - there).max())
         self._event(
             AgreementEvent(step=step, explorer=explorer, tokens=count, mean=mean, largest=largest, bound=self._bound)
         )
-        if mean <= self._bound:  # not a number is no agreement
+        if mean <= self._bound:  # False for NaN, too
             return None
         text = (
             f"{explorer} and the trainer do not compute the same of version {step - 1}: their log-probs of {count} "
@@ -101,13 +101,13 @@ class AgreementCheck:
 
 
 def _spread(rows: np.ndarray, count: int) -> np.ndarray:
-    """So many of these, from all over them."""
+    """Return so many rows, spread evenly over all."""
     return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64))]
 
 
 def agreement_bound(cfg: Config) -> float:
-    """Return the largest mean difference of log-probs that dtypes explain, nats. Sampling at a low temperature does not
-    raise it: logits differ by more, but the tokens that are drawn are surer.
+    """Return the largest mean difference of log-probs that dtypes explain, nats. A low temperature does not raise it:
+    the logits differ more, but the sampled tokens are more certain.
     """
     dtypes = (cfg.sync.wire_dtype, cfg.explorer.dtype, backend_option(cfg.backend).compute_dtype)
     return max(_BOUNDS[dtype] for dtype in dtypes)

@@ -1,6 +1,6 @@
-"""The base of a LoRA adapter, which is not sent: the model folder, from which the explorers read it, too.
+"""Check of a LoRA adapter's base, which is not sent: explorers read it from the model's folder, as the trainer does.
 
-Its digest tells it apart, and each rank sees for itself at start that what it holds of the base is what the folder has.
+At start each rank compares its part of the base with the folder, whose digest identifies the base.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trinity_sync.weights.wire import WireFormat
 
 
 class BaseModel:
-    """The base as it lies in its folder.
+    """The base as its folder has it.
 
     Args:
         folder: in Hugging Face format.
-        saved: the tensors that it has to have, in the dtypes in which a version of it would travel.
+        saved: the tensors it must have, in the dtypes in which a version of it would travel.
 
     Raises:
-        ConfigError: it cannot be read, or has others.
+        ConfigError: it cannot be read, or lacks one of them.
     """
 
     def __init__(self, folder: Path, saved: Mapping[str, Saved]) -> None:
@@ -48,20 +48,19 @@ class BaseModel:
     def check(
         self, shards: Sequence[Shard], sources: Mapping[str, torch.Tensor], *, digested: bool = False
     ) -> str | None:
-        """Check that a rank's part of the base is the folder's, byte for byte in the dtypes of the wire.
-
-        Reads the tensors of which the rank holds something, one at a time; with `digested` all of them, each once.
+        """Check that a rank's part of the base equals the folder's, byte for byte in the dtypes of the wire. Reads one
+        tensor at a time.
 
         Args:
-            shards: what the rank holds.
-            sources: the elements of each, by name, on any device.
-            digested: compute the version digest of the folder's.
+            shards: the rank's part.
+            sources: the elements of each shard, by name, on any device.
+            digested: read all tensors and compute the folder's version digest.
 
         Returns:
-            The digest, hex; None where it was not asked for.
+            The digest, hex; None without `digested`.
 
         Raises:
-            ConfigError: the rank holds something else; names the tensors.
+            ConfigError: they differ; names the tensors.
         """
         held = {shard.name: shard for shard in shards}
         odd, entries = [], []
@@ -75,8 +74,8 @@ class BaseModel:
                 entries.append(digest_entry(name, tensor, saved.dtype))
         if odd:
             raise ConfigError(
-                f"model.path={self._folder}: what the trainer holds of the adapter's base is not what the folder has "
-                f"in {listed(sorted(odd))}, so explorers, which read the folder, would work upon another base; was it "
+                f"model.path={self._folder}: the trainer's base of the adapter differs from the folder's in "
+                f"{listed(sorted(odd))}, so explorers, which read the folder, would have another base; was the folder "
                 "changed while the run started, or does backend.master_dtype round more than sync.wire_dtype?"
             )
         return version_digest(entries) if digested else None
@@ -88,22 +87,19 @@ class BaseModel:
             raise ConfigError(f"model.path={self._folder}: {error}") from error
 
 
-def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, told: bool) -> Digested | None:
+def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, digested: bool) -> Digested | None:
     """Check a rank's part of the base against the folder. Not collective.
 
     Args:
         folder: see `BaseModel`.
-        base: what the rank holds.
-        wire_dtype: in which floating tensors travel, as safetensors names it.
-        told: this rank is to compute the digest.
-
-    Returns:
-        The digest of the folder's, None where it was not to be computed.
+        base: the rank's part.
+        wire_dtype: dtype of floating tensors in versions, as safetensors names it.
+        digested: compute the folder's digest; otherwise None is returned.
 
     Raises:
-        ConfigError: the folder cannot be read, or is of another model.
+        ConfigError: the folder cannot be read, or has another model.
     """
-    digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=told)
+    digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=digested)
     wire = WireFormat.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
     return None if digest is None else Digested(digest, wire)
 
@@ -116,7 +112,7 @@ def _opened(folder: Path) -> Weights:
 
 
 def _has(tensor: torch.Tensor, shard: Shard, held: torch.Tensor) -> bool:
-    """Whether the elements that a rank holds of a tensor are the tensor's."""
+    """Tell whether a rank's elements of a tensor equal the tensor's."""
     matrix = tensor.reshape(matrix_view(shard.shape))
     rects = sorted(shard.rects)
     ours = [matrix[each.row : each.row + each.rows, each.col : each.col + each.cols].reshape(-1) for each in rects]

@@ -1,4 +1,4 @@
-"""A rank of `workload=bytes`: no engine, weights that change. In the place of `trainer.worker.TrinityWorker`."""
+"""A rank of `workload=bytes`: weights that change, without an engine. Takes the place of `TrinityWorker`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class BytesWorker(Member):
         """Make the weights. Collective.
 
         Raises:
-            ConfigError: the run goes on, and was begun with another model.
+            ConfigError: a resumed run began with another model.
         """
         spec, rank = self._spec, int(os.environ["RANK"])
         folder = Path(spec.model_path)
@@ -61,8 +60,8 @@ class BytesWorker(Member):
         self._bytes = backend
         return self.hold(spec, backend, rank)
 
-    def train_step(self, step: int, batch: Any, advantages: Any) -> dict[str, float]:
-        """Change the weights as the step does."""
+    def train_step(self, step: int, batch: object, advantages: object) -> dict[str, float]:
+        """Change the weights; return the metrics."""
         started = time.perf_counter()
         with torch.no_grad():
             changed = self._bytes.update(step)
@@ -74,18 +73,18 @@ class BytesWorker(Member):
         return metrics
 
     def begin_at(self, step: int) -> None:
-        """Nothing hangs on the step."""
+        """Do nothing: there is no schedule."""
 
 
 class _Probe:
-    """How fast one thread copies memory that is there: beside each version, as other programs slow both down."""
+    """Speed at which one thread copies memory, measured at each step: other programs slow down versions and copies."""
 
     def __init__(self) -> None:
         self._source = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
         self._target = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
 
     def gb_s(self) -> float:
-        """GB a second, the median of three copies."""
+        """Return GB a second, the median of three copies."""
         seconds = []
         for _ in range(3):
             started = time.perf_counter()

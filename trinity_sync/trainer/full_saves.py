@@ -1,12 +1,11 @@
-"""Full checkpoints as the loop sees them, and weights-only ones as the checkpoint sync mode sees them: the driver's
-side of the monitor.
+"""The driver's side of checkpoints: full ones for the training loops, weights-only ones for the checkpoint sync mode.
 
-A full save, step by step: `begin` makes the staging folder and announces the parts; all ranks copy their state (the
-trainer is blocked for that only) and write it in the background; the driver adds its own part and the version digest;
-the monitor commits. `poll` records what was committed meanwhile; `finish` waits for the rest.
+A full save: `begin` makes the staging folder and announces the parts; all ranks copy their state, which blocks the
+trainer, and write it in the background; the driver adds its own part with the version digest; the monitor commits.
+`poll` records the commits since the last call; `finish` waits for the rest.
 
-A save that fails does not end the run: it is recorded as a fault at once, the checkpoint before it stays in force, and
-the next save is tried. Where the newest save of a run has failed, `finish` raises it.
+A failed save does not end the run. It is recorded as a fault at once, the checkpoint before it stays in force, and the
+next save is tried. If the newest save of a run failed, `finish` raises its error.
 """
 
 from __future__ import annotations
@@ -35,46 +34,44 @@ from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
 
-# The part of a weights-only save that brings the version digest. A full save of the same step has a "driver" part.
 _DIGEST = "weights-digest"
+"""The part of a weights-only save with the version digest; of a full save it is "driver"."""
 
-
-# The ranks are between two steps when they are asked, or gone.
 _ASK_S = 30.0
+"""Limit of an answer from ranks that are between two steps."""
 
-# A rank waits for its earlier save, for the agent and for the other ranks, within the limit each, and tells itself what
-# did not come: then the save fails, and the run goes on.
 _WAITS_OF_A_RANK = 3
+"""A rank waits for its earlier save, for the agent and for the other ranks, `checkpoint.timeout_s` each. It reports a
+timeout itself: the save fails, and the run goes on.
+"""
 
 
 class SaveLog(Protocol):
-    """Where saves report."""
+    """The methods of `tracking.Recorder` that saves use."""
 
     def event(self, event: Event) -> None:
-        """Record one event."""
+        """Record an event."""
         ...
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Record that something failed."""
+        """Record a failure."""
         ...
 
     def saving(self, step: int) -> None:
-        """Take note that a save has begun."""
+        """Show that a save has begun."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSettings:
-    """What every save of a run has in common.
+    """The settings of all saves of a run.
 
     Attributes:
-        attempt: the run's attempt.
-        seed: the run's seed.
         meta: manifest fields: backend, world_size, config_digest, wire; of an adapter base.
         ranks: names of the ranks' parts.
         timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
-        of_versions: what is saved is what is published. Else a version's digest says nothing of it, and manifests of
-            full checkpoints have none.
+        of_versions: the saved weights are those that are published. Otherwise manifests of full checkpoints have no
+            version digest.
     """
 
     attempt: int
@@ -85,19 +82,27 @@ class SaveSettings:
     of_versions: bool = True
 
 
-Late = Callable[[int], Mapping[str, float] | None]
-"""Gives the metrics of a step that come after its save has begun; None: not yet."""
+LateMetrics = Callable[[int], Mapping[str, float] | None]
+"""Returns metrics of a step that come after its save has begun, such as those of its validation; None: not yet."""
 
 
-class _Untold(NamedTuple):
-    """A save of which the monitor lacks the driver's part, held back until `until` at the latest."""
+class _DriverPart(NamedTuple):
+    """The driver's part of a save before it is reported to the monitor; `deadline` by `time.monotonic`."""
 
     step: int
     files: list[FileEntry]
     digest: str | None
     metrics: dict[str, float]
-    late: Late | None
-    until: float
+    late: LateMetrics | None
+    deadline: float
+
+
+class _Save(NamedTuple):
+    """A save before its commit: seconds in which the ranks were blocked, and its begin in Unix seconds."""
+
+    step: int
+    blocked_s: float
+    began: float
 
 
 class FullSaves:
@@ -107,8 +112,8 @@ class FullSaves:
         monitor: the checkpoint monitor.
         trainer: the group of ranks.
         settings: see `SaveSettings`.
-        log: takes what is reported.
-        published: saves what explorers hold; None where there are none.
+        log: takes events and faults.
+        published: saves the version that explorers hold; None: there are no explorers.
     """
 
     def __init__(
@@ -124,9 +129,9 @@ class FullSaves:
         self._trainer = trainer
         self._settings = settings
         self._log = log
-        self._pending: dict[Pending[Committed], tuple[int, float, float]] = {}
-        self._untold: list[_Untold] = []
-        self._telling = threading.RLock()
+        self._pending: dict[Pending[Committed], _Save] = {}
+        self._unreported: list[_DriverPart] = []
+        self._reporting = threading.RLock()
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
 
@@ -138,24 +143,23 @@ class FullSaves:
         *,
         published: bool = True,
         state: Mapping[str, Mapping[str, object] | None] | None = None,
-        late: Late | None = None,
+        late: LateMetrics | None = None,
     ) -> None:
-        """Start a full checkpoint of the state after `step`. All ranks are between steps. It is not committed before
-        the next call of `poll`.
+        """Start a full checkpoint of the state after `step`. All ranks are between steps. Its commit comes after the
+        next call of `poll`.
 
         Args:
             step: the global step.
-            digest: version digest of the weights, None where versions are not digested.
+            digest: version digest of the weights, None if versions are not digested.
             metrics: the step's metrics, for the manifest and the retention policies.
-            published: the explorers hold the version of this step; else what they hold is saved, too.
-            state: what of the driver a resume needs: under ``data`` where the run is in its data
-                (`samples.position.Position`), under ``algorithm`` what changes from step to step; empty ones are not
-                written.
-            late: see `Late`; the commit waits for it, half of `SaveSettings.timeout_s` at most. None: there is nothing
-                 more to come.
+            published: the explorers hold the version of this step; otherwise theirs is saved, too.
+            state: the driver's state for a resume: under ``data`` the position in the data
+                (`samples.position.Position`), under ``algorithm`` the algorithm's state; empty ones are not written.
+            late: gives metrics for which the commit waits, half of `SaveSettings.timeout_s` at most; None: there are
+                none.
 
         Raises:
-            TrinityError: a rank is gone, or the monitor.
+            TrinityError: a rank or the monitor is dead.
         """
         self.poll()
         self._log.saving(step)
@@ -171,12 +175,12 @@ class FullSaves:
         digest: str | None,
         metrics: dict[str, float],
         published: bool,
-        given: Mapping[str, Mapping[str, object] | None],
-        late: Late | None,
+        states: Mapping[str, Mapping[str, object] | None],
+        late: LateMetrics | None,
     ) -> None:
         settings = self._settings
-        behind = self._published if not published else None
-        parts = [*settings.ranks, *(behind.parts() if behind is not None else ()), "driver"]
+        older_version = self._published if not published else None
+        parts = [*settings.ranks, *(older_version.parts() if older_version is not None else ()), "driver"]
         began = time.time()
         try:
             folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
@@ -185,13 +189,13 @@ class FullSaves:
         call = self._monitor.wait_committed(step, settings.attempt, settings.timeout_s, kind="full")
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
-        self._pending[call] = (step, max(blocked), began)
+        self._pending[call] = _Save(step, max(blocked), began)
         state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
-        state |= {name: value for name, value in given.items() if value}
+        state |= {name: value for name, value in states.items() if value}
         texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
-        if behind is not None:
-            texts |= dict([behind.save(step, folder)])
+        if older_version is not None:
+            texts |= dict([older_version.save(step, folder)])
         try:
             for name, text in texts.items():
                 (folder / name).parent.mkdir(exist_ok=True)
@@ -199,58 +203,61 @@ class FullSaves:
             files = [file_entry(folder, name) for name in texts]
         except OSError as error:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
-        digest = digest if settings.of_versions else None
-        until = time.monotonic() + settings.timeout_s / 2
-        with self._telling:
-            self._untold.append(_Untold(step, files, digest, metrics, late, until))
-        if late is not None:  # a step may take longer than that
-            overdue = threading.Timer(settings.timeout_s / 2, self._tell_overdue)
+        if not settings.of_versions:
+            digest = None
+        wait_s = settings.timeout_s / 2
+        with self._reporting:
+            self._unreported.append(_DriverPart(step, files, digest, metrics, late, time.monotonic() + wait_s))
+        if late is not None:  # `poll` may come later than that: a step may take longer
+            overdue = threading.Timer(wait_s, self._report_overdue)
             overdue.daemon = True
             overdue.start()
 
-    def _tell(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
-        """Tell the monitor of the driver's part, which lets the step be committed: when the step is on record, so that
-        no run goes on from one that is not, and what comes late is there. `at_once`: that is not waited for.
+    def _report(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
+        """Report the driver's parts to the monitor, which then commits. Called when their steps' metrics are on disk,
+        so that no run resumes from a step without metrics.
+
+        Args:
+            timeout_s: limit of each report, seconds; None: `SaveSettings.timeout_s`.
+            at_once: do not wait for late metrics.
         """
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
-        with self._telling:
-            while self._untold:
-                untold = self._untold[0]
-                late = untold.late(untold.step) if untold.late is not None else {}
-                if late is None and not at_once and time.monotonic() < untold.until:
+        with self._reporting:
+            while self._unreported:
+                part = self._unreported[0]
+                late = part.late(part.step) if part.late is not None else {}
+                if late is None and not at_once and time.monotonic() < part.deadline:
                     return
-                del self._untold[0]
-                self._tell_one(untold, late or {}, limit)
+                del self._unreported[0]
+                self._report_part(part, late or {}, limit)
 
-    def _tell_overdue(self) -> None:
-        """Tell without what comes late where that has not come for too long; on a thread of its own."""
-        with self._telling:
-            while self._untold and time.monotonic() >= self._untold[0].until:
-                untold = self._untold.pop(0)
+    def _report_overdue(self) -> None:
+        """Report parts whose late metrics did not come in time, without them. Runs on a timer's thread."""
+        with self._reporting:
+            while self._unreported and time.monotonic() >= self._unreported[0].deadline:
+                part = self._unreported.pop(0)
                 try:
-                    self._tell_one(untold, {}, self._settings.timeout_s)
+                    self._report_part(part, {}, self._settings.timeout_s)
                 except TrinityError as error:
-                    self._fail(untold.step, error)
+                    self._fail(part.step, error)
 
-    def _tell_one(self, untold: _Untold, late: Mapping[str, float], limit: float) -> None:
-        step, attempt = untold.step, self._settings.attempt
+    def _report_part(self, part: _DriverPart, late: Mapping[str, float], limit: float) -> None:
+        step, attempt = part.step, self._settings.attempt
         if late:
-            metrics = {**untold.metrics, **late}
+            metrics = {**part.metrics, **late}
             try:
                 _begin(self._monitor, Version(attempt, step), "full", [], self._settings, metrics)
             except TrinityError as error:  # a part has failed meanwhile
                 self._fail(step, self._first_failure(step) or error)
                 return
-        told = self._monitor.notify_finished(
-            step, part="driver", attempt=attempt, files=untold.files, digest=untold.digest
-        )
-        told.result(limit)
+        call = self._monitor.notify_finished(step, part="driver", attempt=attempt, files=part.files, digest=part.digest)
+        call.result(limit)
 
     def poll(self) -> None:
-        """Let the save be committed that the step began, which is on record by now, and record the saves that ended
-        since the last call. Called after each step; waits for none.
+        """Let the monitor commit the save of the last step, whose metrics are on disk by now, and record the saves that
+        ended. Called after each step; does not wait.
         """
-        self._tell()
+        self._report()
         while self._pending:
             done = next(iter(ended(self._pending)), None)
             if done is None:
@@ -261,44 +268,44 @@ class FullSaves:
         """Wait for all saves and for the background work of the ranks.
 
         Raises:
-            TrinityError: what the newest save failed of.
+            TrinityError: the error of the newest save, if it failed.
         """
         settings = self._settings
-        self._tell(at_once=True)
-        finished = self._trainer.begin(RankClient.finish_saves)  # before: from here on there is nothing to yield to
+        self._report(at_once=True)
+        finished = self._trainer.begin(RankClient.finish_saves)  # first: from now on saves need not yield to training
         for call in list(self._pending):
             self._collect(call, settings.timeout_s + ANSWER_S)
         self._raise_failure()
         finished(settings.timeout_s)
 
     def settle(self, seconds: float) -> None:
-        """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
+        """Give the running saves of a run that ends early so many seconds to commit, and record the results."""
         try:
-            self._tell(seconds, at_once=True)
+            self._report(seconds, at_once=True)
         finally:
             if self._pending:
-                self._trainer.begin(RankClient.finish_saves)  # by those that live; hurried
+                self._trainer.begin(RankClient.finish_saves)  # lets the living ranks hurry
                 ended(self._pending, left(seconds, REST_S))
             self.poll()
 
     def _collect(self, call: Pending[Committed], timeout_s: float = 1.0) -> None:
-        step, blocked, began = self._pending[call]
+        save = self._pending[call]
         try:
             result = call.result(timeout_s)
         except TrinityError as error:
-            self._fail(step, error)
+            self._fail(save.step, error)
             del self._pending[call]
             return
-        del self._pending[call]  # not where the wait was interrupted: `settle` takes that up
-        self._succeeded = max(self._succeeded, step)
-        record_commit(self._log, result, self._blocked(step, blocked), began)
+        del self._pending[call]  # an interrupted wait leaves it to `settle`
+        self._succeeded = max(self._succeeded, save.step)
+        record_commit(self._log, result, self._blocked(save), save.began)
 
     def _first_failure(self, step: int) -> TrinityError | None:
-        """Return what the monitor was told first of a step that has failed: what a rank failed of, because of which the
-        folder is gone, says more than that it is gone.
+        """Return the monitor's first error of a failed step. The error of a rank says more than its consequence, the
+        deleted staging folder.
         """
-        for call, (pending, *_) in self._pending.items():
-            if pending == step:
+        for call, save in self._pending.items():
+            if save.step == step:
                 try:
                     call.result(_ASK_S)
                 except TrinityError as error:
@@ -306,18 +313,17 @@ class FullSaves:
         return None
 
     def _fail(self, step: int, error: TrinityError) -> None:
-        # The wait for the commit and the driver's own part may both tell of one failure.
+        # the wait for the commit and the report of the driver's part may both raise it
         if step not in self._failed:
             self._log.fault(f"save of step {step}", error)
             self._failed[step] = error
 
-    def _blocked(self, step: int, begun: float) -> float:
-        """With what the optimizer's step waited after the save had begun, where the ranks can still say."""
+    def _blocked(self, save: _Save) -> float:
+        """Return the seconds in which the ranks were blocked, with those of later optimizer steps if they answer."""
         try:
-            waited = self._trainer.all(lambda rank: rank.save_blocked(step), _ASK_S)
-            return max(*waited, begun)
+            return max(*self._trainer.all(lambda rank: rank.save_blocked(save.step), _ASK_S), save.blocked_s)
         except TrinityError:
-            return begun
+            return save.blocked_s
 
     def _raise_failure(self) -> None:
         newest = max(self._failed, default=-1)
@@ -327,8 +333,8 @@ class FullSaves:
 
 
 def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:
-    """Read what `FullSaves.begin` was given as `state`, under one of its names, for the checkpoint in this folder;
-    None: nothing, as of earlier releases and other programs.
+    """Read one of the driver's states (`FullSaves.begin`) from a checkpoint's folder; None: it has none, as checkpoints
+    of earlier releases and of other programs.
     """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text())
@@ -337,8 +343,8 @@ def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:
     return state.get(name)
 
 
-class _SaveFailed(RunError):  # noqa: N818 - it says what happened
-    """The driver's share of a save failed."""
+class _SaveFailed(RunError):  # noqa: N818 - the name states the event
+    """The driver's part of a save failed."""
 
 
 class WeightSaves:
@@ -347,7 +353,7 @@ class WeightSaves:
     Args:
         monitor: the checkpoint monitor.
         settings: see `SaveSettings`.
-        log: takes what is reported.
+        log: takes events.
         durable: make the commits survive a power cut (`sync.durable`).
     """
 
@@ -380,21 +386,21 @@ class WeightSaves:
         self._monitor.fail_step(version.step, error, attempt=version.attempt)
 
     def _notify(self, version: Version, part: str, files: list[FileEntry], digest: str | None) -> None:
-        told = self._monitor.notify_finished(
+        call = self._monitor.notify_finished(
             version.step, True, part=part, attempt=version.attempt, files=files, digest=digest
         )
-        told.result(self._settings.timeout_s)
+        call.result(self._settings.timeout_s)
 
 
 def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: float | None) -> None:
-    """Write the events of a commit and of what retention removed after it. Weights that lie beside the step's folder
-    are no checkpoint of the run.
+    """Record the events of a commit and of the deletions after it. Weights beside the step's folder are not a
+    checkpoint of the run.
 
     Args:
-        log: takes them.
-        result: what the monitor told.
-        blocked_s: seconds in which training stood still.
-        began: when the save began, in Unix seconds.
+        log: takes the events.
+        result: the monitor's answer.
+        blocked_s: seconds in which training was blocked.
+        began: begin of the save, in Unix seconds.
     """
     if not result["beside"]:
         log.event(
@@ -428,7 +434,7 @@ def _begin(
     return Path(call.result(settings.timeout_s))
 
 
-# What the explorers hold, kept in a full checkpoint where it is not the checkpoint's own weights.
+# The explorers' version in a full checkpoint, where it is not the checkpoint's own.
 
 
 EXPLORER = "explorer"
@@ -452,14 +458,14 @@ class PublishedState:
         self._timeout_s = timeout_s
 
     def parts(self) -> list[str]:
-        """Name the parts that `save` adds to a checkpoint."""
+        """Return the names of the parts that `save` adds to a checkpoint."""
         return [_part(node) for node in self._agents]
 
     def save(self, step: int, folder: Path) -> tuple[str, str]:
-        """Have the agents write the newest published version into a staging folder, and report it; does not wait.
+        """Have the agents write the newest published version into a staging folder and report it. Does not wait.
 
         Returns:
-            (name below `folder`, contents) of a file that goes into the driver's part.
+            Name below `folder` and contents of a file for the driver's part.
         """
         synchronizer = self._synchronizer
         newest = synchronizer.newest().result(synchronizer.timeout_s)
@@ -470,19 +476,19 @@ class PublishedState:
         return f"{EXPLORER}/{_FILE}", json.dumps({"step": newest.step}) + "\n"
 
     def restore(self, folder: Path, version: Version, slot: int) -> None:
-        """Have the agents fill a slot with what `save` wrote below the checkpoint's `folder`, as the ranks would."""
+        """Have the agents fill a slot with the version saved in a checkpoint's folder, as the ranks would."""
         calls = [agent.restore_published(version, slot, str(folder / EXPLORER)) for agent in self._agents.values()]
         results(calls, self._timeout_s)
 
 
 def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
-    """Read the step of the version in a checkpoint's folder that explorers held; None: there is none, or it cannot be
-    restored part by part.
+    """Return the step of the explorers' version in a checkpoint's folder; None: there is none, or its parts are not
+    those of this run.
 
     Args:
         folder: the checkpoint's folder.
-        layouts: of the run's parts. Those that were saved are others where other ranks saved them, or where something
-            else was published, or in other dtypes.
+        layouts: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes or of the
+            published weights.
 
     Raises:
         RunError: a file cannot be read.

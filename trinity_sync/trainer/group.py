@@ -1,6 +1,4 @@
-"""The trainer group: the ranks, placed on their nodes and called together, with a name for each and a limit on every
-wait.
-"""
+"""The trainer group: places the ranks on nodes and calls them together, each wait with a timeout."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -23,10 +21,6 @@ from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.logs import own_log
 from trinity_sync.trainer.worker_spec import WorkerSpec
 
-if TYPE_CHECKING:
-    from trinity_sync.trainer.worker_spec import WorkerSpec
-
-
 T = TypeVar("T")
 
 
@@ -34,7 +28,7 @@ class TrainerGroup:
     """All ranks of the trainer. Each begins to import its engine at once.
 
     Args:
-        spec: what each rank is built from.
+        spec: of each rank.
         process_on_nodes: ranks per node, such as ``[8, 8]``; the ranks of a node have neighbouring numbers.
         use_gpu: reserve one GPU per rank.
         start_timeout_s: limit until the engines are up, seconds.
@@ -81,12 +75,12 @@ class TrainerGroup:
         self.ranks[0].make_model(architecture, seed, folder).result(self._start_timeout_s)
 
     def initialise(self) -> list[RankInfo]:
-        """Build the engines; return what each rank holds, in rank order."""
+        """Build the engines; return the facts of each rank, in rank order."""
         results(self._importing, self._start_timeout_s)
         return self.all(RankClient.initialise, self._start_timeout_s)
 
     def all(self, ask: Callable[[RankClient], Call[T]], timeout_s: float) -> list[T]:
-        """Ask all ranks; answers in rank order.
+        """Call all ranks; return the results in rank order.
 
         Args:
             ask: begins the call to one.
@@ -95,7 +89,7 @@ class TrainerGroup:
         return self.begin(ask)(timeout_s)
 
     def begin(self, ask: Callable[[RankClient], Call[T]]) -> Callable[[float], list[T]]:
-        """Ask all ranks as `all` does, and go on; what is returned waits for the answers, so many seconds at most."""
+        """Begin the calls of `all`; the function that is returned waits for the results, with a timeout in seconds."""
         return partial(results, [ask(rank) for rank in self.ranks])
 
 
@@ -118,12 +112,11 @@ def _reserve(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -
     return sorted(groups, key=address) if len(groups) > 1 else groups
 
 
-# The actor of a trainer rank. The engine is imported by the process that has it, and by no other: the driver, which
-# starts the ranks, needs neither torch nor verl.
+# The actor of a trainer rank. Only its process imports the engine: the driver needs neither torch nor verl.
 
 
 OWN = ("import_engine", "make_model", "initialise")
-"""What a rank's actor answers itself."""
+"""Methods that are not passed on to the worker."""
 
 
 class TrainerRank:
@@ -144,7 +137,7 @@ class TrainerRank:
         self._worker: Any = None
 
     def import_engine(self) -> None:
-        """Import what the engine needs. Called at once, while the model may still be in the making."""
+        """Import the engine. Called at once, before the model's folder exists."""
         self._worker_class()
 
     def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:

@@ -1,6 +1,6 @@
-"""What every rank of the trainer does, whichever engine trains: it stages versions and saves checkpoints.
+"""A trainer rank's part in versions and checkpoints, the same for every engine.
 
-Which methods are collective is said at each: all ranks are to be called, in the same order.
+Collective methods say so: they are called on all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ from trinity_sync.weights.staging import Sources, pin_segment, stage
 
 
 class Member:
-    """A rank's share of versions and checkpoints. A worker inherits it, and calls `hold` once its engine is up."""
+    """Stages versions and saves checkpoints. A worker inherits it, and calls `hold` when its engine is up."""
 
     def hold(self, spec: WorkerSpec, backend: Any, rank: int) -> RankInfo:
-        """Take the view of an engine that is up; return what this rank holds.
+        """Take the view of an engine that is up; return the facts of this rank.
 
         Args:
-            spec: what the rank is built from.
-            backend: what `BackendOption.view` gives.
-            rank: its number.
+            backend: the result of `BackendOption.view`.
+            rank: number of this rank.
         """
         self._spec = spec
         self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
@@ -85,10 +84,10 @@ class Member:
             agent: of this node.
             paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
             synchronizer: the run's synchronizer.
-            make_coordinator: makes the coordinator through which this rank saves, of `node_id` and `job_id`.
+            make_coordinator: makes this rank's coordinator, from `node_id` and `job_id`.
             timeout_s: limit of the waits for a background save, seconds.
         """
-        # While this process lives, so does the call: in a free run no other may be under way when it dies.
+        # The call ends when this process dies. A death in a free run may interrupt no other call.
         self._lifeline = synchronizer.lifeline()
         synchronizer.watch(this_process(f"trainer rank {self._rank}"), [self._lifeline.reference])
         self._segments = {
@@ -123,7 +122,7 @@ class Member:
     # -- versions
 
     def stage(self, version: Version, slot: int, lazily: bool = False) -> float:
-        """Copy this rank's shards into the slot and tell the agent; see `WeightStager.stage`. Collective where the
+        """Copy this rank's shards into the slot and report to the agent; see `WeightStager.stage`. Collective if the
         engine offloads.
 
         Returns:
@@ -131,11 +130,11 @@ class Member:
         """
         blocked = self._stager.stage(version, slot, lazily=lazily)
         how = "began to stage" if lazily else "staged"
-        story.info("%s version %s into slot %d: stood still %s", how, version, slot, units.seconds(blocked))
+        story.info("%s version %s into slot %d: blocked %s", how, version, slot, units.seconds(blocked))
         return blocked
 
     def send(self, broadcast: Broadcast) -> int:
-        """Send this rank's staged part to the explorers of a broadcast; bytes sent."""
+        """Send this rank's staged part to the explorers of a broadcast; return the bytes sent."""
         return self._sync.send(broadcast, self._part, self._layout, self._segments[broadcast.slot])
 
     # -- checkpoints
@@ -162,7 +161,7 @@ class Member:
         story.info("restored %s in %s", folder, units.seconds(time.perf_counter() - started))
 
     def writer_of(self, folder: str) -> str | None:
-        """See `trinity_sync.checkpoint.folder.lock.writer_of`: the driver is told whether this rank sees the folder."""
+        """Return the writer of a checkpoint folder, to show whether this rank sees the driver's folder."""
         return writer_of(Path(folder))
 
     def finish_saves(self) -> None:
@@ -170,11 +169,11 @@ class Member:
         self._saver.finish()
 
     def memory(self) -> dict[str, int]:
-        """Peak resident bytes of this process."""
+        """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_memory(), "pid": os.getpid()}
 
 
-# One rank's share of a version: the weights copied into a slot, at once or beside the next forward and backward.
+# Copying a rank's part of a version into a slot: at once, or during the next forward and backward.
 
 
 class WeightStager:
@@ -182,7 +181,7 @@ class WeightStager:
 
     Args:
         backend: the engine's backend.
-        layout: how the part is laid out that this rank stages.
+        layout: of this rank's part.
         segments: slot -> this rank's bytes in it; empty for a rank that holds nothing of its own.
         agent: the node's agent.
         part: name of the rank's part.
@@ -209,20 +208,20 @@ class WeightStager:
         self._lock = threading.Lock()
         self._copied = threading.Event()
         self._copied.set()
-        self._held_since: float | None = None
+        self._blocked_since: float | None = None
         if self._may_be_lazy:
             backend.before_change(self.wait_copied)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> float:
-        """Copy into the slot and tell the agent. Collective where the engine offloads.
+        """Copy into the slot and report to the agent. Collective if the engine offloads.
 
         Args:
-            version: the version that the weights are.
+            version: the version of the weights.
             slot: number of the slot.
-            lazily: return at once and copy on, where the engine allows that.
+            lazily: return at once and copy in the background, if the engine allows it.
 
         Returns:
-            Seconds in which the rank stood still so far.
+            Seconds in which the rank was blocked so far.
         """
         started = time.perf_counter()
         self.wait_copied()
@@ -235,10 +234,10 @@ class WeightStager:
             self._agent.part_staged(version, slot, self._part, blocked)
             return blocked
         self._copied.clear()
-        begun = time.perf_counter() - started
-        arguments = (version, slot, sources, begun)
+        blocked = time.perf_counter() - started
+        arguments = (version, slot, sources, blocked)
         threading.Thread(target=self._copy, args=arguments, name=f"stage-{version.step}", daemon=True).start()
-        return begun
+        return blocked
 
     def wait_copied(self) -> None:
         """Wait until the weights may change. Called on the training thread.
@@ -249,11 +248,11 @@ class WeightStager:
         with self._lock:
             if self._copied.is_set():
                 return
-            self._held_since = time.perf_counter()
+            self._blocked_since = time.perf_counter()
         if not self._copied.wait(self._timeout_s):
             raise WaitTimeout("the snapshot", f"copy the weights of {self._part}", self._timeout_s)
 
-    def _copy(self, version: Version, slot: int, sources: Sources, begun: float) -> None:
+    def _copy(self, version: Version, slot: int, sources: Sources, blocked: float) -> None:
         error = None
         try:
             with torch.no_grad():
@@ -262,10 +261,11 @@ class WeightStager:
             log_failure(f"staging version {version}", problem)
             error = told(problem)
         with self._lock:
-            held = 0.0 if self._held_since is None else time.perf_counter() - self._held_since
-            self._held_since = None
+            if self._blocked_since is not None:
+                blocked += time.perf_counter() - self._blocked_since
+            self._blocked_since = None
             self._copied.set()
         if error is None:
-            self._agent.part_staged(version, slot, self._part, begun + held)
+            self._agent.part_staged(version, slot, self._part, blocked)
         else:
             self._agent.part_failed(version, self._part, error)

@@ -1,8 +1,8 @@
-"""How the ranks of a trainer find each other.
+"""The process group of the trainer's ranks.
 
-verl looks for a free port before it starts the ranks, and rank 0 would open it when it has imported its libraries, up
-to a minute later: whoever takes the port meanwhile fails the run. Here rank 0 opens any port that is free then, and the
-others learn its address from Ray's key-value store.
+In verl's way the driver chooses a free port, which rank 0 opens up to a minute later, after its imports; if another
+program takes the port meanwhile, the run fails. Here rank 0 opens any free port, and the others read its address from
+Ray's key-value store.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _POLL_S = 0.05
 
 
 def join_group(backend: str, timeout_s: float) -> None:
-    """Make the default process group, and leave its address where verl looks for it. All ranks call it, in actors of a
-    `TrainerGroup`.
+    """Make the default process group, and set its address in the environment, where verl reads it. All ranks call it,
+    in actors of a `TrainerGroup`.
 
     Args:
-        backend: torch's name of it; gloo is among the ones it names, so that no rank returns before all have come.
+        backend: torch's name of it; it includes gloo, so that no rank returns before all have joined.
         timeout_s: limit of the wait for rank 0, and of the group's collectives, seconds.
 
     Raises:
-        WaitTimeout: rank 0 has opened no port.
+        WaitTimeout: rank 0 has not opened a port.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=timeout_s)

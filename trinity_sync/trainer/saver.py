@@ -29,15 +29,7 @@ from trinity_sync.weights.staging import Copying, pin_segment, unpin_segment
 
 
 class Saver(ABC):
-    """Saves of one rank. All methods are collective.
-
-    Args:
-        deadline: when the engine's state changes next.
-        coordinator: this process's.
-        meetings: the rank's meetings with the other ranks; their timeout is that of all waits of a save.
-        part: name of the rank's part.
-        lazy: copy during the next forward and backward, if the engine allows it.
-    """
+    """Saves of one rank. All methods are collective."""
 
     def __init__(
         self, deadline: Deadline, coordinator: CheckpointCoordinator, meetings: Meetings, part: str, *, lazy: bool
@@ -102,14 +94,8 @@ class Saver(ABC):
 
 
 class AgentSaver(Saver):
-    """Saves through shared memory: the rank copies its state into a segment of the node agent, which writes the files.
-
-    Args:
-        backend: the engine's backend.
-        agent: the node's agent.
-        coordinator, meetings, part, lazy: as for `Saver`.
-        writes_metadata: this rank (rank 0) writes the files that the ranks have in common.
-        form: format of the files.
+    """Saves through shared memory: the rank copies its state into a segment of the node agent, which writes the
+    files.
     """
 
     def __init__(
@@ -167,8 +153,8 @@ class AgentSaver(Saver):
         """Wait until the agent has written the save before: there is one segment. The agent was asked in the background
         after the hand-over, so its answer is usually here.
         """
-        asked, self._written = self._written, None
-        if asked is not None and asked.is_answered():
+        answer, self._written = self._written, None
+        if answer is not None and answer.is_answered():
             return
         self._ask_written(hurry=True).result(self._timeout_s + ANSWER_S)
 
@@ -189,8 +175,8 @@ class AgentSaver(Saver):
             files += [(str(path.relative_to(folder)), ()) for path in written]
         if self._writes_metadata:
             files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]
-        given = StatePart(part=self._part, step=step, folder=str(folder), files=files)
-        self._agent.take_state(given).result(self._timeout_s + ANSWER_S)
+        state = StatePart(part=self._part, step=step, folder=str(folder), files=files)
+        self._agent.take_state(state).result(self._timeout_s + ANSWER_S)
         self._written = self._ask_written(hurry=False)
 
     def _reserve(self, planned: StatePlan) -> None:
@@ -222,12 +208,7 @@ _ACTOR = "actor"
 
 
 class BackendSaver(Saver):
-    """Saves of a backend that copies and writes its own files (`SelfWritingBackend`).
-
-    Args:
-        backend: the engine's backend.
-        coordinator, meetings, part, lazy: as for `Saver`.
-    """
+    """Saves of a backend that copies and writes its own files (`SelfWritingBackend`)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The data of a supervised run: pairs or conversations of a file, tokenised with the model's own tokenizer."""
+"""The `Data` of a supervised run: pairs or conversations of a file, as tokens of the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Examples = Sequence[TextPair | Conversation]
 
 
 class SupervisedTask(Protocol):
-    """What a task for `algorithm=sft` has. One with ``pairs_from(first, count)``, which returns so many from number
-    `first` on (from 0, without end), goes on exactly where a run with another batch size was.
+    """A task for `algorithm=sft`. With a method ``pairs_from(first, count)``, which returns so many examples from
+    number `first` on (from 0, without end), a run resumed with another batch size misses and repeats none.
     """
 
     def pairs(self, step: int, count: int) -> Examples:
-        """Return what is learnt in a trainer step, from 1."""
+        """Return the examples of a trainer step, from 1."""
         ...
 
 
 def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:
-    """Make the tokens of pairs or conversations.
+    """Return pairs or conversations as tokens.
 
     Raises:
-        RunError: one cannot be learnt; names its place in the file.
+        RunError: one cannot be encoded; names its place in the file.
     """
     encoded = encoder.encode(examples)
     return PairBatch.of(
@@ -40,12 +40,12 @@ def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:
 
 
 class PairsData:
-    """A step's batch is what the task gives for it.
+    """A step's batch is the task's examples for it.
 
     Args:
         task: gives pairs or conversations.
         encoder: makes tokens of them.
-        numbering: which of them a step has.
+        numbering: the examples of each step.
     """
 
     def __init__(self, task: SupervisedTask, encoder: PairEncoder, numbering: Numbering) -> None:
@@ -57,7 +57,7 @@ class PairsData:
         """Return the pairs of a step, with an end-of-sequence token after each response.
 
         Raises:
-            RunError: a pair cannot be learnt; names its place in the file.
+            RunError: one cannot be encoded; names its place in the file.
         """
         return pair_batch(self._encoder, self._of_step(step))
 
@@ -68,19 +68,16 @@ class PairsData:
         return pairs_from(self._numbering.first_of(step), self._numbering.per_step)
 
     def drawn(self) -> None:
-        """Return nothing: the batch is all that there is."""
+        return None
 
     def position(self, step: int) -> Mapping[str, object]:
-        """Return where the run is in its data after a step."""
         return Position(self._numbering, GroupId(step + 1, 0)).to_json()
 
     def advantages(self, batch: PairBatch) -> None:
-        """Return nothing: the supervised loss has no advantages."""
+        return None
 
     def load(self, version: Version) -> list[LoadReport]:
-        """Report no load: nobody generates."""
         return []
 
     def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
-        """Write out nothing: nobody generates."""
         return []

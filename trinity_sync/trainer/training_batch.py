@@ -1,5 +1,4 @@
-"""Samples and pairs as the tensors that verl's engines and losses take. Called by every trainer rank for its share of
-the data.
+"""Samples and pairs as the tensors of verl's engines and losses. Each trainer rank calls it for its share of the data.
 
 verl packs sequences without padding: nested (jagged) tensors, one row per sequence. `loss_mask` covers the whole
 sequence and marks response tokens; `rollout_log_probs`, `old_log_probs`, `advantages` and `response_mask` cover the
@@ -22,13 +21,13 @@ from trinity_sync.errors import RunError
 
 
 class Batching(TypedDict):
-    """How many sequences meet in a forward and backward, and in an optimizer step.
+    """The batch sizes of a forward and backward and of an optimizer step.
 
     Attributes:
         micro_batch: sequences per forward and backward.
         global_mini_batch: sequences per optimizer step over all ranks.
         max_tokens: per forward and backward and rank, in place of `micro_batch`; None: no limit.
-        packed: compute the sequences one after another, without padding, by an engine that is built for it.
+        packed: compute sequences end to end without padding; the engine must be built for it.
     """
 
     micro_batch: int
@@ -42,16 +41,15 @@ def share(
 ) -> np.ndarray:
     """Return the indices of the sequences that a data-parallel rank trains on, mini-batch after mini-batch.
 
-    Mini-batch m is the m-th contiguous block of the sorted samples and is cut evenly over the ranks, so which samples
-    meet in an optimizer step does not depend on the number of ranks.
+    Mini-batch m is the m-th contiguous block of the sorted samples, divided evenly over the ranks, so the samples of an
+    optimizer step do not depend on the number of ranks.
 
     Args:
         count: of all sequences.
-        rank: the data-parallel rank.
-        ranks: how many there are.
+        rank, ranks: the data-parallel rank and the number of them.
         mini_batches: optimizer steps.
-        balanced: tokens of each sequence, for ranks that are to have about as many of each mini-batch, in as many
-            sequences; None: each has a contiguous block.
+        balanced: tokens of each sequence, to give ranks about as many tokens of each mini-batch in equally many
+            sequences; None: each rank has a contiguous block.
 
     Raises:
         ValueError: `count` does not divide by `ranks` x `mini_batches`.
@@ -75,7 +73,7 @@ def check_fits(lengths: np.ndarray, max_tokens: int | None, sharing: int) -> Non
         sharing: ranks that share a sequence.
 
     Raises:
-        RunError: one does not; the same on every rank.
+        RunError: one is too long. Raised on every rank.
     """
     longest = int(lengths.max(initial=0))
     if max_tokens is not None and longest > max_tokens * sharing:
@@ -86,9 +84,7 @@ def check_fits(lengths: np.ndarray, max_tokens: int | None, sharing: int) -> Non
 
 
 def micro_batch_size(local: int, at_most: int) -> int:
-    """Find the largest number of sequences that divides `local` and is at most `at_most`: verl takes equal
-    micro-batches only.
-    """
+    """Return the largest divisor of `local` up to `at_most`: verl takes only micro-batches of equal size."""
     return next(size for size in range(min(local, at_most), 0, -1) if local % size == 0)
 
 
@@ -103,17 +99,17 @@ def grpo_batch(
     staleness: Sequence[np.ndarray] | None = None,
     **batching: Unpack[Batching],
 ) -> TensorDict:
-    """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. The sampler's log-probs are in it twice:
-    as `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
+    """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. It has the sampler's log-probs twice: as
+    `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
 
     Args:
         prompts: int64 token ids per sequence, at least one.
         responses: int64 token ids per sequence, at least one, end-of-sequence included.
         log_probs: float32 log-probs of the response tokens under the sampler.
-        advantages: see `with_advantages`, which does it later for None.
+        advantages: see `with_advantages`; None: that is called later.
         temperature: the sampler's temperature.
-        entropy: have the engine compute the entropy of each token's distribution beside its log-prob.
-        staleness: int64, of each response token, in steps; None: it is not known.
+        entropy: have the engine compute the entropy of each token's distribution, too.
+        staleness: int64, of each response token, in steps; None: unknown.
         batching: see `Batching`.
     """
     lengths = [len(response) for response in responses]
@@ -152,8 +148,8 @@ def sft_batch(
     learnt: Sequence[np.ndarray] | None = None,
     **batching: Unpack[Batching],
 ) -> TensorDict:
-    """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`, and `learnt`: bool
-    per sequence, which tokens of the response are learnt; None: all.
+    """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`. `learnt`: bool per
+    sequence, marks the response tokens that count; None: all.
     """
     return _with_settings(_sequences(prompts, responses, learnt), batching, temperature=1.0)
 
@@ -173,8 +169,8 @@ def _sequences(
 
 
 def _jagged(values: np.ndarray, lengths: Sequence[int]) -> torch.Tensor:
-    """Make rows of such lengths, which lie end to end in `values`."""
-    # from a list of rows torch makes the same, one by one
+    """Make a nested tensor from rows that lie end to end in `values`."""
+    # the same from a list of rows is slower: torch copies them one by one
     offsets = torch.from_numpy(np.cumsum([0, *lengths]))
     return torch.nested.nested_tensor_from_jagged(
         torch.from_numpy(values), offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)

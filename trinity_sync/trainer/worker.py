@@ -1,12 +1,11 @@
-"""One trainer rank: verl's `TrainingWorker` with hooks for versions and checkpoints. The actors of
-`trainer.rank` have one each.
+"""A trainer rank: verl's `TrainingWorker` with hooks for versions and checkpoints. The actor `TrainerRank` has one.
 
-Which methods are collective is said at each: all ranks are to be called, in the same order.
+Collective methods say so: they are called on all ranks, in the same order.
 """
 
 from __future__ import annotations
 
-# First of all: what verl imports depends on it.
+# first: it changes what verl imports
 import trinity_sync.backends.lean_verl  # noqa: F401
 
 # isort: split
@@ -80,8 +79,8 @@ class TrinityWorker(Member, TrainingWorker):
         self._compared: tuple[int, TensorDict] | None = None
         if spec.deterministic:
             use_deterministic_kernels()
-        # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
-        # alone that is there.
+        # In place of verl's own call, which is skipped if a group exists: on a CPU it names gloo twice, which torch
+        # refuses, and it sets no timeout.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
@@ -93,39 +92,39 @@ class TrinityWorker(Member, TrainingWorker):
         """Build model, optimizer and scheduler. Collective.
 
         Raises:
-            ConfigError: transformers does not have `model.attn_implementation` for this model; or an adapter is trained
-                on another base than the model's folder has.
+            ConfigError: transformers does not have `model.attn_implementation` for this model; or the adapter's base is
+                not the one in the model's folder.
         """
         check_attention(self.engine.model_config.hf_config.to_dict(), self._spec.attn_implementation)
         check_class(self.engine.model_config)
         folder = local_folder(self._spec.model_path)
-        left_out = left_out_by(self.engine.model_config, folder)  # on each rank, so that all of them refuse
-        torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
+        left_out = left_out_by(self.engine.model_config, folder)  # on each rank, so that all refuse
+        torch.manual_seed(self._spec.seed)  # so that a new adapter is the same on all ranks
         self.reset()
         self._reference = self._make_reference()
         if self._spec.temperature != 1 or self._spec.algorithm.needs_entropy:
             for engine in self._engines():
                 self._spec.backend.divide_in_fp32(engine)
         self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
-        seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
+        seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer need the same
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         merged = self._spec.what == "merged"
         view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
-        told, info = self.rank == 0, self.hold(self._spec, view, self.rank)
+        first, info = self.rank == 0, self.hold(self._spec, view, self.rank)
         if self._spec.lora:
-            base = check_held(folder, view.base(), self._spec.wire_dtype, told=told)
-            info = replace(info, base=base, adapter=view.adapter_config() if told else None)
-        if told and self._spec.reference is not None:
+            base = check_held(folder, view.base(), self._spec.wire_dtype, digested=first)
+            info = replace(info, base=base, adapter=view.adapter_config() if first else None)
+        if first and self._spec.reference is not None:
             info = replace(info, reference=reference_digest(self._spec.reference))
-        if told and (names := left_out.drafts + left_out.tower):
+        if first and (names := left_out.drafts + left_out.tower):
             digest = digest_left_out(open_hugging_face(folder), names)
             info = replace(info, left_out=Untrained(str(folder), names, digest, left_out.tower))
         return info
 
     def _make_reference(self) -> ReferenceModel | BaseOfAdapter | None:
-        """What the policy is compared with; None: nothing. Collective."""
+        """Return the reference of the policy; None: the algorithm needs none. Collective."""
         spec = self._spec
         if spec.reference is not None:
             config = worker_config(reference_spec(spec, spec.reference))
@@ -138,7 +137,7 @@ class TrinityWorker(Member, TrainingWorker):
     # -- training
 
     def train_step(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
-        """One training step on this rank's share of the batch. Collective.
+        """Train on this rank's share of a batch; return the metrics. Collective.
 
         Args:
             step: the trainer's global step.
@@ -155,7 +154,7 @@ class TrinityWorker(Member, TrainingWorker):
             seed=spec.seed + step,
             dataloader_kwargs={"shuffle": False},
         )
-        rate = self.engine.optimizer.param_groups[0]["lr"]  # verl gives that of the next step
+        rate = self.engine.optimizer.param_groups[0]["lr"]  # verl's own metric is the next step's
         output = self.train_mini_batch(data)
         self._saver.prepare()
         story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
@@ -164,8 +163,8 @@ class TrinityWorker(Member, TrainingWorker):
         return {**step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes), "lr": rate}
 
     def divergences(self, step: int, batch: SampleBatch) -> Divergences | None:
-        """Measure how far this rank's share of a step is from the reference, which is then trained on; None: another
-        pipeline stage can. Collective.
+        """Measure the divergence of this rank's share of a step from the reference, before training on it; None on
+        pipeline stages before the last. Collective.
 
         Args:
             step: the trainer's global step.
@@ -174,19 +173,20 @@ class TrinityWorker(Member, TrainingWorker):
         rows, batching = self._share_of(batch)
         data = self._samples(step, batch, rows, batching)
         self._compared = step, data
-        return divergences(data, rows, self._in_reward().estimator)
+        return divergences(data, rows, self._in_reward.estimator)
 
     def adapted(self, coefficient: float, divergence: float, samples: int) -> float:
-        """Compute the next coefficient of the divergence; see `trainer.divergence.adapted`."""
-        return adapted(coefficient, divergence, samples, self._in_reward())
+        """Return the next coefficient of the divergence; see `adapted`."""
+        return adapted(coefficient, divergence, samples, self._in_reward)
 
+    @property
     def _in_reward(self) -> InRewardConfig:
-        asked = self._spec.algorithm.in_reward
-        assert asked is not None, "who calls it has looked"
-        return asked
+        config = self._spec.algorithm.in_reward
+        assert config is not None, "called only if rewards have a penalty"
+        return config
 
     def _data_of(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> TensorDict:
-        """This rank's share of a step, as the engine takes it; where it was compared with the reference, that."""
+        """Return this rank's share of a step for the engine; uses the share that `divergences` prepared, if it did."""
         rows, batching = self._share_of(batch)
         if isinstance(batch, PairBatch):
             prompts, responses = [batch.prompt_ids(i) for i in rows], [batch.response_ids(i) for i in rows]
@@ -197,7 +197,7 @@ class TrinityWorker(Member, TrainingWorker):
         return with_advantages(data, advantages[rows])
 
     def _share_of(self, batch: SampleBatch | PairBatch) -> tuple[np.ndarray, Batching]:
-        """Which sequences of a step this rank has, and how they meet."""
+        """Return the sequences of a step that this rank has, and their batching."""
         spec = self._spec
         ranks = self.engine.get_data_parallel_size()
         check_fits(batch.lengths, spec.max_tokens, spec.backend.ranks_per_sequence)
@@ -212,7 +212,7 @@ class TrinityWorker(Member, TrainingWorker):
         )
 
     def _samples(self, step: int, batch: SampleBatch, rows: np.ndarray, batching: Batching) -> TensorDict:
-        """These samples without advantages, with the log-probs that the algorithm wants. Collective."""
+        """Return samples without advantages, with the log-probs that the algorithm needs. Collective."""
         spec = self._spec
         data = grpo_batch(
             [batch.prompt_ids(i) for i in rows],
@@ -237,19 +237,19 @@ class TrinityWorker(Member, TrainingWorker):
         return training_log_probs(self.engine, self._spec, batch)
 
     def begin_at(self, step: int) -> None:
-        """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
+        """Advance the learning-rate schedule to after `step`; the optimizer is unchanged. Collective."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells that no optimizer's step came first
+            warnings.simplefilter("ignore")  # torch expects an optimizer's step first
             for _ in range(step):
                 self.engine.lr_scheduler_step()
 
 
 def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
-    """Make what verl builds the engine of, packing sequences where the model takes it.
+    """Make verl's config of the engine. Sequences are packed if the model allows it.
 
     Raises:
-        ConfigError: it is to be, and does not, or the adapter that is asked for is not one of this model; names the
-            key.
+        ConfigError: packing is required and the model does not allow it, or the adapter does not fit the model; names
+            the key.
     """
     engine, optimizer = spec.backend.engine_configs(spec.engine, spec.optimizer)
     model = AutoConfig.from_pretrained(local_folder(spec.model_path), trust_remote_code=spec.trust_remote_code)
@@ -270,7 +270,7 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
             use_remove_padding=packed,
             trust_remote_code=spec.trust_remote_code,
             enable_gradient_checkpointing=spec.gradient_checkpointing,
-            # the second: verl would set all of it in the config too
+            # model_config: verl would also set these overrides in the model's config
             override_config={"attn_implementation": attention, "model_config": {}},
             **lora,
         ),
@@ -280,16 +280,15 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
     )
 
 
-# How far each response of a step is from a reference, by verl's estimators, and what verl's controller makes of it.
-# Called by trainer ranks.
+# Log-probs and divergences of a step's samples before training on them.
 
 
 def divergences(data: TensorDict, rows: np.ndarray, estimator: str) -> Divergences | None:
-    """Measure a rank's share of a step.
+    """Measure the divergence of a rank's share of a step from the reference, by verl's estimators.
 
     Args:
-        data: with `old_log_probs` and `ref_log_prob`, as `with_log_probs` puts them in; None is returned without.
-        rows: which of the step's samples these are.
+        data: with `old_log_probs` and `ref_log_prob` of `with_log_probs`; None is returned without them.
+        rows: numbers of these samples in the step.
         estimator: verl's name of it.
     """
     if "ref_log_prob" not in data:
@@ -306,38 +305,30 @@ def adapted(coefficient: float, divergence: float, samples: int, config: InRewar
     Models from Human Preferences", 2019).
 
     Args:
-        coefficient: of this step.
-        divergence: of this step, per token, nats.
-        samples: of this step.
-        config: what the divergence is to be, and how fast.
+        coefficient, divergence, samples: of this step; the divergence is per token, in nats.
+        config: the target of the divergence, and the horizon.
     """
     controller = AdaptiveKLController(coefficient, config.target_kl, config.horizon)
     controller.update(current_kl=divergence, n_steps=samples)
     return float(controller.value)
 
 
-# The log-probs of a step's samples before it is trained on them: under the trainer's own weights, and under those of
-# a reference.
-
-
 def recomputed(engine: Engine, data: TensorDict) -> TensorDict:
-    """Return a rank's share of a step with the log-probs that the engine computes as `old_log_probs`. Collective; see
-    `with_log_probs`.
-    """
+    """Return a rank's share of a step with the engine's own log-probs as `old_log_probs`. Collective."""
     return with_log_probs(engine, data, "old_log_probs")
 
 
 def with_log_probs(
     engine: Engine, data: TensorDict, name: str, inside: AbstractContextManager[None] | None = None
 ) -> TensorDict:
-    """Return a rank's share of a step with the log-probs that an engine computes of the responses' tokens: with the
-    dtypes, the temperature and the micro-batches of training, without dropout. Collective.
+    """Return a rank's share of a step with an engine's log-probs of the response tokens: with the dtypes, the
+    temperature and the micro-batches of training, without dropout. Collective.
 
     Args:
-        engine: at work on nothing else.
-        data: from `grpo_batch`. On pipeline stages before the last, which compute no loss, it stays as it is.
-        name: under which they are put in.
-        inside: entered once the engine infers; left when it has.
+        engine: idle.
+        data: from `grpo_batch`. Unchanged on pipeline stages before the last.
+        name: key of the log-probs.
+        inside: entered while the engine infers.
     """
     data = data.copy()
     log_probs = inferred(engine, data, inside)
@@ -349,37 +340,39 @@ def with_log_probs(
 def inferred(
     engine: Engine, data: TensorDict, inside: AbstractContextManager[None] | None = None, *, training: bool = False
 ) -> torch.Tensor | None:
-    """Return the log-prob that an engine gives each next token of a rank's sequences: nested, float32, on the CPU; None
-    on pipeline stages before the last. Collective; arguments as of `with_log_probs`, where `data` may be from
-    `sft_batch`, too, and stays as it is; with `training` dropout is on, as when it trains.
+    """Return an engine's log-prob of each next token of a rank's sequences: nested, float32, on the CPU; None on
+    pipeline stages before the last. Collective.
+
+    Args:
+        engine: idle.
+        data: from `grpo_batch` or `sft_batch`; unchanged.
+        inside: entered while the engine infers.
+        training: with dropout, as in training.
     """
-    asked = data.copy()  # the engine notes in it what it has found
-    # a reference may be of a family that packs no sequences, or be one where the trained model is none
-    packed = engine.model_config.use_remove_padding
-    tu.assign_non_tensor(asked, calculate_entropy=False, use_remove_padding=packed)
+    request = data.copy()  # the engine adds its results
+    packed = engine.model_config.use_remove_padding  # a reference may differ from the trained model
+    tu.assign_non_tensor(request, calculate_entropy=False, use_remove_padding=packed)
     with engine.train_mode() if training else engine.eval_mode(), inside or nullcontext(), torch.no_grad():
-        output = engine.infer_batch(asked)
+        output = engine.infer_batch(request)
     if not output:
         return None
     log_probs: torch.Tensor = output["model_output"]["log_probs"].float().cpu()
     return log_probs
 
 
-# The reference that a policy is held near to: a second engine of verl's in the trainer's ranks, which infers only; of
-# a LoRA adapter, its base.
+# References: a second engine of verl's in the trainer's ranks, or the base of the adapter.
 
 
 class ReferenceModel:
-    """A model that stays as it is.
+    """A model that is not trained.
 
     Args:
-        config: of verl's worker, as `reference_spec` asks for it. Building it is collective.
-        path: the folder or hub id that it names, for errors.
-        vocabulary: how many tokens the trained model has.
+        config: of verl's worker. Building it is collective.
+        path: its folder or hub id, for errors.
+        vocabulary: tokens of the trained model.
 
     Raises:
-        ConfigError: it has another vocabulary, or is no causal language model, or its folder lacks some of its
-            tensors.
+        ConfigError: it has another vocabulary, is not a causal language model, or its folder lacks tensors.
     """
 
     def __init__(self, config: TrainingWorkerConfig, path: str, vocabulary: int) -> None:
@@ -387,7 +380,7 @@ class ReferenceModel:
         self.engine: Engine = worker.engine
         try:
             check_class(self.engine.model_config)
-            left_out_by(self.engine.model_config, local_folder(path))  # on each rank, so that all of them refuse
+            left_out_by(self.engine.model_config, local_folder(path))  # on each rank, so that all refuse
         except ConfigError as error:
             raise ConfigError(f"algorithm.kl.reference={path} cannot be used: {error}") from error
         tokens = self.engine.model_config.hf_config.vocab_size
@@ -404,11 +397,7 @@ class ReferenceModel:
 
 
 class BaseOfAdapter:
-    """The base of the adapter that is trained: the trained engine with the adapter off.
-
-    Args:
-        engine: that trains the adapter.
-    """
+    """The base of the trained adapter: the trained engine with the adapter switched off."""
 
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
@@ -419,11 +408,7 @@ class BaseOfAdapter:
 
 
 def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
-    """Return what the engine of a reference is built from: as the trained one, and it infers only.
-
-    Args:
-        path: folder or hub id of the reference.
-    """
+    """Return the spec of a reference's engine: that of the trained model, for inference only."""
     return replace(
         spec,
         model_path=path,
@@ -434,7 +419,7 @@ def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
 
 
 def reference_digest(path: str) -> str:
-    """Compute the digest of a reference's weights as they are stored, hex. Reads all of them.
+    """Return the digest of a reference's stored weights, hex. Reads all of them.
 
     Raises:
         ConfigError: they cannot be read.
@@ -447,21 +432,21 @@ def reference_digest(path: str) -> str:
         raise ConfigError(f"algorithm.kl.reference={path}: {error}") from error
 
 
-# One number per metric of a trainer step, of what verl's engines and losses give.
+# Metrics of a trainer step.
 
 
 def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, float]:
-    """Make the metrics of a step.
+    """Reduce verl's metrics of a step to one number each.
 
     Args:
-        metrics: of verl's `train_mini_batch`: a number or a `Metric`, or a list of them with one entry per optimizer
-            step, of which the mean counts, or the largest where the name ends with ``_max``.
-            Of ``grad_norm`` those count that are finite: an optimizer step without has changed nothing.
-        recomputed: the log-probs of the samples were recomputed, so that each optimizer step has measured the mismatch
-            of the weights before all of them. Otherwise only the first has.
+        metrics: of verl's `train_mini_batch`: a number or a `Metric`, or a list with one entry per optimizer step. The
+            result is the mean of a list, or the maximum if the name ends with ``_max``. Of ``grad_norm`` only finite
+            entries count: an optimizer step with another one was skipped.
+        recomputed: the samples' log-probs were recomputed, so each optimizer step measured the mismatch of the weights
+            before the step. Otherwise only the first entry counts.
 
     Returns:
-        By name, and under `SKIPPED` the optimizer steps whose gradient was not finite.
+        By name, and under `SKIPPED` the number of skipped optimizer steps.
     """
     if not recomputed:
         metrics = {name: values[:1] if name.startswith(MISMATCH) else values for name, values in metrics.items()}
@@ -482,17 +467,16 @@ def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
     return float(value)
 
 
-# What trainer ranks measure without learning: the loss of pairs, which is verl's, and the log-probs of samples that
-# training computes.
+# Measurements without training.
 
 
 def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | None:
-    """Measure a rank's share of a batch with the masks, dtypes and micro-batches of training, without dropout and
-    without a gradient. Collective.
+    """Measure verl's loss of a rank's share of a batch with the masks, dtypes and micro-batches of training, without
+    dropout and without a gradient. Collective.
 
     Args:
-        engine: at work on nothing else.
-        spec: what it was built from.
+        engine: idle.
+        spec: of the engine.
         batch: any number of pairs, the same on every rank.
 
     Returns:
@@ -502,7 +486,7 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
         RunError: a pair does not fit into a micro-batch.
     """
     rows, mine, batching = _share(engine, spec, batch.lengths)
-    # what fills up is not learnt
+    # rows that only fill up do not count
     learnt = [batch.learnt_of(rows[place]) & (place < len(batch)) for place in mine]
     data = sft_batch(
         [batch.prompt_ids(rows[place]) for place in mine],
@@ -518,8 +502,8 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
 
 
 def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> Recomputed | None:
-    """Compute the log-probs of a rank's share of samples as training does, dropout included. No gradient is computed,
-    and the random numbers of training stay as they are. Collective; arguments and what is raised as of `loss_sum`.
+    """Compute the log-probs of a rank's share of samples as training does, with dropout, without a gradient. The random
+    numbers of training do not change. Collective; arguments and errors as of `loss_sum`.
 
     Returns:
         None on pipeline stages before the last.
@@ -541,8 +525,8 @@ def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> 
 
 
 def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, Batching]:
-    """Which rows of a batch of any size there are: all, and the shortest again and again until all ranks have as many
-    micro-batches; which of these this rank has, and how they meet.
+    """Return the rows of a batch of any size, the shortest repeated until all ranks have as many micro-batches; the
+    places in them of this rank's rows; and their batching.
     """
     check_fits(lengths, spec.max_tokens, spec.backend.ranks_per_sequence)
     ranks = engine.get_data_parallel_size()
@@ -559,7 +543,7 @@ def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.nd
 
 
 def _summed(log_probs: torch.Tensor, data: TensorDict) -> float:
-    """verl's loss of all tokens that are learnt, not divided by their number; added up in float64."""
+    """Return verl's loss summed over all tokens that count, in float64."""
     data = data.copy()
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=1)
     loss, _ = sft_loss(None, {"log_probs": log_probs.double()}, data)

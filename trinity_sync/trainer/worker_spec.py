@@ -1,5 +1,5 @@
-"""What a trainer rank is built from: plain values, so the driver needs neither transformers nor an engine to make
-one.
+"""The plain values that a trainer rank is built from. The driver makes them, without transformers and without an
+engine.
 """
 
 from __future__ import annotations
@@ -23,32 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """Everything that `TrinityWorker` needs to build its engine.
+    """The values that `TrinityWorker` builds its engine from.
 
     Attributes:
-        backend: what depends on the training engine.
-        engine: fields of verl's engine config.
-        optimizer: fields of verl's optimizer config.
+        backend: the part that depends on the training engine.
+        engine, optimizer: fields of verl's engine and optimizer configs.
         model_path: folder in Hugging Face format, or a hub id.
-        attn_implementation: as transformers names it.
-        trust_remote_code: run code that comes with the model.
-        lora: fields of verl's model config that say which adapter is trained; empty: none.
-        what: a version consists of: ``full``, ``adapter`` or ``merged`` (`sync.what`).
+        lora: fields of verl's model config for the trained adapter; empty: none.
+        what: content of a version: ``full``, ``adapter`` or ``merged`` (`sync.what`).
         gradient_checkpointing: recompute activations in the backward pass.
-        algorithm: what is trained for.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
-        micro_batch_size: sequences per forward and backward and rank, at most.
-        max_tokens: likewise, in place of that; None: no limit.
-        balance_tokens: ranks train on about as many tokens each.
+        micro_batch_size: most sequences per forward and backward and rank.
+        max_tokens: most tokens, in place of that; None: no limit.
+        balance_tokens: ranks train on about equally many tokens.
         remove_padding: ``auto``, ``always`` or ``never`` (`trainer.remove_padding`).
-        reference: folder or hub id of the model that the algorithm's reference is; None: it has none, or it is the base
-            of the adapter.
+        reference: folder or hub id of the reference model; None: there is none, or it is the base of the adapter.
         temperature: of the sampler; log-probs are recomputed with it.
-        seed: of the run.
-        deterministic: compute with kernels that give the same bits each time, where there are others.
+        deterministic: use kernels that give the same bits each time, where there are others.
         sync: the sync mode: its class and its keys.
         wire_dtype: dtype of floating parameters in versions, as safetensors names it.
-        keep_fp32: those that are in fp32 nevertheless (`sync.keep_fp32`); None: those that the model's class keeps.
+        keep_fp32: parts of the names of parameters that stay in fp32; None: those that the model's class names.
         bucket_bytes: unit of transfer and checking.
         checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
         lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
@@ -87,17 +81,17 @@ class WorkerSpec:
 
 
 def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
-    """Check that the ranks together publish what `save_pretrained` of their model would write, all of it.
+    """Check that the ranks together publish everything that `save_pretrained` of their model would write.
 
     Args:
         infos: of all ranks.
         backend: its name, for the message.
 
     Raises:
-        ConfigError: names what would be left out.
+        ConfigError: names what would be missing.
     """
     saved = next((info.saved for info in infos if info.saved is not None), None)
-    assert saved is not None, "rank 0 tells what is to be published"
+    assert saved is not None, "rank 0 has the names of all tensors"
     layouts = [info.layout for info in infos if info.layout is not None]
     try:
         check_complete([layout.shards for layout in layouts], saved)
@@ -109,7 +103,7 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
 
 
 def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
-    """In which dtypes the ranks publish: what manifests are told.
+    """Return the dtypes in which the ranks publish, for manifests.
 
     Args:
         infos: of all ranks.
@@ -120,13 +114,13 @@ def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
 
 
 def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = None) -> WorkerSpec:
-    """The spec of a rank from a checked config.
+    """Make the spec of a rank from a checked config.
 
     Args:
         cfg: the whole config.
         model_path: folder or hub id of the model to train.
-        log_dir: where the ranks log.
-        given: folder or hub id of the model that the run was given, where it trains other weights of it.
+        log_dir: folder of the ranks' logs.
+        given: the run's `model.path`, if the run trains other weights of it.
     """
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
     adapter = adapter_of(cfg.model.lora)
@@ -163,14 +157,12 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
     )
 
 
-def _reference(algorithm: Algorithm, begun_with: str | None) -> str | None:
-    if not algorithm.needs_reference:
-        return None
-    return algorithm.reference_path or begun_with
+def _reference(algorithm: Algorithm, initial: str | None) -> str | None:
+    return algorithm.reference_path or initial if algorithm.needs_reference else None
 
 
 def lora_fields(adapter: Adapter) -> dict[str, Any]:
-    """Return the fields of verl's model config that say which adapter is trained, its targets as they were asked."""
+    """Return the fields of verl's model config for an adapter, its targets as in the config."""
     return {
         "lora_rank": adapter.rank,
         "lora_alpha": adapter.alpha,

@@ -94,6 +94,13 @@ def byte_tensor(view: memoryview) -> torch.Tensor:
         return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 
+def loading_fault(error: BaseException) -> str:
+    """Return the message of torch's weights-only loader about a file, without its advice to trust the file."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
+    return line.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
+
+
 def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the live tensors that ``save_pretrained`` would write, under its names, detached: writes change the model.
 

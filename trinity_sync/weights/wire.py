@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights import shards
@@ -53,16 +52,18 @@ class WireFormat:
         return {"dtype": self.dtype, "keep_fp32": sorted(self.keep_fp32)}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> WireFormat:
+    def from_json(cls, body: Mapping[str, object]) -> WireFormat:
         """Restore it from `to_json`.
 
         Raises:
             ValueError, KeyError, TypeError: it is damaged.
         """
-        kept = body["keep_fp32"]
+        dtype, kept = body["dtype"], body["keep_fp32"]
+        if dtype is not None and not isinstance(dtype, str):
+            raise ValueError(f"dtype is {dtype!r}; expected a name")
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
             raise ValueError(f"keep_fp32 is {kept!r}; expected a list of names")
-        return cls(body["dtype"], frozenset(kept))
+        return cls(dtype, frozenset(kept))
 
 
 def as_wire(wire: WireFormat | str | None) -> WireFormat:

@@ -1,4 +1,4 @@
-"""The Megatron engine as `trinity_sync.backends.base.Backend`. One per rank; the trainer's worker calls it."""
+"""The Megatron engine as `trinity_sync.backends.base.SelfWritingBackend`, one per rank, and its full checkpoints."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _TIED = "output_layer.weight"
 class MegatronBackend:
     """A rank's view of verl's `MegatronEngineWithLMHead`.
 
-    Versions are read from the model's own parameters (bf16), which every data-parallel rank holds whole; each of these
+    Versions are read from the model's own parameters (bf16). Every data-parallel rank has them all, and each
     contributes some of them.
 
     Args:
         engine: verl's engine, initialised.
-        wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
-        keep_fp32: which of them travel in fp32 nevertheless, see `saved_by`.
+        wire_dtype: dtype of floating parameters on the wire, as safetensors names it (``"BF16"``).
+        keep_fp32: those that travel in fp32 instead, see `saved_by`.
         restore_rng: a load in the layout of the save restores the random generators too.
     """
 
@@ -82,7 +82,7 @@ class MegatronBackend:
 
     @property
     def deadline(self) -> Deadline:
-        """The optimizer writes parameters and its states in place, the next offload overwrites what it moved out."""
+        """The optimizer writes parameters and its states in place; the next offload overwrites its host copies."""
         engine = self._engine
         return "offload" if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled else "optimizer_step"
 
@@ -93,9 +93,7 @@ class MegatronBackend:
         return self._saved
 
     def sources(self) -> Mapping[str, torch.Tensor]:
-        """Collective with `overlap_param_gather`: what the optimizer wrote last is gathered here, not by the next
-        forward pass.
-        """
+        """Collective with `overlap_param_gather`: parameters are gathered here, instead of by the next forward pass."""
         self._gather_parameters()
         return {piece.shard.name: piece.view(self._live(parameter)) for parameter, piece in self._pieces}
 
@@ -113,13 +111,15 @@ class MegatronBackend:
             return self._checkpoints.begin(folder, meeting, in_background=lazily, durable=durable)
 
     def load(self, folder: Path) -> None:
-        """Restore what `begin_save` saved, in any layout that its format allows. Collective."""
+        """Restore a checkpoint, in any layout that its format allows. Collective."""
         with self._on_device():
             self._checkpoints.load(folder, restore_rng=self._restore_rng)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """For calls into megatron-core: the model is on its device inside, and where it was before afterwards."""
+        """Have the model on its device during the block, for calls into megatron-core, and back in its place
+        afterwards.
+        """
         offloaded = any(buffer.param_data.untyped_storage().size() == 0 for buffer, _, _ in self._places.values())
         with nullcontext() if torch.cuda.is_available() else CudaMeansCpu():
             if offloaded:
@@ -141,11 +141,11 @@ class MegatronBackend:
         return step()
 
     def _live(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The parameter's current values: in the host copy while the model is offloaded and has no storage."""
+        """Return the parameter's current values; while the model is offloaded, they are in the host copy."""
         buffer, start, stop = self._places[parameter]
         if buffer.param_data.untyped_storage().size() == 0:
-            held: torch.Tensor = buffer.param_data.cpu_data
-            return held[start:stop].view(parameter.shape)
+            host: torch.Tensor = buffer.param_data.cpu_data
+            return host[start:stop].view(parameter.shape)
         return parameter.detach()
 
     def _find_pieces(self) -> list[tuple[torch.nn.Parameter, LocalShard]]:
@@ -173,31 +173,31 @@ class MegatronBackend:
                 try:
                     hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
                     dtypes = dtypes_of(hf_names, from_torch(parameter.dtype), self._wire)
-                    held = pieces(name, hf_names, parameter.shape, dtypes, at)
-                except (NotImplementedError, LookupError) as error:  # of mbridge, by how many parts the name has
+                    local_shards = pieces(name, hf_names, parameter.shape, dtypes, at)
+                except (NotImplementedError, LookupError) as error:  # mbridge raises either, depending on the name
                     raise ConfigError(f"backend=megatron cannot publish {name} of this model: {error}") from error
                 replicas = shared if getattr(parameter, "allreduce", True) else experts
                 if replicas.take(parameter.numel()):
-                    found += [(parameter, piece) for piece in held]
+                    found += [(parameter, piece) for piece in local_shards]
         return found
 
 
 class _Turns:
-    """Shares parameters out evenly among replicas: each goes to the one that has the fewest elements so far."""
+    """Shares parameters out evenly among replicas: each goes to the one with the fewest elements so far."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._taken = [0] * ranks
 
     def take(self, numel: int) -> bool:
-        """Whether the next parameter is this replica's. All replicas ask about the same ones in the same order."""
+        """Return whether the next parameter is this replica's. All replicas call it in the same order."""
         whose = self._taken.index(min(self._taken))
         self._taken[whose] += numel
         return whose == self._rank
 
 
 def _places(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parameter, _Place]:
-    """Tell where each parameter lies: its buffer, and the range of elements in it."""
+    """Return the place of each parameter: its buffer, and the range of elements in it."""
     return {
         parameter: (buffer, start, stop)
         for chunk in chunks
@@ -206,14 +206,9 @@ def _places(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Paramete
     }
 
 
-# Full checkpoints of the Megatron engine, in verl's folders (`model/`, `optimizer/`, `extra/`, `ckpt_contents.json`).
-
-
 class Checkpoints:
-    """Saves and loads the training state of an engine. All methods are collective.
-
-    Args:
-        engine: verl's, initialised.
+    """Saves and loads the training state of an engine in verl's folders (`model/`, `optimizer/`, `extra/`,
+    `ckpt_contents.json`). All methods are collective.
     """
 
     def __init__(self, engine: MegatronEngineProtocol) -> None:
@@ -221,23 +216,22 @@ class Checkpoints:
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
         self._trees = writer.Trees(self._manager)
-        # read before anything is trained: what becomes of the folder then does not matter
+        # read before training, so that later changes of the folder do not matter
         self._files = ModelFiles.read(local_folder(engine.model_config.local_path)) if dist.get_rank() == 0 else None
 
     def begin(
         self, folder: Path, meeting: RankMeeting, *, in_background: bool, durable: bool
     ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
-        """Copy the state between two steps, or beginning between them.
+        """Copy the state between two steps, or begin to; return the copy and a function that writes it.
+
+        The function is called on a background thread of every rank and returns this rank's files. It must be done
+        before the next `begin`, which reuses the memory.
 
         Args:
             folder: the checkpoint's.
             meeting: the meeting of the save's ranks.
             in_background: the state does not change before the copy is waited for.
             durable: see `SelfWritingBackend.begin_save`.
-
-        Returns:
-            The copy, and what writes it: to be called on a background thread of every rank; returns this rank's files.
-            It has to be done before the next `begin`, which uses the memory again.
         """
         pending = self._trees.plan(folder, writer.ALL)
         copying = self._trees.copy(pending, in_background=in_background)
@@ -255,13 +249,13 @@ class Checkpoints:
         return ModelFiles(small | writer.contents_file(self._manager, 0, has_trees=True)).write(folder)
 
     def load(self, folder: Path, *, restore_rng: bool = True) -> None:
-        """Restore model, optimizer and the place in the schedule, whose settings stay as they are; with `restore_rng`,
-        in the layout of the save, the random generators too.
+        """Restore model, optimizer and the place in the schedule, except their settings, and the random generators if
+        `restore_rng` and the layout is that of the save.
 
         Any layout of the same model can load an optimizer that was saved as ``fully_reshardable``.
 
         Raises:
-            RunError: a file holds what it may not; nothing that is pickled in one runs.
+            RunError: a file contains what it must not; no pickle in one is run.
         """
         with nothing_runs(folder):
             self._load(folder, restore_rng)

@@ -1,8 +1,8 @@
-"""Which model families the Megatron backend trains, and how mbridge builds them.
+"""The model families that the Megatron backend trains, as bridges for mbridge, and the shards of their parameters.
 
-Each class takes over a family in mbridge's registry. What they have in common (`TrinityBridge`) mends what mbridge
-0.15.1 leaves open: layers without Transformer Engine, tied embeddings in every family, the rotary embedding as
-transformers 5 writes it, and a vocabulary that the tensor-parallel ranks do not divide.
+Each bridge takes over a family in mbridge's registry. Their base (`TrinityBridge`) fills gaps of mbridge 0.15.1: layers
+without Transformer Engine, tied embeddings in every family, the rotary embedding as transformers 5 writes it, and a
+vocabulary that the tensor-parallel ranks do not divide.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _Output = tuple[torch.Tensor, torch.Tensor | None]
-"""Logits, and a bias that was not added to them."""
+"""Logits, and a bias that is not added to them yet."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ _VOCABULARY_MULTIPLE = 8
 # Logit of a padding row of the vocabulary: no probability, and no infinity that could turn into a nan.
 _NO_LOGIT = -1e4
 
-# What Llama 3 fixes in its scaling of the rotary embedding; megatron-core has these numbers built in.
+# Llama 3's constants in the scaling of the rotary embedding; megatron-core has them built in.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @cache
 def has_transformer_engine() -> bool:
-    """Whether layers of Transformer Engine can be had; on a GPU without it, says once what is used instead."""
+    """Return whether layers of Transformer Engine are available; on a GPU without it, log the replacement once."""
     found = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if torch.cuda.is_available() and not found:
         _log.warning(
@@ -71,11 +71,11 @@ def has_transformer_engine() -> bool:
 
 
 class TrinityBridge(LLMBridge):
-    """What all families have in common. Constructed by mbridge's `AutoBridge`, on all ranks."""
+    """Base of all families. Constructed by mbridge's `AutoBridge`, on all ranks."""
 
     _DIRECT_MAPPING: dict[str, str]
 
-    # Names that layers without Transformer Engine have, where it would fuse the norm into the linear layer behind it.
+    # Names of norms in layers without Transformer Engine, which would fuse a norm into the next linear layer.
     _OTHER_MAPPING: ClassVar[dict[str, list[str]]] = {
         "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
         "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
@@ -147,7 +147,7 @@ class Llama(TrinityBridge, LLaMABridge):
 
 
 class ExpertsBridge(TrinityBridge):
-    """What families with experts have in common. An expert's tensors are cut over as many ranks as those beside it."""
+    """Base of families with experts. An expert's tensors are cut over as many ranks as the other layers."""
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: object) -> TransformerConfig:
         kwargs |= {
@@ -156,14 +156,14 @@ class ExpertsBridge(TrinityBridge):
             "moe_router_pre_softmax": not self.hf_config.norm_topk_prob,
         }
         if not has_transformer_engine():
-            # the fused one is compiled by torch, anew for each number of tokens that an expert gets
+            # torch would compile the fused one again for each number of an expert's tokens
             kwargs |= {"moe_grouped_gemm": False, "bias_activation_fusion": False}
         return super()._build_base_config(text_config_key, **kwargs)
 
     def _weight_name_mapping_mcore_local_to_global(
         self, model: torch.nn.Module, consider_ep: bool = True
     ) -> dict[str, str]:
-        """mbridge knows experts only as Transformer Engine names them."""
+        """Extend mbridge, which knows only Transformer Engine's names of experts."""
         names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
         first = self.mpu.ep_rank * self.config.num_moe_experts // self.mpu.ep_size if consider_ep else 0
         return {local: among_all_experts(name, first) for local, name in names.items()}
@@ -177,8 +177,8 @@ class ExpertsBridge(TrinityBridge):
             model = provide(*args, **kwargs)
             for name, parameter in model.named_parameters():
                 if ".mlp.experts." in name:
-                    # megatron-core says so for more than one expert-parallel rank only; a checkpoint holds the
-                    # optimizer of the experts apart then, and could not be loaded by the other kind
+                    # megatron-core does this for more than one expert-parallel rank only. A checkpoint then has a
+                    # separate optimizer of the experts, which one rank could not load.
                     parameter.allreduce = False  # type: ignore[attr-defined]
             return model
 
@@ -191,11 +191,7 @@ class Qwen3Moe(ExpertsBridge, Qwen3MoEBridge):
 
 
 def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse a model that would be built or named wrongly.
-
-    Raises:
-        ConfigError: says what the model has and what is supported.
-    """
+    """Raise a `ConfigError` for a model that would be built or named wrongly."""
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"model: backend=megatron trains {', '.join(FAMILIES)}, and this model is of the family "
@@ -214,10 +210,9 @@ def check_architecture(config: PretrainedConfig) -> None:
 
 
 def check_experts(config: PretrainedConfig, ranks: int) -> None:
-    """Refuse experts that the expert-parallel ranks do not divide. The driver sees this of a model in a folder only.
+    """Raise a `ConfigError` if the expert-parallel ranks do not divide the experts.
 
-    Raises:
-        ConfigError: names `backend.ep` and how many experts there are.
+    The driver checks this only for a model in a folder.
     """
     count = config.num_experts if config.model_type in WITH_EXPERTS else 0
     if ranks > 1 and (count == 0 or count % ranks):
@@ -225,10 +220,8 @@ def check_experts(config: PretrainedConfig, ranks: int) -> None:
 
 
 def rotary_arguments(config: PretrainedConfig) -> dict[str, object]:
-    """The rotary embedding as arguments of megatron-core's `GPTModel`.
-
-    Raises:
-        ConfigError: a scaling that megatron-core does not have.
+    """Return the rotary embedding as arguments of megatron-core's `GPTModel`, or raise a `ConfigError` for an unknown
+    scaling.
     """
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     base = {"rotary_base": rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)}
@@ -243,7 +236,7 @@ def rotary_arguments(config: PretrainedConfig) -> dict[str, object]:
 
 
 def _silence_padding(model: GPTModel, vocabulary: int) -> None:
-    """Keep the rows that pad the vocabulary out of the softmax. They get no gradient, so they stay zero."""
+    """Keep the padding rows of the vocabulary out of the softmax. They get no gradient, so they stay zero."""
     local = model.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
     valid = vocabulary - parallel_state.get_tensor_model_parallel_rank() * local
     if valid >= local:
@@ -257,15 +250,12 @@ def _silence_padding(model: GPTModel, vocabulary: int) -> None:
     model.output_layer.register_forward_hook(silence)
 
 
-# Layers of megatron-core as transformers has them.
-
-
-# The router asks whether there is Transformer Engine by a name that megatron-core 0.16 only defines if there is.
+# megatron-core 0.16 defines this name only with Transformer Engine, but the router always reads it.
 vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """RMSNorm that takes part in sequence parallelism, which megatron-core's own wrapper of torch's refuses.
+    """RMSNorm with sequence parallelism, which megatron-core's own wrapper of torch's refuses.
 
     Each tensor-parallel rank normalises its slice of the sequence, so the gradients of the weight have to be summed
     over them; megatron-core does that for weights with this mark.
@@ -277,10 +267,10 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(DotProductAttention):
-    """Unfused causal attention that ignores the padding mask verl passes, as Transformer Engine does.
+    """Unfused causal attention that ignores verl's padding mask, as Transformer Engine does.
 
-    verl's mask is true where a token is, megatron-core's where none may be looked at. Rows are padded on the right, so
-    causality alone keeps tokens from seeing padding.
+    verl's mask is true for tokens, megatron-core's for forbidden positions. Rows are padded on the right, so causality
+    alone keeps tokens from seeing padding.
     """
 
     def forward(
@@ -298,7 +288,7 @@ class CausalAttention(DotProductAttention):
 
 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, without Transformer Engine.
+    """Return the layers of this pipeline stage, without Transformer Engine.
 
     Args:
         config: the model's configuration; RMSNorm, attention without latent heads.
@@ -308,7 +298,7 @@ def local_layers(config: TransformerConfig, vp_stage: int | None) -> Transformer
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
-        if config.num_moe_experts:  # Transformer Engine does not fuse this norm then, and a checkpoint has its own name
+        if config.num_moe_experts:  # Transformer Engine does not fuse this norm, so a checkpoint has the plain name
             parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention = parts.self_attention.submodules
         attention.core_attention = CausalAttention
@@ -319,8 +309,10 @@ def local_layers(config: TransformerConfig, vp_stage: int | None) -> Transformer
 
 
 def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Leave the row of the padding token as it is, as transformers' embeddings do. A new model has zeros there, which a
-    norm makes a gradient of that is many times that of all others: samples of such a model have the token, too.
+    """Keep the row of the padding token unchanged, as transformers' embeddings do.
+
+    A new model has zeros there, and through a norm their gradient would be many times that of all others: samples of
+    such a model contain the token, too.
 
     Args:
         embedding: of the words; also the output layer of a model that shares it, which then trains the row.
@@ -329,15 +321,14 @@ def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
 
     def freeze(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         padding = inputs[0] == token
-        if embedding.reduce_scatter_embeddings:  # of shape (sequence, batch), and of the sequence this rank's share
+        if embedding.reduce_scatter_embeddings:  # of shape (sequence, batch), this rank's share of the sequence
             padding = scatter_to_sequence_parallel_region(padding.transpose(0, 1))
         return torch.where(padding[..., None], output.detach(), output)
 
     embedding.register_forward_hook(freeze)
 
 
-# Which rectangles of which Hugging Face tensors a local Megatron parameter holds, and where in it they lie.
-
+# The rectangles of Hugging Face tensors in a local Megatron parameter, and their places in it.
 
 # An expert's parameter where each expert is a module of its own, and where all are parameters of one.
 _OWN_MODULE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
@@ -346,39 +337,26 @@ _NUMBERED = re.compile(r"(\.experts\.linear_fc\d\.weight)(\d+)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What fixes the cut of a model.
+    """The facts that determine the cut of a model."""
 
-    Attributes:
-        heads: query heads.
-        groups: key and value heads.
-        head_size: elements of one head.
-        vocabulary: rows of the embedding, without padding.
-        tp_rank, tp_size: this rank among those that share each layer.
-    """
-
-    heads: int
-    groups: int
+    heads: int  # query heads
+    groups: int  # key and value heads
     head_size: int
-    vocabulary: int
+    vocabulary: int  # rows of the embedding, without padding
     tp_rank: int
     tp_size: int
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard and the view of the local parameter that holds its elements, in the shard's order."""
+    """A shard, and a view of its elements in the local parameter, in the shard's order."""
 
     shard: Shard
     view: Callable[[torch.Tensor], torch.Tensor]
 
 
 def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str, str]:
-    """In which dtype each of the Hugging Face tensors travels that a local parameter is made of.
-
-    Args:
-        hf_names: of the tensors.
-        held: dtype of the parameter; as all, safetensors' name of it.
-        wire: the dtypes of the version.
+    """Return the wire dtypes of the Hugging Face tensors in a local parameter of dtype `held` (all safetensors names).
 
     Raises:
         ConfigError: one is to be kept in fp32, and the engine has rounded it.
@@ -387,7 +365,7 @@ def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str,
     rounded = sorted(name for name, dtype in found.items() if dtype == FP32 not in (held, wire.dtype))
     if rounded:
         raise ConfigError(
-            f"sync.keep_fp32 keeps {listed(rounded)} in fp32, which backend=megatron trains in {held} with a master "
+            f"sync.keep_fp32 keeps {listed(rounded)} in fp32, but backend=megatron trains in {held} with a master "
             "copy of its own; use backend=fsdp2, or leave it out (sync.keep_fp32=[] keeps nothing)"
         )
     return found
@@ -396,17 +374,17 @@ def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str,
 def pieces(
     name: str, hf_names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry
 ) -> list[LocalShard]:
-    """What this rank contributes of a local parameter; nothing where it only repeats another rank's.
+    """Return this rank's contribution of a local parameter; nothing where it only repeats another rank's.
 
     Args:
         name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
-        hf_names: the Hugging Face tensors that it is made of, in mbridge's order.
+        hf_names: its Hugging Face tensors, in mbridge's order.
         shape: the shape of the local parameter.
-        dtypes: in which the tensors travel, by their names, see `dtypes_of`.
+        dtypes: the wire dtypes of the tensors by name, see `dtypes_of`.
         at: this rank's place in the model.
 
     Raises:
-        NotImplementedError: a parameter of a kind that is not known here.
+        NotImplementedError: an unknown kind of parameter.
     """
     name = _NUMBERED.sub(r"\1", name)
     if name.endswith(("word_embeddings.weight", "output_layer.weight")):
@@ -425,11 +403,12 @@ def pieces(
 
 
 def among_all_experts(name: str, first: int) -> str:
-    """Name an expert's parameter by its number among the experts of all expert-parallel ranks; others keep their name.
+    """Return an expert's parameter name with its number among the experts of all expert-parallel ranks; others
+    unchanged.
 
     Args:
         name: the rank's own name of it. Experts are modules of their own (megatron-core's layers) or parameters of one
-            (Transformer Engine's), and named as the latter.
+            (Transformer Engine's); the result has the latter form.
         first: number of the rank's first expert.
     """
     numbered = _OWN_MODULE.sub(r".experts.\2\1", name)
@@ -443,7 +422,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def _rows(
     name: str, full: Sequence[int], dtypes: Mapping[str, str], at: Geometry, view: Callable[..., torch.Tensor]
 ) -> LocalShard:
-    """This rank's equal share of the rows of a tensor."""
+    """Return this rank's equal share of the rows of a tensor."""
     count = full[0] // at.tp_size
     return LocalShard(row_slice(name, dtypes[name], full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
 

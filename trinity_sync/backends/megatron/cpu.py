@@ -1,12 +1,12 @@
-"""megatron-core on a CPU: what it takes to run code that was written for CUDA only, and nothing more.
+"""megatron-core on a CPU: runs code that was written for CUDA only.
 
-megatron-core says ``device="cuda"``, ``tensor.cuda()`` and ``tensor.type() == "torch.cuda.FloatTensor"`` in dozens of
+megatron-core uses ``device="cuda"``, ``tensor.cuda()`` and ``tensor.type() == "torch.cuda.FloatTensor"`` in dozens of
 places. One mechanism covers all of them: `CudaMeansCpu`, a `torch.overrides.TorchFunctionMode` that is entered for the
 duration of an engine's call and translates between the two devices on the way into and out of torch.
 
-What no mode can see are the plain functions of `torch.cuda` that raise on a build without CUDA (`current_device`,
-streams, generators). `install` gives those a CPU's meaning, once and for the process. `torch.cuda.is_available()` stays
-False. `STAND_INS` is the whole list; the tests check that each of them is needed and that each is used.
+A mode cannot catch the plain functions of `torch.cuda` that raise on a build without CUDA (`current_device`, streams,
+generators). `install` replaces those, once and for the process. `torch.cuda.is_available()` stays False. `STAND_INS` is
+the whole list; the tests check that each of them is needed and that each is used.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CPU = torch.device("cpu")
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Inside of it, "cuda" is another name of the CPU.
+    """Makes "cuda" another name of the CPU during the block.
 
     - An argument that names a CUDA device names the CPU; `Tensor.cuda()` returns the tensor.
-    - `Tensor.type()` answers ``torch.cuda.FloatTensor`` for a float tensor, which is how megatron-core's optimizers
-      recognise the parameters they can handle.
+    - `Tensor.type()` returns ``torch.cuda.FloatTensor`` for a float tensor, by which megatron-core's optimizers
+      recognise the parameters that they can handle.
     - `pin_memory` is dropped: there is no device to pin for.
     """
 
@@ -49,10 +49,10 @@ class CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        is_name = func is torch.device  # what it is used for comes through here too
-        asks_type = func is torch.Tensor.type and len(args) == 1 and not kwargs
+        is_name = func is torch.device  # its uses come through here too
         if is_name:
             return func(*args, **kwargs)
+        asks_type = func is torch.Tensor.type and len(args) == 1 and not kwargs
         if asks_type:
             return str(func(*args)).replace("torch.", "torch.cuda.", 1)
         kwargs.pop("pin_memory", None)
@@ -68,20 +68,20 @@ def _on_cpu(value: object) -> object:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """There is no device to wait for."""
+    """Do nothing: there is no device to wait for."""
 
 
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-# Functions of torch.cuda (and of one module of megatron-core) that raise without CUDA, and what they are on a CPU.
+# Functions of torch.cuda (and of one module of megatron-core) that raise without CUDA, and their replacements.
 STAND_INS: dict[str, Callable[..., object]] = {
-    # every buffer is asked for on the current device
+    # every buffer is allocated on the current device
     "torch.cuda.current_device": lambda: _CPU,
-    # ranks that exchange what they loaded of a checkpoint wait for the device
+    # ranks wait for the device when they exchange loaded parts of a checkpoint
     "torch.cuda.synchronize": _nothing,
-    # one generator serves both as the host's and the device's: the RNG tracker forks it to draw initial weights
+    # one generator is both the host's and the device's: the RNG tracker forks it to draw initial weights
     "torch.cuda.manual_seed": torch.manual_seed,
     "torch.cuda.get_rng_state": _get_rng_state,
     "torch.cuda.random.get_rng_state": _get_rng_state,
@@ -90,9 +90,9 @@ STAND_INS: dict[str, Callable[..., object]] = {
 
 
 def install() -> None:
-    """Prepare this process for megatron-core without an accelerator. Where there is one, or the second time, nothing.
+    """Prepare this process for megatron-core without an accelerator; do nothing with one, or the second time.
 
-    Call before megatron-core builds a model; `CudaMeansCpu` is entered apart from it.
+    Call before megatron-core builds a model; `CudaMeansCpu` is entered separately.
     """
     if torch.cuda.is_available():
         return
@@ -101,11 +101,11 @@ def install() -> None:
     for name, stand_in in STAND_INS.items():
         owner, attribute = _owner(name)
         setattr(owner, attribute, stand_in)
-    # autograd calls it from outside of the mode, and it runs a part of the model again
+    # autograd calls it outside of the mode, and it runs a part of the model again
     random.CheckpointFunction.backward = staticmethod(inside_mode(random.CheckpointFunction.backward))
 
     install_experts()
-    # It warns whenever the host's generator moves inside a fork of the device's; here they are the same one.
+    # It warns when the host's generator moves inside a fork of the device's; here they are the same one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
@@ -127,19 +127,18 @@ def _owner(name: str) -> tuple[ModuleType, str]:
     return importlib.import_module(module), attribute
 
 
-# How tokens go to their experts on a CPU: there is no stream on which counts come to the host, and gloo gathers and
-# scatters tensors of one size only.
-
+# Tokens to experts on a CPU: there is no stream to copy counts to the host, and gloo only gathers and scatters tensors
+# of equal size.
 
 _gather_equal = mappings._gather_along_first_dim
 _reduce_scatter_equal = mappings._reduce_scatter_along_first_dim
 
 
 class HostAllToAll(MoEAlltoAllTokenDispatcher):
-    """The all-to-all dispatcher, whose counts are on the host already. Its groups have to be gloo's."""
+    """The all-to-all dispatcher with its counts on the host. Its groups have to be gloo's."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"  # else it makes one
+        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"  # else it creates one
         super().__init__(*args, **kwargs)
 
     def _maybe_dtoh_and_synchronize(
@@ -158,13 +157,10 @@ def gather(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """megatron-core's `_gather_along_first_dim`: what the ranks of a group have, one below the other. Collective.
+    """Replace megatron-core's `_gather_along_first_dim`: concatenate the tensors of the ranks of a gloo group.
+    Collective.
 
-    Args:
-        mine: of this rank.
-        group: of gloo.
-        output_split_sizes: rows of each rank; None: of all as many.
-        use_global_buffer: for equal ones.
+    `output_split_sizes`: rows of each rank; None: equal.
     """
     ranks = group.size()
     if output_split_sizes is None or ranks == 1:
@@ -181,13 +177,10 @@ def reduce_scatter(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """megatron-core's `_reduce_scatter_along_first_dim`: of the sum over a group, the rows of this rank. Collective.
+    """Replace megatron-core's `_reduce_scatter_along_first_dim`: sum over a gloo group, and return this rank's rows.
+    Collective.
 
-    Args:
-        mine: of this rank, what it adds for each rank, one below the other.
-        group: of gloo.
-        input_split_sizes: rows for each rank; None: for all as many.
-        use_global_buffer: for equal ones.
+    `input_split_sizes`: rows for each rank; None: equal.
     """
     ranks = group.size()
     if input_split_sizes is None or ranks == 1:
@@ -200,7 +193,7 @@ def reduce_scatter(
 
 
 def install_experts() -> None:
-    """Have layers that are made from now on go these ways."""
+    """Use these functions in layers that are built from now on."""
     moe_layer.MoEAlltoAllTokenDispatcher = HostAllToAll
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = reduce_scatter

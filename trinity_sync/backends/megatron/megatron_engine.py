@@ -1,7 +1,7 @@
 """verl's Megatron engine as this project runs it. Importing this registers it with verl under `DEVICE`.
 
-The engine is verl's own and unchanged but for the weight decay, gradients that are not finite, and the CPU: there each
-of its calls runs inside `CudaMeansCpu`. Bridges come with the import.
+The engine is verl's own, except for the weight decay, non-finite gradients, and the CPU: there each of its calls runs
+inside `CudaMeansCpu`. The import registers the bridges too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trinity_sync.backends.megatron import cpu
 from trinity_sync.backends.megatron.optimizer_state import leave_out_scale
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # megatron-core tells of each accelerated part that is not installed
+    warnings.simplefilter("ignore")  # megatron-core warns about each accelerated part that is not installed
     from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
     from verl.utils.megatron.optimizer import init_megatron_optim_config
     from verl.utils.megatron_utils import register_megatron_training_hooks
@@ -46,8 +46,10 @@ class MegatronEngine(MegatronEngineWithLMHead):
     """A rank's engine. All its calls are collective."""
 
     def _build_optimizer(self) -> MegatronOptimizer:
-        """As verl builds it, but all weights decay, as with verl's FSDP engines, whose flat parameters cannot be told
-        apart. megatron-core would leave out those of one dimension: norms and biases.
+        """Build it as verl does, but decay all weights.
+
+        verl's FSDP engines do so too, because flat parameters cannot be told apart. megatron-core would leave out norms
+        and biases.
         """
         config = init_megatron_optim_config(
             self.optimizer_config,
@@ -63,10 +65,10 @@ class MegatronEngine(MegatronEngineWithLMHead):
         return optimizer
 
     def optimizer_step(self) -> float:
-        """As verl's, but a gradient that is not finite leaves the weights as they are, as with verl's FSDP engines.
+        """Step as verl does, but skip the step for a non-finite gradient, as verl's FSDP engines do.
 
         Returns:
-            The norm of the gradient before it was clipped; nan where it was passed over.
+            The norm of the gradient before clipping; nan for a skipped step.
         """
         changed, norm, _ = self.optimizer.step()
         return float(norm) if changed else math.nan

@@ -1,11 +1,14 @@
-"""Which models `backend=megatron` trains. Imports nothing, since the checks of a configuration ask, too."""
+"""The model families of `backend=megatron`, and whether a run can resume from a checkpoint in another layout.
+
+The checks of a configuration and the launcher use it, so it imports neither torch nor megatron-core.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_sync.errors import ConfigError
 
@@ -13,14 +16,12 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model families of transformers; `bridges` has a bridge for each."""
 
 WITH_EXPERTS = ("qwen3_moe",)
-"""Those whose layers are mixtures of experts, in every layer."""
+"""Families with mixtures of experts in every layer."""
 
 
-def dense_layers(model: Mapping[str, Any]) -> dict[str, bool]:
-    """Fields that leave some layers without experts, or route to one alone: whether a model of this kind has it.
-
-    Args:
-        model: the fields of its Hugging Face config.
+def dense_layers(model: Mapping[str, object]) -> dict[str, bool]:
+    """Return, for the fields of a model's Hugging Face config, which settings leave layers without experts or route to
+    one.
     """
     if model.get("model_type") not in WITH_EXPERTS:
         return {}
@@ -31,12 +32,8 @@ def dense_layers(model: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-# Whether a run can go on from a Megatron checkpoint in another layout. Called by the launcher before anything starts;
-# imports neither torch nor megatron-core.
-
-
 class Layout(Protocol):
-    """The keys of `backend` that say how a model is laid out, and whether random generators are restored."""
+    """The keys of `backend` for the layout of a model, and whether random generators are restored."""
 
     ranks: int
     tp: int
@@ -46,17 +43,13 @@ class Layout(Protocol):
 
 
 def check_layout(backend: Layout, checkpoint: Path) -> str | None:
-    """Compare the layout that the configuration asks for with that of a checkpoint.
-
-    Args:
-        backend: of the run that is to go on.
-        checkpoint: the step folder.
+    """Compare the layout of the configuration with that of a checkpoint (the step folder).
 
     Returns:
-        What the user should know, None where nothing changes.
+        A message for the user, None where nothing changes.
 
     Raises:
-        ConfigError: the checkpoint cannot be loaded so; says what to set.
+        ConfigError: the checkpoint cannot be loaded in this layout; names the keys to set.
     """
     saved = saved_layout(checkpoint / "actor")
     ranks = backend.ranks // (backend.tp * backend.pp)
@@ -76,14 +69,15 @@ def check_layout(backend: Layout, checkpoint: Path) -> str | None:
     if backend.restore_rng:
         raise ConfigError(
             f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the "
-            f"random generators belong to the old ranks; set backend.restore_rng=false to go on with new ones"
+            f"random generators belong to the old ranks; set backend.restore_rng=false to continue with new ones"
         )
     return f"{checkpoint} was saved with {there}, this run has {here}: the random generators begin anew"
 
 
 def saved_layout(actor: Path) -> dict[str, int | str] | None:
-    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``ep``, ``optimizer_format``;
-    None where it does not say, as where verl has saved it.
+    """Return the layout in a checkpoint's `actor` folder: ``tp``, ``pp``, ``dp``, ``ep``, ``optimizer_format``.
+
+    None where it is not recorded, as in verl's own saves.
     """
     try:
         contents = json.loads((actor / "ckpt_contents.json").read_text())
@@ -92,4 +86,4 @@ def saved_layout(actor: Path) -> dict[str, int | str] | None:
     found = contents.get("layout") if isinstance(contents, dict) else None
     if not isinstance(found, dict) or not {"tp", "pp", "dp", "optimizer_format"} <= found.keys():
         return None
-    return {"ep": 1, **found}  # of a time before experts
+    return {"ep": 1, **found}  # older checkpoints have no `ep`

@@ -1,7 +1,7 @@
-"""What megatron-core's distributed optimizer needs so that torch's Adam can be saved and loaded.
+"""Additions to megatron-core's distributed optimizer, so that torch's Adam can be saved and loaded.
 
 Apex's and Transformer Engine's Adam keep one step count per group of parameters; torch's keeps one tensor per
-parameter, and creates its state only at the first step. megatron-core 0.16.1 does not follow it everywhere. With the
+parameter, and creates its state only at the first step. megatron-core 0.16.1 does not handle that everywhere. With the
 other two nothing here has an effect.
 """
 
@@ -34,14 +34,14 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
-    """Give megatron-core's optimizers whose inner one is torch's Adam, the distributed ones around it."""
+    """Yield megatron-core's distributed optimizers around torch's Adam."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(getattr(one, "optimizer", None), torch.optim.Adam | torch.optim.AdamW):
             yield one
 
 
 def leave_out_scale(optimizer: MegatronOptimizer) -> None:
-    """Have the optimizer's state be without the scale of gradients, which is 1 and stays so: nobody else saves one."""
+    """Leave the scale of gradients out of the optimizer's state: it is always 1, and no other engine saves one."""
 
     def without(state_dict: Callable[[], _StateDict]) -> _StateDict:
         return {name: value for name, value in state_dict().items() if name != "grad_scaler"}
@@ -51,8 +51,8 @@ def leave_out_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def materialise(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter the state that torch's Adam would create at the first step: without it an optimizer that has
-    not stepped yet can be neither saved nor loaded.
+    """Give each parameter the state that torch's Adam would create at the first step; without it an optimizer can be
+    neither saved nor loaded before that step.
     """
     for one in inner_optimizers(optimizer):
         inner = one.optimizer
@@ -67,11 +67,10 @@ def materialise(optimizer: MegatronOptimizer) -> None:
 
 
 def load(optimizer: MegatronOptimizer, state: dict[str, object]) -> None:
-    """`optimizer.load_state_dict`, with torch's step counts.
+    """Call `optimizer.load_state_dict`, with torch's step counts.
 
-    megatron-core looks for a saved tensor of each kind that the live state has, and a step is not among them: it
-    travels with the groups. It then gives one step tensor to all parameters, so that each step would count once per
-    parameter.
+    megatron-core looks for a saved tensor of each kind in the live state, but the step is saved with the groups. It
+    then gives one step tensor to all parameters, so that each step would count once per parameter.
     """
     distributed = list(inner_optimizers(optimizer))
     for one in distributed:
@@ -87,12 +86,12 @@ def load(optimizer: MegatronOptimizer, state: dict[str, object]) -> None:
 
 
 class OwnShards:
-    """Has each rank describe the part of the optimizer's state that it holds, in the coordinates of the parameters.
+    """Has each rank describe its part of the optimizer's state, in the coordinates of the parameters.
 
     For a state that any layout can load (``fully_reshardable``) megatron-core gathers all of it over the data-parallel
-    ranks, between two training steps, and hands out whole parameters. But what a rank holds of a parameter is a range
-    of its elements, hence a few rectangles (`boxes`), and its file format takes any rectangles: nothing has to move,
-    and its own loader puts them together.
+    ranks, between two training steps, and distributes whole parameters. But a rank's part of a parameter is a range of
+    its elements, hence a few rectangles (`boxes`), and the file format takes any rectangles: nothing has to move, and
+    megatron-core's own loader assembles them.
     """
 
     def __init__(self) -> None:
@@ -100,8 +99,8 @@ class OwnShards:
 
     @contextmanager
     def used_by(self, optimizer: MegatronOptimizer) -> Iterator[None]:
-        """Inside, distributed optimizers describe their state so when their ``sharded_state_dict`` is asked for. What
-        they then name are live tensors.
+        """Have distributed optimizers describe their state so in ``sharded_state_dict`` during the block. Its tensors
+        are live.
         """
         distributed = [
             one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(one, "gbuf_ranges")
@@ -138,10 +137,8 @@ class OwnShards:
     def _shards(
         self, parameter: torch.nn.Parameter, name: str, held: torch.Tensor, places: Range, one: DistributedOptimizer
     ) -> list[ShardedTensor]:
-        """What this rank holds of one kind of state of a parameter.
-
-        Args:
-            held: elements ``places.start`` to ``places.end`` of the parameter's.
+        """Return this rank's shards of one kind of state of a parameter; `held`: elements ``places.start`` to
+        ``places.end``.
         """
         flat = held.detach().reshape(-1).to(torch.float32)
         found = []
@@ -162,7 +159,7 @@ class OwnShards:
                         global_shape=of.global_shape,
                         global_offset=tuple(map(add, of.global_offset, (*(0 for _ in range(lead)), *offset))),
                         axis_fragmentations=None,  # no regular grid
-                        # The parameter's replicas are the data-parallel ranks, each of which has another part of this.
+                        # The parameter's replicas are the data-parallel ranks, but each has another part of the state.
                         replica_id=(*of.replica_id[:2], one.distributed_optimizer_instance_id),
                         allow_shape_mismatch=of.allow_shape_mismatch,
                     )
@@ -171,10 +168,10 @@ class OwnShards:
         return found
 
     def _know_parts(self, one: DistributedOptimizer, model: _StateDict) -> bool:
-        """Find out where the parameters of an optimizer belong in the whole. The same on all data-parallel ranks.
+        """Find the places of an optimizer's parameters in the whole; the same on all data-parallel ranks.
 
         Returns:
-            False where one is not made of ranges of its elements: then it has to be gathered.
+            False if a parameter is not made of ranges of its elements: then it has to be gathered.
         """
         wanted = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         if not all(parameter in self._parts for parameter in wanted):
@@ -186,12 +183,13 @@ class OwnShards:
 
 
 _Part = tuple[int, "ShardedTensor"]
-"""What this rank holds of a parameter: its first element, and where the part belongs, without data."""
+"""This rank's part of a parameter: its first element, and its place in the whole, without data."""
 
 
 def _parts(described: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> list[_Part]:
-    """What megatron-core makes of a parameter: itself, or pieces, such as the two halves of a gated unit. None at all
-    where a piece is not one range of the parameter's elements.
+    """Return megatron-core's parts of a parameter: itself, or pieces, such as the two halves of a gated unit.
+
+    Empty if a piece is not one range of the parameter's elements.
     """
     built = [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
     found: list[_Part] = []
@@ -206,7 +204,7 @@ def _parts(described: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.
 
 
 def _bucket_ranges(one: DistributedOptimizer) -> Iterator[dict[torch.nn.Parameter, dict[str, Range]]]:
-    """Give, for each bucket, the parameters of which this rank holds a part, and where."""
+    """Yield, for each bucket, the parameters with a part on this rank, and its place."""
     for of_buffer in one.gbuf_ranges:
         for buckets in of_buffer.values():
             for bucket in buckets:

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trinity_sync.backends.megatron.megatron_families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
 from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, check_unpadded, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine, MegatronEngineProtocol
 
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
 """Fields of megatron-core's `TransformerConfig` that other keys set."""
@@ -157,7 +160,7 @@ class MegatronOption(MegatronConfig, BackendOption):
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
         ranks, shared = get("backend.ranks"), get("backend.tp") * get("backend.pp")
         if ranks % shared:
-            return None  # said by `_check_ranks`
+            return None  # `_check_ranks` reports it
         return ranks // shared, "data-parallel ranks (backend.ranks / (backend.tp x backend.pp))"
 
     @classmethod
@@ -170,10 +173,10 @@ class MegatronOption(MegatronConfig, BackendOption):
             named |= {**cls.engine_keys, **_TRANSFORMER_KEYS}
             yield from ((f"{_OF_TRANSFORMER}.{name}", named.get(name)) for name in map(str, transformer))
 
-    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, object]:
         overrides = cfg.backend.overrides
-        transformer: dict[str, Any] = {
-            # verl hands sequence_parallel to its other bridge only
+        transformer: dict[str, object] = {
+            # verl passes sequence_parallel to its other bridge only
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
             # fused kernels that need Apex or come with Transformer Engine
             "masked_softmax_fusion": False,
@@ -196,17 +199,17 @@ class MegatronOption(MegatronConfig, BackendOption):
             _OF_TRANSFORMER: {**transformer, **overrides.get(_OF_TRANSFORMER, {})},
         }
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
         trainer, ddp = cfg.trainer, cfg.backend.overrides.get("override_ddp_config", {})
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,
-            "use_checkpoint_opt_param_scheduler": False,  # the configuration says the schedule, a checkpoint the step
-            # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
+            "use_checkpoint_opt_param_scheduler": False,  # schedule from the configuration, step from a checkpoint
+            # verl does not pass its betas on, and megatron-core needs the overlap in both configs
             "override_optimizer_config": {
                 "adam_beta1": trainer.betas[0],
                 "adam_beta2": trainer.betas[1],
-                "loss_scale": 1.0,  # it looks for gradients that are not finite where it scales them only
+                "loss_scale": 1.0,  # it checks for non-finite gradients only where it scales them
                 "overlap_param_gather": bool(ddp.get("overlap_param_gather", False)),
             },
         }
@@ -219,7 +222,7 @@ class MegatronOption(MegatronConfig, BackendOption):
 
         prepare()
 
-    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+    def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
         return McoreEngineConfig(**engine), McoreOptimizerConfig(**optimizer)
@@ -234,8 +237,10 @@ class MegatronOption(MegatronConfig, BackendOption):
         finally:
             set_rng_state(before)
 
-    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         # megatron-core takes seconds to import
         from trinity_sync.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(engine, wire_dtype, keep_fp32, restore_rng=self.restore_rng)
+        return MegatronBackend(
+            cast("MegatronEngineProtocol", engine), wire_dtype, keep_fp32, restore_rng=self.restore_rng
+        )

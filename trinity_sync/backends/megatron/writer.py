@@ -1,17 +1,17 @@
 """Saving a sharded state dict with `megatron.core.dist_checkpointing` in two halves: a snapshot now, the files later.
 
 megatron-core's own asynchronous save forks a process per save and exchanges results over one queue that all saves of
-the process share, so three saves at a time (model, optimizer, extra) can take each other's; it also has to be finalised
+the process share, so that concurrent saves (model, optimizer, extra) can take each other's; it also has to be finalised
 by all ranks in the training thread. Here a save is
 
-1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard; and `HostCopies`, which
-   copies these shards, then or during the next step;
+1. `Planner.plan` on the training thread of all ranks (collective): assigns the shards to writers; and `HostCopies`,
+   which copies these shards, at once or during the next step;
 2. `PlannedWrite.write` on a background thread of each rank: its own files, no communication;
 3. `finalise` on that thread (collective, in the save's meeting): the results come together and rank 0 writes the
-   metadata, or every rank raises what went wrong on whichever rank.
+   metadata, or every rank raises the error of any rank.
 
-Nothing touches the disk before 2: a disk that is full or slow must not stop the training thread of one rank, for which
-the others would wait in the next collective call.
+Nothing touches the disk before 2: a full or slow disk must not block the training thread of one rank, because the
+others would wait in the next collective call.
 
 The files are megatron-core's, so its own loaders and verl read them.
 """
@@ -74,7 +74,7 @@ class _Share(FileSystemWriterAsync):
     """One rank's share of one state dict, in one file."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Without making the folder."""
+        """Return the plan without creating the folder."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -82,12 +82,12 @@ class _Share(FileSystemWriterAsync):
         self.items = [(item, planner.resolve_data(item)) for item in plan.items]
 
     def write(self, *, durable: bool) -> tuple[list[WriteResult], list[_Written]]:
-        """The results for the metadata and the files written."""
+        """Return the results for the metadata and the written files."""
         if not self.items:
             return [], []
         path = Path(self.checkpoint_dir) / self._file
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Plain bytes first: megatron-core reads them so.
+        # Plain bytes first: megatron-core expects this order.
         ordered = sorted(self.items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
         with DigestedFile(path, durable=durable) as file:
             stream: Any = file
@@ -119,7 +119,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class PlannedWrite:
-    """A state dict that is planned, and not yet written."""
+    """A planned write of a state dict."""
 
     def __init__(self, folder: Path, share: _Share, metadata: Any, common: bytes) -> None:
         self.folder = folder
@@ -129,11 +129,11 @@ class PlannedWrite:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What this rank writes, while training may change it."""
+        """This rank's tensors, which training may change."""
         return [data.detach() for _, data in self._share.items if isinstance(data, torch.Tensor)]
 
     def use(self, copies: Iterator[torch.Tensor]) -> None:
-        """Write these instead, one for each of `tensors`."""
+        """Write these copies instead, one for each of `tensors`."""
         self._share.items = [
             (item, next(copies) if isinstance(data, torch.Tensor) else data) for item, data in self._share.items
         ]
@@ -143,10 +143,10 @@ class PlannedWrite:
         return self._share.write(durable=durable)
 
     def close(self, results: Sequence[Sequence[WriteResult]]) -> list[Path]:
-        """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
+        """Rank 0: write the metadata from the results of all ranks, and return the files other than theirs."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # The ranks' plans would let a later save with the same layout skip its planning. They need classes of
-        # megatron-core to be read, and nothing here uses them.
+        # megatron-core could skip planning with the ranks' plans in a later save. Nothing here uses them, and readers
+        # would need classes of megatron-core.
         del self.metadata.all_local_plans
         self._share.finish(self.metadata, list(results))
         (self.folder / COMMON_STATE_FNAME).write_bytes(self._common)
@@ -155,8 +155,8 @@ class PlannedWrite:
 
 
 class Planner:
-    """Plans the saves of one state dict, whose layout stays the same: who of the replicas writes what is decided once,
-    and checked once.
+    """Plans the saves of one state dict with a fixed layout: the writers among the replicas are chosen and checked
+    once.
     """
 
     def __init__(self) -> None:
@@ -169,9 +169,9 @@ class Planner:
         """Plan a save. Collective, on the training thread.
 
         Args:
-            state: sharded state dict; is used up.
-            folder: where it is going to be.
-            content: what megatron-core notes about the content, for the load.
+            state: sharded state dict; is consumed.
+            folder: of the checkpoint.
+            content: megatron-core's notes about the content, for the load.
         """
         sharded, common = save_preprocess({**state, _CONTENT_METADATA_KEY: content}, not self._checked)
         self._shared.async_save(sharded, folder)
@@ -182,14 +182,14 @@ class Planner:
 
 
 class HostCopies:
-    """Copies of what a rank writes, in host memory that is kept from save to save."""
+    """Copies of a rank's tensors, in host memory that is kept from save to save."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
 
     def begin(self, pending: Sequence[PlannedWrite], *, in_background: bool) -> Copying:
-        """Copy what several state dicts of one save are to write. What the save before wrote is overwritten: it has to
-        be done.
+        """Copy the tensors of several state dicts of one save. The previous save must be done: its copies are
+        overwritten.
         """
         tensors = [tensor for one in pending for tensor in one.tensors]
         targets = self._memory.places(tensors)
@@ -241,9 +241,6 @@ def finalise(
     return found
 
 
-# The states of all random generators of a rank.
-
-
 class RngState(TypedDict):
     """The states of a rank's random generators: Python's, numpy's, torch's, megatron-core's, and the device's."""
 
@@ -268,7 +265,7 @@ def rng_state() -> RngState:
 
 
 def set_rng_state(state: RngState) -> None:
-    """Set all random generators of this rank to what `rng_state` returned."""
+    """Restore all random generators of this rank from `rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -277,41 +274,30 @@ def set_rng_state(state: RngState) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-# What a Megatron checkpoint in verl's layout consists of: trees of the model, of the optimizer, and of the rest.
-
-
+# The trees of a Megatron checkpoint in verl's layout.
 MODEL, OPTIMIZER, EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
 ALL = (MODEL, OPTIMIZER, EXTRA)
 
 RNG_OF_RANK = "rng_state_of_rank"
 """A `ShardedObject`, one for each rank."""
 
-_Content: TypeAlias = dict[str, Any]
-"""What megatron-core notes about the content of a tree, by which it is described again for a load."""
+_Content: TypeAlias = dict[str, object]
+"""megatron-core's notes about the content of a tree, from which a load describes it again."""
 
 
 class Trees:
-    """Saves trees of an engine, one save after another.
-
-    Args:
-        manager: verl's, with the model and what trains it.
-    """
+    """Saves trees of an engine, one save after another. `manager`: verl's, with the model and its optimizer."""
 
     def __init__(self, manager: MegatronCheckpointManager) -> None:
         self._manager = manager
         self._planners = {name: Planner() for name in ALL}
         self._own_shards = optimizer_state.OwnShards()
         self._copies = HostCopies()
-        # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
+        # megatron-core collects garbage in every save. Freezing spares it the objects that exist by now.
         gc.freeze()
 
     def plan(self, folder: Path, names: Collection[str]) -> list[PlannedWrite]:
-        """Plan a save. Collective, on the training thread.
-
-        Args:
-            folder: the checkpoint's.
-            names: of the trees, see `ALL`.
-        """
+        """Plan a save of the named trees (see `ALL`) into the checkpoint's folder. Collective, training thread."""
         manager = self._manager
         content = manager._build_sharded_state_dict_metadata()
         trees: dict[str, dict[str, object]] = {}
@@ -328,24 +314,25 @@ class Trees:
         return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
 
     def copy(self, pending: list[PlannedWrite], *, in_background: bool) -> Copying:
-        """Copy what is to be written; see `writer.Copies.begin`."""
+        """Copy the planned tensors; see `HostCopies.begin`."""
         return self._copies.begin(pending, in_background=in_background)
 
 
 def gathers_late(chunks: Collection[DistributedDataParallel]) -> bool:
-    """Whether what the optimizer writes is gathered by the next forward pass only (`overlap_param_gather`)."""
+    """Return whether only the next forward pass gathers the optimizer's results (`overlap_param_gather`)."""
     return any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in chunks)
 
 
 def gather_parameters(chunks: Collection[DistributedDataParallel]) -> None:
-    """Have the model hold what the optimizer wrote last, where it `gathers_late`. Collective."""
+    """Have the model hold the optimizer's latest results, where it `gathers_late`. Collective."""
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
 
 
 def has_buffers(chunks: Collection[DistributedDataParallel]) -> bool:
-    """Whether a part of the model's state is no parameter, such as the bias of a mixture's router: that may change
-    before the optimizer's step.
+    """Return whether the model's state has persistent buffers, such as the bias of a mixture's router.
+
+    They may change before the optimizer's step.
     """
     return any(
         buffer is not None and name not in module._non_persistent_buffers_set
@@ -365,30 +352,26 @@ def load_model(manager: MegatronCheckpointManager, folder: Path, content: _Conte
         chunk.load_state_dict(loaded["model" if len(manager.model) == 1 else f"model{index}"], strict=True)
 
 
-def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> dict[str, Any] | None:
-    """Load the tree of the optimizer.
-
-    Returns:
-        The state of the schedule, where there is one, for `load_schedule`.
-    """
+def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> dict[str, object] | None:
+    """Load the tree of the optimizer, and return the state of the schedule, if there is one, for `load_schedule`."""
     optimizer_state.materialise(manager.optimizer)
-    # The load of the model has changed the description that was made for it.
+    # The load of the model has changed its description.
     model = manager._build_model_sharded_state_dict(content)
     wanted = manager._build_optimizer_state_dict(model, content, is_loading=True)
     loaded = load_dist_checkpointing(wanted, str(folder / OPTIMIZER))
     optimizer_state.load(manager.optimizer, loaded["optimizer"])
-    schedule: dict[str, Any] | None = loaded.get("lr_scheduler")
+    schedule: dict[str, object] | None = loaded.get("lr_scheduler")
     return schedule
 
 
-def load_schedule(manager: MegatronCheckpointManager, state: dict[str, Any]) -> None:
+def load_schedule(manager: MegatronCheckpointManager, state: dict[str, object]) -> None:
     """Set the place in the schedule."""
-    manager.lr_scheduler.num_steps = 0  # its load counts on from where it is
+    manager.lr_scheduler.num_steps = 0  # its load adds to the present count
     manager.lr_scheduler.load_state_dict(state)
 
 
 def load_rng_of_rank(manager: MegatronCheckpointManager, folder: Path) -> None:
-    """Restore the random generators of each rank, where as many ranks saved theirs."""
+    """Restore the random generators of each rank; as many ranks as now saved theirs."""
     set_rng_state(load_dist_checkpointing(_extra(manager), str(folder / EXTRA))[RNG_OF_RANK])
 
 
@@ -398,7 +381,7 @@ def _extra(manager: MegatronCheckpointManager) -> dict[str, object]:
 
 
 def layout(manager: MegatronCheckpointManager) -> dict[str, int | str]:
-    """How an engine is laid out over the ranks, as it stands in a checkpoint's `ckpt_contents.json`."""
+    """Return the layout of an engine over the ranks, for a checkpoint's `ckpt_contents.json`."""
     content = manager._build_sharded_state_dict_metadata()
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),

@@ -39,15 +39,7 @@ from trinity_sync.protocol.parts import FULL, FileEntry, Kind, missing_rank_file
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A step folder.
-
-    Args:
-        step: its step.
-        path: the folder.
-        manifest: None if the folder is not a committed checkpoint.
-        state: of the folder, without a look at the files' contents; see `verify`.
-        problems: why it is no committed checkpoint; for a committed one, the findings of `with_files_seen`.
-    """
+    """A step folder."""
 
     step: int
     path: Path
@@ -71,10 +63,7 @@ class CheckpointInfo:
 
 def locate(path: Path) -> tuple[Path, int | None]:
     """Return the checkpoint folder of a user's path (a run, its checkpoints, or one step), and the step of a step
-    folder.
-
-    Raises:
-        ConfigError: the path is none of these.
+    folder. Raises ConfigError if the path is none of these.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run, a checkpoints or a step folder")
@@ -92,14 +81,11 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]:
-    """List all step folders, oldest first. Reads manifests only.
+    """List all step folders, oldest first. Reads manifests only. Raises UnreadableError if the folder or its mark
+    cannot be read now.
 
     Args:
-        root: the checkpoint folder.
         tracker: the tracker of full checkpoints as the caller read it before; None: it is read now.
-
-    Raises:
-        UnreadableError: the folder or its mark cannot be read now.
     """
     finished, run = newest_finished(root, tracker), _run_of(root)
     try:
@@ -228,8 +214,6 @@ class VerifyReport:
     Args:
         files, bytes: numbers of files and bytes that were checked.
         state: ``committed``: all files are unchanged. ``damaged`` if one is not, whether or not others can be read.
-        problems: one sentence per fault, those of the state first; empty: the checkpoint is good.
-        unlisted: relative paths of files that the manifest does not list.
     """
 
     path: Path
@@ -248,7 +232,6 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
     """Check all files of a step folder: sizes, digests, the manifest's own digest, and that no rank's file is missing.
 
     Args:
-        folder: the step folder.
         progress: called with (bytes checked, bytes in all) every few MB and after each file.
     """
     try:
@@ -285,18 +268,12 @@ def newest_good(
     of_verl: bool = False,
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
-    """Find the newest full checkpoint that verifies. Damaged ones and other folders are skipped.
+    """Find the newest full checkpoint that verifies. Damaged ones and other folders are skipped. Raises
+    UnreadableError, NewerFormatError.
 
     Args:
-        root: the checkpoint folder.
         on_skip: called with a sentence for each newer one that is skipped.
-        skip_unreadable: also skip folders that cannot be read now.
-        of_verl: accept a checkpoint that verl wrote, which has no digests, if the files of all ranks are there.
         roles: places, such as ``actor``, that a checkpoint of verl's has to have.
-
-    Raises:
-        UnreadableError: a newer one cannot be read now.
-        NewerFormatError: a newer one was written by a later version of this program.
     """
     for info in reversed(scan(root)):
         state, problems = info.state, info.problems

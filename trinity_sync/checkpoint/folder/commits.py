@@ -72,24 +72,14 @@ def commit_folder(
     beside: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
-    """Make a step visible; see the module's docstring for the order. May be called again after a crash.
+    """Make a step visible; see the module's docstring for the order. May be called again after a crash. Raises
+    RunError, OSError.
 
     Args:
-        root: the checkpoint folder.
-        draft: the manifest to write; its `files` are those that the parts reported.
-        partial: other parts of the step are still being written. Only the reported files are committed, from a folder
-            of links, and the staging folder stays.
-        durable: fsync. Without it a commit survives the death of every process, but not a power cut.
-        beside: commit these weights in `contents.versions_dir`, as the step's place is taken.
         clock: Unix seconds, for the expiry of leases.
 
     Returns:
         The manifest that was written, with all files.
-
-    Raises:
-        RunError: a reported file or a rank's file is missing or has another size; or the visible checkpoint must not be
-            replaced by this one.
-        OSError: the disk refused; nothing became visible.
     """
     place = versions_dir(root, draft.attempt) if beside else root
     target = step_dir(place, draft.step)
@@ -125,12 +115,8 @@ def taken(root: Path, step: int, attempt: int) -> bool:
 
 
 def adopt_folder(root: Path, source: Path, step: int) -> None:
-    """Make a complete folder from elsewhere the checkpoint of a step, durably. An existing one becomes ``abandoned-*``.
-
-    Args:
-        root: the checkpoint folder.
-        source: the folder, on the same file system, with fsynced files.
-        step: the step.
+    """Make a complete folder from elsewhere the checkpoint of a step, durably. An existing one becomes
+    ``abandoned-*``.
     """
     for parent, _ in walk(source):
         sync_folder(parent)
@@ -249,19 +235,11 @@ def _collect(
 
 
 def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
-    """Make `source` visible as `target`, in place of an earlier checkpoint, unless that is pinned or leased.
+    """Make `source` visible as `target`, in place of an earlier checkpoint, unless that is pinned or leased. Raises
+    RunError, OSError.
 
     Args:
-        place: the checkpoint folder, or the one for weights next to it.
-        source: the folder to be made visible.
-        target: the step folder.
-        manifest: the manifest in `source`.
         clock: Unix seconds.
-
-    Raises:
-        RunError: as `check_replaces`; or the earlier checkpoint was pinned or leased meanwhile. It is in its place
-            again.
-        OSError: the disk refused; likewise.
     """
     if (target / MANIFEST).exists() and committed_manifest(target) is None:
         # It cannot be read, so its worth is not known.
@@ -297,12 +275,8 @@ def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[],
     """Yield the manifest of the checkpoint that a commit replaces; None: there is none.
 
     Inside the block neither the old nor the new checkpoint can be pinned or leased, as the new one may have to be
-    removed again. If that cannot be ensured, only a commit that extends the old checkpoint goes on.
-
-    Raises:
-        RunError: as `check_replaces`.
-        UnreadableError: the old checkpoint cannot be read.
-        OSError: readers cannot be kept out.
+    removed again. If that cannot be ensured, only a commit that extends the old checkpoint goes on. Raises RunError,
+    UnreadableError, OSError.
     """
     visible = _replaced(target)
     takes = visible is not None and not manifest.extends(visible)

@@ -97,13 +97,7 @@ def read_error(path: Path, error: OSError) -> ManifestError:
 
 
 def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
-    """Digest a file that was just written; see `digest_file`.
-
-    Args:
-        folder: the checkpoint or staging folder.
-        path: the file, relative to it.
-        durable: fsync it as well.
-    """
+    """Digest a file that was just written; see `digest_file`."""
     return FileEntry(path, *digest_file(folder / path, durable=durable))
 
 
@@ -114,12 +108,10 @@ class Manifest:
     Args:
         created: Unix seconds of the commit.
         digest: version digest of the weights, hex; None if it was not computed.
-        metrics: numbers of the step, for retention; non-finite values are written as null.
         base: the base of an adapter, whose weights then have `digest`; None: the weights are a whole model.
         wire: the dtypes of `digest`; None: not known.
         left_out: tensors of the model's folder that an export takes from there; None: there are none.
         reference: the reference model of the policy; None: there is none, or it is the base of the adapter.
-        run: the run id; None in checkpoints of earlier releases.
     """
 
     step: int
@@ -196,10 +188,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Manifest:
-        """Make a manifest from the result of `to_json`.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is damaged, or was changed after it was written.
+        """Make a manifest from the result of `to_json`. Raises ValueError, KeyError, TypeError if it is damaged, or was
+        changed after it was written.
         """
         if body["format"] != FORMAT:
             raise ValueError(f"its format is {body['format']}, which no version has written")
@@ -268,16 +258,10 @@ def _look_into(folder: Path) -> None:
 
 
 def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
-    """Parse the text of a manifest.
+    """Parse the text of a manifest. Raises NewerFormatError, ManifestError.
 
     Args:
-        text: of the file.
-        name: the file's name, for errors.
         step: the step that it has to name; None: any.
-
-    Raises:
-        NewerFormatError: it has a later format.
-        ManifestError: it is not valid.
     """
     try:
         body = json.loads(text)
@@ -417,7 +401,6 @@ class Base:
 
     Args:
         digest: version digest of its weights in wire dtype, hex.
-        path: `model.path` of the run: a folder's absolute path, or a hub id as given.
         what: the kind of adapter: ``lora``.
         wire: the dtypes of `digest`; None: not known.
         adapter: the adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known.
@@ -517,8 +500,6 @@ class TrackerFile:
 
     Args:
         step: the step; None: no file, or not valid.
-        problem: why it is not valid.
-        unreadable: it cannot be read now, and may name a step.
     """
 
     step: int | None
@@ -549,15 +530,10 @@ def write_committed(root: Path, step: int) -> None:
 
 
 def newest_finished(root: Path, tracker: TrackerFile | None = None) -> int | None:
-    """Return the newest step that verl or this program has finished; None: not known.
-
-    Args:
-        root: the checkpoint folder.
-        tracker: the tracker of full checkpoints, as the caller has read it.
-    """
+    """Return the newest step that verl or this program has finished; None: not known."""
     tracker = tracker or read_tracker(root, FULL)
-    known = [step for step in (tracker.step, read_committed(root)) if step is not None]
-    return max(known, default=None) if tracker.problem is None else None
+    steps = [step for step in (tracker.step, read_committed(root)) if step is not None]
+    return max(steps, default=None) if tracker.problem is None else None
 
 
 def _read(path: Path) -> TrackerFile:

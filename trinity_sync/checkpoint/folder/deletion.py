@@ -49,8 +49,6 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
     or its place has another checkpoint by now, or one of verl's.
 
     Args:
-        root: the checkpoint folder, or a folder of weights next to it.
-        manifest: of the checkpoint.
         now: Unix seconds.
     """
     target = step_dir(root, manifest.step)
@@ -281,18 +279,11 @@ def prune_plan(
     keep_state_dicts: int = 2,
     saving: Iterable[int] = (),
 ) -> list[PruneRow]:
-    """Decide which checkpoints of a folder stay: one row per checkpoint, oldest first. Deletes nothing.
+    """Decide which checkpoints of a folder stay: one row per checkpoint, oldest first. Deletes nothing. Raises
+    UnreadableError.
 
     Args:
-        root: the checkpoint folder.
-        policies: the retention policies.
         now: Unix seconds.
-        keep_state_dicts: number of the newest weights-only checkpoints that stay.
-        saving: steps that are being saved, in addition to those with a staging folder.
-
-    Raises:
-        UnreadableError: the folder or a tracker cannot be read now, or verl's tracker names no step although verl has
-            saved here, so it is not known which checkpoints have to stay.
     """
     # Twice: before the folders for the steps that verl has finished, and after them for those that must stay.
     before = _trackers(root)
@@ -342,10 +333,7 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
     not stop the others.
 
     Args:
-        root: the checkpoint folder.
-        plan: from `prune_plan`.
         now: Unix seconds.
-        defer: only move them to the trash; the caller calls `empty_trash`.
 
     Returns:
         The deleted checkpoints, and problems.

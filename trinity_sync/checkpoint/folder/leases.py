@@ -109,10 +109,7 @@ def blockers(root: Path, manifest: Manifest, *, now: float, successor: Manifest 
     """Return the reasons why a checkpoint has to stay, for people: "a pin" and the readers with a lease.
 
     Args:
-        root: the checkpoint folder.
-        manifest: of the checkpoint.
         now: Unix seconds.
-        successor: the checkpoint that has just replaced it; leases of that one do not count.
     """
     key = (manifest.step, manifest.attempt)
     # Leases first: a pin is written under a lease, so one of the two is seen.
@@ -136,15 +133,10 @@ def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
     """Keep new pins and leases off a checkpoint inside the block. Ask `blockers` for earlier ones.
 
     The work has to be done in `_CLAIM_S` seconds: an older claim does not count, so ask `blockers` again before a step
-    that cannot be undone.
+    that cannot be undone. Raises OSError if the folder of leases cannot be written.
 
     Args:
-        root: the checkpoint folder.
-        manifest: of the checkpoint.
         now: Unix seconds.
-
-    Raises:
-        OSError: the folder of leases cannot be written.
     """
     folder = root / LEASES
     name = f"{manifest.step}-{manifest.attempt}-{math.ceil(now + _CLAIM_S)}-{secrets.token_hex(8)}{_CLAIM}"
@@ -215,12 +207,7 @@ def clean_claims(root: Path, *, now: float) -> set[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _LeaseFile:
-    """The contents of a lease's file.
-
-    Args:
-        key: step and attempt of the leased checkpoint.
-        manifest: the manifest's own digest when the lease was taken; None if the file has none.
-    """
+    """The contents of a lease's file."""
 
     key: tuple[int, int]
     reader: str
@@ -437,8 +424,8 @@ def _others(place: Path) -> tuple[Path | None, list[Path]]:
     number = step_of(step.name)
     if number is None:
         return None, []
-    beside = step.parent.parent
-    root = beside.parent if beside.name == VERSIONS else step.parent
+    run_checkpoints = step.parent.parent
+    root = run_checkpoints.parent if run_checkpoints.name == VERSIONS else step.parent
     others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
     nearest = sorted(others, key=lambda of: (abs(of - number), of))
     return root.parent, [others[of] / "actor" for of in nearest]

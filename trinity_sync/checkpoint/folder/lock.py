@@ -35,12 +35,7 @@ _LOCK_S = 60.0
 
 
 class FolderLock:
-    """The lock of a checkpoint folder.
-
-    Args:
-        descriptor: of the open file.
-        run: the run's folder.
-    """
+    """The lock of a checkpoint folder."""
 
     def __init__(self, descriptor: int, run: Path) -> None:
         self._descriptor = descriptor
@@ -62,16 +57,11 @@ def locked(
     word: Callable[[str], str] = lambda before: secrets.token_hex(8),
 ) -> Iterator[FolderLock]:
     """Lock the checkpoint folder inside the block; it is made if it is missing. No monitor writes in it meanwhile.
+    Raises InUseError, ConfigError.
 
     Args:
-        root: the checkpoint folder.
-        run: the run's folder, for the message to others.
         timeout_s: limit of the wait for the monitor of a killed run, seconds.
         word: called with the word of the last run; returns this run's word.
-
-    Raises:
-        InUseError: another live run writes in it.
-        ConfigError: it is not a folder or cannot be written, or the monitor of a killed run does not end.
     """
     try:
         make_folder(root)
@@ -84,9 +74,9 @@ def locked(
         raise ConfigError(f"checkpoint.dir={root} cannot be written: {error.strerror}") from error
     try:
         _take(descriptor, root)
-        held = FolderLock(descriptor, run)
+        lock = FolderLock(descriptor, run)
         # Before the monitor's lock: a monitor checks the two in the other order, so one of both sees the other.
-        held.sign(word(_word(_content(descriptor))))
+        lock.sign(word(_word(_content(descriptor))))
         try:
             _wait_for_monitor(root, timeout_s)
         except WaitTimeout as late:
@@ -97,7 +87,7 @@ def locked(
                 "machine is gone, or name another folder"
             ) from late
         _open_to_readers(root)
-        yield held
+        yield lock
     finally:
         os.close(descriptor)
 
@@ -113,10 +103,8 @@ def word_of(root: Path) -> str:
 
 
 def has_no_monitor(root: Path, timeout_s: float) -> bool:
-    """Wait until no monitor writes in the folder; return False if one still does after the timeout.
-
-    Raises:
-        ConfigError: the folder cannot be written or locked.
+    """Wait until no monitor writes in the folder; return False if one still does after the timeout. Raises ConfigError
+    if the folder cannot be written or locked.
     """
     try:
         if root.is_dir():
@@ -138,18 +126,13 @@ def _wait_for_monitor(root: Path, timeout_s: float) -> None:
 
 
 def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
-    """Lock the folder for the monitor, so that later runs see that it writes there.
+    """Lock the folder for the monitor, so that later runs see that it writes there. Raises RunError, WaitTimeout.
 
     Args:
-        root: the checkpoint folder.
         expected: the identity that `writer_of` has to return, None: any.
 
     Returns:
         A file to keep open while the process writes.
-
-    Raises:
-        RunError: another run writes in the folder now, or it is not the folder that the run has locked.
-        WaitTimeout: another process has the lock exclusively.
     """
     if expected is not None and not (root / _LOCK).exists():
         raise RunError(

@@ -19,13 +19,7 @@ from trinity_sync.weights.wire import WireFormat
 
 
 def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
-    """Check that a run with an adapter resumes from one, and any other run from whole weights. Raises ConfigError.
-
-    Args:
-        folder: the step folder.
-        manifest: its manifest.
-        lora: the run trains an adapter.
-    """
+    """Check that a run with an adapter resumes from one, and any other run from whole weights. Raises ConfigError."""
     if lora and manifest.base is None:
         raise ConfigError(
             f"{folder} is a checkpoint of a whole model, this run trains a LoRA adapter (model.lora); leave it out, or "
@@ -41,16 +35,11 @@ def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
 def check_adapter(
     folder: Path, rank: int, alpha: float, targets: str | Collection[str] | None, *, rslora: bool = False
 ) -> None:
-    """Check that the adapter in a full checkpoint has the rank, scale and targets of the run's adapter.
+    """Check that the adapter in a full checkpoint has the rank, scale and targets of the run's adapter. Raises
+    ConfigError if they differ, or are not known.
 
     Args:
-        folder: the step folder.
-        rank, alpha: of the run's adapter.
         targets: ends of the names of its modules; None: not compared.
-        rslora: the scale is alpha / sqrt(rank), not alpha / rank.
-
-    Raises:
-        ConfigError: they differ, or are not known.
     """
     path = folder / "actor" / CONFIG_FILE
     try:
@@ -101,15 +90,11 @@ def noted_base(folder: Path) -> Base | None:
 
 
 def check_base(folder: Path, known: Base | None, base: Base) -> None:
-    """Check that an adapter continues on the base on which it was trained.
+    """Check that an adapter continues on the base on which it was trained. Raises ConfigError if it is another one, or
+    that cannot be told.
 
     Args:
-        folder: of the adapter.
         known: the noted base; None: none.
-        base: the base that the run has loaded.
-
-    Raises:
-        ConfigError: it is another one, or that cannot be told.
     """
     if known is None or known.digest == base.digest:
         return
@@ -141,15 +126,7 @@ OF_ADAPTER = "base"
 
 def check_same(folder: Path, before: Compared | None, now: Compared | None) -> None:
     """Check that a policy keeps its reference model. A policy without one may get one, and one with a reference may
-    drop it.
-
-    Args:
-        folder: the step folder.
-        before: the manifest's note.
-        now: the run's reference.
-
-    Raises:
-        ConfigError: it is another one.
+    drop it. Raises ConfigError if it is another one.
     """
     if before is None or now is None or before["digest"] == now["digest"]:
         return

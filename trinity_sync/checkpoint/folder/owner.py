@@ -155,16 +155,10 @@ def adopt(root: Path) -> str:
 
 
 def check(root: Path, owner: Owner, *, recorded: Recorded | None, named: bool = False) -> None:
-    """Check that a run may use a checkpoint folder. Writes nothing.
+    """Check that a run may use a checkpoint folder. Writes nothing. Raises ConfigError.
 
     Args:
-        root: the checkpoint folder.
-        owner: the run, which has locked its folder.
         recorded: commits in the record of a resumed run; None: a new run.
-        named: the user has just named the folder for a resumed run.
-
-    Raises:
-        ConfigError: it belongs to another run, or may do so, or a new run would change existing checkpoints.
     """
     try:
         problem = _problem(root, owner, recorded, named)
@@ -183,12 +177,7 @@ def refusal(mark: Owner) -> str:
 
 
 def manifests(root: Path, *, skip_unreadable: bool = False) -> Iterator[Manifest]:
-    """Yield the valid manifests in a checkpoint folder, including abandoned steps.
-
-    Args:
-        root: the checkpoint folder.
-        skip_unreadable: skip unreadable ones; otherwise they raise UnreadableError.
-    """
+    """Yield the valid manifests in a checkpoint folder, including abandoned steps."""
     for path in (path for path in _listed(root) if STEP_PREFIX in path.name):
         try:
             yield read_manifest(path)
@@ -204,8 +193,9 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         go_on = "name another folder, or go on with that run: trinity-sync resume RUN_DIR"
         return f"holds checkpoints of another run already ({found}); {go_on}"
     if mark is None:
-        there = [one for one in manifests(root, skip_unreadable=inside) if one.run is not None or not (named or inside)]
-        if (other := owner.unlisted(there, recorded or ())) is None:
+        present = manifests(root, skip_unreadable=inside)
+        foreign = [one for one in present if one.run is not None or not (named or inside)]
+        if (other := owner.unlisted(foreign, recorded or ())) is None:
             return None
         whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
         return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"

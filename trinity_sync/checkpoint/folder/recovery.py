@@ -37,16 +37,13 @@ def recover(
     attempt: int | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Finish or undo deletions and replacements, and clean staged files.
+    """Finish or undo deletions and replacements, and clean staged files. Raises RunError if one of our folders is a
+    link. Nothing has been changed then.
 
     Args:
-        root: the checkpoint folder.
         keep: (step, attempt) of staging folders in use.
         attempt: the attempt whose weights next to the step folders are in use; None: none.
         clock: Unix seconds, for the expiry of leases.
-
-    Raises:
-        RunError: one of our folders is a link. Nothing has been changed then.
     """
     if not root.is_dir():
         return
@@ -102,16 +99,10 @@ def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], fl
 def clean_versions(
     root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
 ) -> None:
-    """Delete weights next to the step folders; leased ones stay until the next call.
+    """Delete weights next to the step folders; leased ones stay until the next call. Raises RunError: see `recover`.
 
     Args:
-        root: the checkpoint folder.
-        attempt: the running attempt. Its folder stays, even if empty: a commit may be about to move into it.
-        keep: step -> whether this attempt's weights of it stay.
         now: Unix seconds.
-
-    Raises:
-        RunError: see `recover`.
     """
     _check_links(root)
     running = versions_dir(root, attempt) if attempt is not None else None

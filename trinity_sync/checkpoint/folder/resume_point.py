@@ -64,18 +64,11 @@ def find(
     roles: Collection[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckpointInfo | None:
-    """Find the newest full checkpoint that verifies; None: there is none.
+    """Find the newest full checkpoint that verifies; None: there is none. Raises UnseenError, NewerFormatError.
 
     Args:
-        root: the checkpoint folder; no other program writes in it.
-        skip_unreadable: accept an older one if a newer one cannot be read now.
-        of_verl: accept checkpoints that verl itself wrote.
         roles: places, such as ``actor``, that a checkpoint of verl's has to have.
         say: called with a sentence for each one that is skipped.
-
-    Raises:
-        UnseenError: a newer one cannot be read now.
-        NewerFormatError: a newer one was written by a later version of this program.
     """
     try:
         return newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
@@ -84,10 +77,8 @@ def find(
 
 
 def look(root: Path) -> None:
-    """Check as `find` does, by manifests alone and silently, before anything is written.
-
-    Raises:
-        UnseenError, NewerFormatError: as `find`.
+    """Check as `find` does, by manifests alone and silently, before anything is written. Raises UnseenError,
+    NewerFormatError: as `find`.
     """
     try:
         infos = catalog.scan(root)
@@ -109,44 +100,34 @@ def check_all_seen(
     places: str | None = None,
     skip_missing: bool = False,
 ) -> None:
-    """Check that no committed checkpoint newer than `found` is missing.
+    """Check that no committed checkpoint newer than `found` is missing. Raises UnseenError if nothing was found, or a
+    newer checkpoint is missing.
 
     Args:
-        root: the checkpoint folder.
-        found: the result of `find`.
-        recorded: steps of full checkpoints that the run's record lists as committed and not deleted.
         places: the places that were searched, for the message; None: the folder.
-        skip_missing: accept `found` although newer ones are gone.
-
-    Raises:
-        UnseenError: nothing was found, or a newer checkpoint is missing.
     """
     noted = read_committed(root)
     named = noted if noted is not None else read_tracker(root, FULL).step
-    known = sorted({*recorded, *([named] if named else [])})
-    if known and found is None:
-        raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places or root}")
-    there = {info.step for info in catalog.scan(root)}
-    gone = [step for step in known if found is not None and step > found.step and step not in there]
-    if gone and found is not None and not skip_missing:
+    committed = sorted({*recorded, *([named] if named else [])})
+    if committed and found is None:
         raise UnseenError(
-            f"{_steps(gone)} committed, but the newest checkpoint found in {places or root} is that of step "
+            f"{_steps(committed)} committed, but no checkpoint that verifies was found in {places or root}"
+        )
+    present = {info.step for info in catalog.scan(root)}
+    missing = [step for step in committed if found is not None and step > found.step and step not in present]
+    if missing and found is not None and not skip_missing:
+        raise UnseenError(
+            f"{_steps(missing)} committed, but the newest checkpoint found in {places or root} is that of step "
             f"{found.step}"
         )
 
 
 def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = ()) -> StartPoint:
     """Prepare a checkpoint folder for a verl program: a fresh one, or one with checkpoints of verl or of this program.
+    Raises RunError.
 
     Args:
-        root: the folder; no other program writes in it.
         resume_step: the step to resume after; None: the newest full checkpoint.
-        roles: places in a step's folder that a full checkpoint of verl's has to have: verl's tracker names a step when
-            all roles were asked to save, and one of them may have been killed since.
-
-    Raises:
-        RunError: there is no such checkpoint; or a committed one is missing, of a newer version, or in the way. Nothing
-            was changed then, except that checkpoints were put back after a crash.
     """
     recovery.finish_replacements(root)
     before = catalog.newest_attempt(root)
@@ -213,34 +194,19 @@ def _steps(steps: Collection[int]) -> str:
 
 
 def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
-    """Check that all later steps than that of the resume, which it sets aside, are this program's own.
-
-    Args:
-        root: the checkpoint folder.
-        step: the step of the resume.
-        of_verl: verl itself may have written here. Otherwise folders that look like verl's are ours without a manifest.
-
-    Raises:
-        RunError: a later one was written by a newer version of this program, by another run, or by verl.
+    """Check that all later steps than that of the resume, which it sets aside, are this program's own. Raises
+    RunError.
     """
     others = ("newer", "foreign", "verl") if of_verl else ("newer", "foreign")
     check_ours([info for info in scan(root) if info.step > step], others)
 
 
 def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:
-    """Set a checkpoint folder back for a resume: later folders become ``abandoned-*``, trackers name `step`.
-
-    Args:
-        root: the checkpoint folder.
-        step: the step of the resume; 0: the initial weights.
-        attempt: the new attempt; staged files of others are removed.
-        of_verl: as for `check_start`.
+    """Set a checkpoint folder back for a resume: later folders become ``abandoned-*``, trackers name `step`. Raises
+    RunError: as `check_start`; nothing has been changed then.
 
     Returns:
         The new paths of the abandoned folders.
-
-    Raises:
-        RunError: as `check_start`; nothing has been changed then.
     """
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)

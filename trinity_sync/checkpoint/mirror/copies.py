@@ -81,7 +81,6 @@ class Mirror:
 
     Args:
         open_storage: opens a connection; called once per thread.
-        owner: the run that copies to the place.
         say: called with a sentence for each copy that is skipped or fetched.
         progress: called with (bytes here, bytes in all) about once a second during a download.
     """
@@ -104,21 +103,21 @@ class Mirror:
         """Put the run's mark on the place; of runs that try it at the same time, at most one succeeds. Arguments and
         errors as for `check`; RunError also if a written file cannot be read back.
         """
-        own = f"{_CLAIM}{self._owner.session}"
+        claim = f"{_CLAIM}{self._owner.session}"
         self.check(known, again=again, named=named)
         # Object stores have no rename that fails where the name is taken. So a run announces itself before it looks for
         # others: of two, the later one sees the claim of the other, or its mark.
-        self._storage.write(own, self._owner.to_text())
+        self._storage.write(claim, self._owner.to_text())
         try:
-            if self._owner_in(own) != self._owner:
+            if self._owner_in(claim) != self._owner:
                 raise RunError("what is written there cannot be read back")
             for name in self._storage.names():
-                if name.startswith(_CLAIM) and name != own:
+                if name.startswith(_CLAIM) and name != claim:
                     self._take_back(name)
             self.check(known, again=again, named=named)
             self._storage.write(MARK, self._owner.to_text())
         finally:
-            self._storage.delete(own)
+            self._storage.delete(claim)
 
     def unmark(self) -> None:
         """Delete the mark of this start of the run."""
@@ -133,36 +132,26 @@ class Mirror:
         self._storage.delete(name)
 
     def check(self, known: Recorded = (), *, again: bool = False, named: bool = False) -> None:
-        """Check that the run may put its mark on the place. Writes nothing.
-
-        Args:
-            known: commits in the run's own record, or in its checkpoint folder.
-            again: the run has used the place before, so RunError if it has neither the run's mark nor checkpoints.
-            named: the user has just named the place for this run.
-
-        Raises:
-            ForeignError: the place belongs to another run, or has checkpoints that this run has no record of.
-            UnreadableError: its mark cannot be read.
-        """
-        mark, steps, own = self._mark(), self.steps(), self._owner
+        """Check that the run may put its mark on the place. Writes nothing. Raises ForeignError, UnreadableError."""
+        mark, steps, owner = self._mark(), self.steps(), self._owner
         if mark is None:
             if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
                 raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
             for step in steps:
                 manifest = self._sound(step)
-                if not self._unfinished(step) if manifest is None else own.unlisted([manifest], known):
+                if not self._unfinished(step) if manifest is None else owner.unlisted([manifest], known):
                     raise ForeignError(
-                        f"it holds {_folder(step)}, which {own.folder} has no record of; name another place"
+                        f"it holds {_folder(step)}, which {owner.folder} has no record of; name another place"
                     )
             if again and not steps:
                 raise RunError(_UNMARKED)
-        elif mark.run != own.run:
-            if steps or mark.may_run(own):
+        elif mark.run != owner.run:
+            if steps or mark.may_run(owner):
                 raise ForeignError(f"it {refusal(mark)}")
-        elif not named and mark.may_be_of_another_copy(own):
+        elif not named and mark.may_be_of_another_copy(owner):
             raise ForeignError(
-                f"it belongs to {mark}, and {own.folder} may be a copy of it; give checkpoint.mirror=... once more to "
-                "take it over"
+                f"it belongs to {mark}, and {owner.folder} may be a copy of it; give checkpoint.mirror=... once more "
+                "to take it over"
             )
 
     def _mark(self) -> Owner | None:
@@ -215,11 +204,11 @@ class Mirror:
         """
         found = []
         for step in sorted(steps):
-            there = None
+            copy = None
             with suppress(ManifestError):  # the upload says what is wrong
-                there = self.manifest(step)
+                copy = self.manifest(step)
             try:
-                if read_manifest(step_dir(root, step)) != there:
+                if read_manifest(step_dir(root, step)) != copy:
                     found.append(step)
             except UnreadableError:  # now; the upload waits for it
                 found.append(step)
@@ -231,31 +220,24 @@ class Mirror:
 
     def upload(self, root: Path, step: int, *, start: int | None = None) -> int:
         """Copy a committed full checkpoint, which the caller has leased. Returns the bytes sent; files that are there
-        already are not sent.
+        already are not sent. Raises DamagedError, ForeignError, ManifestError.
 
         Args:
-            root: the local checkpoint folder.
-            step: the checkpoint.
             start: the step after which this attempt resumed: later steps of earlier attempts become abandoned. None:
                 not known; those after `step` do.
-
-        Raises:
-            DamagedError: a local file differs from the manifest.
-            ForeignError: the place, or the step's folder in it, is not this run's.
-            ManifestError: there is no such checkpoint here, or the place has one of a newer version.
         """
         self._check_mine()
         manifest = read_manifest(step_dir(root, step))
         folder = _folder(step)
-        there = self._sound(step)
+        copy = self._sound(step)
         present = self._storage.files(folder)
-        if present and not (self._unfinished(step) if there is None else self._is_ours(there)):
+        if present and not (self._unfinished(step) if copy is None else self._is_ours(copy)):
             raise ForeignError(f"{folder} there is not a copy by this run, so it is left alone; move it away")
         arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
-        if there == manifest and len(arrived) == len(manifest.files):
+        if copy == manifest and len(arrived) == len(manifest.files):
             self._name_newest(manifest, start)
             return 0
-        if there != manifest:
+        if copy != manifest:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
                 self._delete(step)
@@ -323,11 +305,11 @@ class Mirror:
             if step <= after or step == manifest.step:
                 continue
             with suppress(ManifestError):
-                there = self.manifest(step)
-                if there is None or not self._is_ours(there):
+                copy = self.manifest(step)
+                if copy is None or not self._is_ours(copy):
                     continue
-                if there.attempt < manifest.attempt:
-                    self._storage.write(f"{_folder(step)}/{ABANDONED}", there.to_text())
+                if copy.attempt < manifest.attempt:
+                    self._storage.write(f"{_folder(step)}/{ABANDONED}", copy.to_text())
                     self._storage.delete(f"{_folder(step)}/{MANIFEST}")
                 else:
                     newest = max(newest, step)
@@ -337,22 +319,17 @@ class Mirror:
 
     def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete the checkpoints that the policies do not keep, and torn copies of checkpoints that are not here any
-        more.
+        more. Raises ForeignError if the place is not this run's.
 
         Args:
-            policies: the retention policies.
-            root: the local checkpoint folder, whose pins count too.
             now: Unix seconds.
 
         Returns:
             The deleted steps, ascending.
-
-        Raises:
-            ForeignError: the place is not this run's.
         """
         self._check_mine()
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
-        facts, gone = [], []
+        facts, deleted = [], []
         for step in self.steps():
             try:
                 manifest = self._sound(step)
@@ -361,11 +338,11 @@ class Mirror:
             if manifest is not None and self._is_ours(manifest):
                 facts.append(facts_of(manifest, pins))
             elif manifest is None and step not in local and self._abandoned(step) is None and self._unfinished(step):
-                gone.append(step)
-        gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
-        for step in gone:
+                deleted.append(step)
+        deleted += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
+        for step in deleted:
             self._delete(step)
-        return sorted(gone)
+        return sorted(deleted)
 
     def _delete(self, step: int) -> None:
         folder = _folder(step)
@@ -382,16 +359,13 @@ class Mirror:
 
         It is written into the staging folder, every file is checked by its digest, and one rename makes it visible; an
         existing folder of that step is renamed first. Files that an interrupted try has fetched are not fetched again.
+        Raises NewerFormatError if a later version of this program has saved a newer one.
 
         Args:
-            root: the local checkpoint folder; no other program uses it.
             newer_than: (attempt, step) of the best local one; None: there is none.
 
         Returns:
             Its step; None: no newer one is good.
-
-        Raises:
-            NewerFormatError: a later version of this program has saved a newer one.
         """
         for manifest in self._candidates(newer_than):
             self._say(
@@ -544,10 +518,6 @@ class Storage:
 
     Names are relative to the folder, with ``/``. Errors are those of the place's client: an `OSError`, or its own error
     for a lost connection.
-
-    Args:
-        place: a path, or a URL that fsspec knows; it need not exist yet.
-        options: options of the fsspec class of the place.
     """
 
     def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:

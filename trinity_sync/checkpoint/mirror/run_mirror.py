@@ -61,9 +61,6 @@ class RunMirror:
     """The mirror, for the driver.
 
     Args:
-        place: an absolute path, or a URL that fsspec knows.
-        settings: `checkpoint.mirror_*`; `marked` once this driver has put its mark there.
-        owner: the run.
         log: file for the output of the child processes; None: standard error.
         say: called with a sentence for the user.
     """
@@ -80,14 +77,8 @@ class RunMirror:
         return shown(self.place)
 
     def check(self, root: Path, recorded: Recorded = ()) -> None:
-        """Check before a run that the place can be written and is this run's, and put its mark there.
-
-        Args:
-            root: the local checkpoint folder.
-            recorded: commits in the run's own record.
-
-        Raises:
-            ConfigError: it cannot be used, belongs to another run, or is the checkpoint folder itself.
+        """Check before a run that the place can be written and is this run's, and put its mark there. Raises
+        ConfigError.
         """
         self._ask(root, partial(Mirror.claim, **_claim(root, self.settings, recorded)))
         self.settings = replace(self.settings, marked=True)
@@ -123,27 +114,20 @@ class RunMirror:
         progress: Callable[[int, int], object] = lambda done, total: None,
         recorded: Recorded = (),
     ) -> int | None:
-        """Fetch the newest good checkpoint into the local folder if it is newer than the best local one.
+        """Fetch the newest good checkpoint into the local folder if it is newer than the best local one. Raises
+        ConfigError, NewerFormatError, RunError.
 
         Args:
-            root: the local checkpoint folder; no other program uses it.
             best: the newest good local one; None: there is none.
-            least: fetch nothing older than this step.
             progress: called with (bytes here, bytes in all) during the download.
-            recorded: commits in the run's own record.
 
         Returns:
             The step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a `best`.
-
-        Raises:
-            ConfigError: the mirror belongs to another run, or is the checkpoint folder itself.
-            NewerFormatError: the newer checkpoint was written by a later version of this program.
-            RunError: the mirror cannot be reached and there is no local checkpoint.
         """
         self._check_apart(root)
-        here = best.step if best is not None else 0
-        known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
-        work = partial(_fetch, root=root, newer_than=known, claim=_claim(root, self.settings, recorded))
+        local_step = best.step if best is not None else 0
+        newer_than = ((best.attempt or 0) if best is not None else 0, max(local_step, least - 1))
+        work = partial(_fetch, root=root, newer_than=newer_than, claim=_claim(root, self.settings, recorded))
         try:
             found = try_again(
                 self.settings,
@@ -156,8 +140,8 @@ class RunMirror:
             if error.final:
                 raise self._unusable(error) from error
             if best is not None:
-                then = f"; going on from step {here}, which is here" if here >= least else ""
-                self.say(f"the mirror cannot be asked for a newer checkpoint{then}")
+                consequence = f"; going on from step {local_step}, which is here" if local_step >= least else ""
+                self.say(f"the mirror cannot be asked for a newer checkpoint{consequence}")
                 return None
             raise RunError(
                 f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
@@ -194,11 +178,6 @@ class Uploads:
     is put off until another step has been copied. A step is leased from its first try to its last.
 
     Args:
-        root: the local checkpoint folder.
-        place: the mirror: a path, or a URL that fsspec knows.
-        settings: `checkpoint.mirror_*`. The first copy puts the run's mark there, unless it is `marked`.
-        owner: the run.
-        policies: retention, for a mirror that keeps the same.
         start: the step after which this attempt resumed; None: it is the first, or not known.
         report: called with the events, on the thread.
         on_idle: called there when no work is left.
@@ -338,12 +317,7 @@ class Uploads:
         self._settle(step)
 
     def _lease(self, step: int) -> CheckpointLease | None:
-        """Lease a step's checkpoint; None: retention has deleted it.
-
-        Raises:
-            MirrorError: it cannot be read or leased now.
-            RunError: it is damaged, or its deletion has been under way for long.
-        """
+        """Lease a step's checkpoint; None: retention has deleted it. Raises MirrorError, RunError."""
         try:
             return lease_checkpoint(self._root, step, reader="mirror", seconds=_LEASE_S, clock=self._clock)
         except (UnreadableError, OSError) as error:
@@ -385,8 +359,8 @@ class Uploads:
 
 def _claim(root: Path, settings: MirrorSettings, recorded: Recorded = ()) -> dict[str, Any]:
     """Return the arguments of `Mirror.claim`; the commits in the checkpoint folder count as recorded."""
-    here = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
-    return {"known": {*recorded, *here}, "again": settings.marked, "named": settings.named}
+    local = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
+    return {"known": {*recorded, *local}, "again": settings.marked, "named": settings.named}
 
 
 def _copy(
@@ -444,13 +418,8 @@ class MirrorSettings:
     """How a mirror is kept (`checkpoint.mirror_*`).
 
     Args:
-        options: options of the fsspec class of the place.
         keep: ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
-        tries: number of times that one piece of work is tried.
-        backoff_s: wait after the first failure; doubles with each one, up to a minute.
         timeout_s: a try that moves no bytes for so long is broken off.
-        named: the user has just named the place for this run, see `Mirror.check`.
-        marked: the place has the mark of the run already.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
@@ -463,11 +432,7 @@ class MirrorSettings:
 
 
 class MirrorError(RunError):
-    """A try failed.
-
-    Args:
-        final: another one would fail as well: what is to be copied is gone or damaged, or the place is another run's.
-    """
+    """A try failed."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
         super().__init__(text)
@@ -486,22 +451,16 @@ def call(
     stop: threading.Event | None = None,
     log: Path | None = None,
 ) -> T:
-    """Have work done in a process of its own, once.
+    """Have work done in a process of its own, once. Raises MirrorError if it failed, moved nothing for
+    `MirrorSettings.timeout_s`, or was stopped.
 
     Args:
-        place: a path, or a URL that fsspec knows.
-        owner: the run that copies there.
         work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
-        say, progress: get what the mirror says on the way, see `Mirror`.
         tick: called before all, and about once a second.
-        stop: set: the child is killed.
         log: the child's own words are appended to it; None: they go to this process's standard error.
 
     Returns:
         What the work returned.
-
-    Raises:
-        MirrorError: it failed, moved nothing for `MirrorSettings.timeout_s`, or was stopped.
     """
     tick()
     try:
@@ -559,15 +518,12 @@ def try_again(
     stop: threading.Event | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> T:
-    """Repeat work that fails with a `MirrorError` that is not final, waiting longer each time.
+    """Repeat work that fails with a `MirrorError` that is not final, waiting longer each time. Raises MirrorError if
+    the last failure.
 
     Args:
         on_failure: called after each failure with a sentence.
-        stop: set: no pause is begun or waited out.
         tick: called about once a second while the next try is waited for.
-
-    Raises:
-        MirrorError: the last failure.
     """
 
     def told(state: tenacity.RetryCallState) -> None:
@@ -603,11 +559,7 @@ def try_again(
 
 
 def serve(descriptor: int) -> None:
-    """Run as the child: do what the parent asks for, and end with it.
-
-    Args:
-        descriptor: file descriptor of the connection to the parent.
-    """
+    """Run as the child: do what the parent asks for, and end with it."""
     os.set_inheritable(descriptor, False)
     connection, lock = Connection(descriptor), threading.Lock()
 

@@ -26,10 +26,9 @@ from trinity_sync.checkpoint.reading.pieces import (
     TensorReader,
     WeightsError,
     assembled,
-    loading_fault,
 )
 from trinity_sync.models.files import CONFIG
-from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.tensors import from_torch, loading_fault
 
 METADATA = ".metadata"
 
@@ -87,14 +86,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
-    """Open the tensors whose keys begin with a prefix, under the rest of their keys.
+    """Open the tensors whose keys begin with a prefix, under the rest of their keys. Raises WeightsError if a file is
+    missing or damaged, or the chunks of a tensor do not cover it.
 
     Args:
         folder: of a torch distributed checkpoint, with ``.metadata``.
         prefix: such as ``"model."``.
-
-    Raises:
-        WeightsError: a file is missing or damaged, or the chunks of a tensor do not cover it.
     """
     path = folder / METADATA
     try:
@@ -201,14 +198,12 @@ def megatron_folder(place: Path) -> Path | None:
 
 
 def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
-    """Open the tensors of a model that Megatron saved, under their Hugging Face names.
+    """Open the tensors of a model that Megatron saved, under their Hugging Face names. Raises WeightsError if a file is
+    missing or damaged, or the model is not a known one.
 
     Args:
         folder: of a torch distributed checkpoint, with ``.metadata`` and ``metadata.json``.
         config: folder with the model's ``config.json``, for heads and vocabulary, which the weights do not show.
-
-    Raises:
-        WeightsError: a file is missing or damaged, or the model is not a known one.
     """
     try:
         fields = json.loads((config / CONFIG).read_text(encoding="utf-8"))

@@ -21,13 +21,6 @@ class WeightsError(RunError):
     """Files of a checkpoint are missing, damaged or contradictory; the message names the file and the fault."""
 
 
-def loading_fault(error: Exception) -> str:
-    """Return the error of torch's weights-only loader without its advice."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    telling = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
-    return telling.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Dtype (safetensors name, such as ``"BF16"``) and whole shape of a tensor."""
@@ -95,10 +88,8 @@ class Assembled:
     pieces: tuple[FileBox, ...]
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor; it is a copy unless it has one piece.
-
-        Raises:
-            WeightsError: a piece has another dtype or number of elements than announced.
+        """Read the whole tensor; it is a copy unless it has one piece. Raises WeightsError if a piece has another dtype
+        or number of elements than announced.
         """
         if len(self.pieces) == 1:
             return self._box(self.pieces[0]).reshape(self.info.shape)
@@ -121,16 +112,12 @@ class Assembled:
 def assembled(
     name: str, info: TensorInfo, pieces: Sequence[FileBox], *, grid: Sequence[int] | None = None
 ) -> Assembled:
-    """Make a tensor of pieces, which have to cover it exactly once; of equal boxes (replicas) the first is used.
+    """Make a tensor of pieces, which have to cover it exactly once; of equal boxes (replicas) the first is used. Raises
+    WeightsError if a piece is outside the tensor, two overlap, or an element is in none.
 
     Args:
-        name: the tensor's name, for messages.
         info: its dtype and shape.
-        pieces: boxes with their files.
         grid: the shape in which the boxes are given; None: the tensor's own.
-
-    Raises:
-        WeightsError: a piece is outside the tensor, two overlap, or an element is in none.
     """
     shape = tuple(info.shape if grid is None else grid)
     chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], FileBox] = {}

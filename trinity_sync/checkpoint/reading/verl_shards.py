@@ -32,7 +32,6 @@ from trinity_sync.checkpoint.reading.pieces import (
     View,
     WeightsError,
     assembled,
-    loading_fault,
 )
 from trinity_sync.errors import RunError
 from trinity_sync.models.files import CONFIG
@@ -41,7 +40,7 @@ from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights import lora, shards
 from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
-from trinity_sync.weights.tensors import byte_tensor, from_torch, saved_tensors, to_torch
+from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, to_torch
 
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOADING = threading.Lock()
@@ -89,10 +88,8 @@ _STAND_INS: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
 
 def shard_files(folder: Path) -> list[Path]:
     """List the model files in a folder, by rank; empty if there are none. With files of several numbers of ranks (a job
-    that was restarted with another number), ``fsdp_config.json`` decides.
-
-    Raises:
-        WeightsError: a rank's file is missing, or it is not known which files belong together.
+    that was restarted with another number), ``fsdp_config.json`` decides. Raises WeightsError if a rank's file is
+    missing, or it is not known which files belong together.
     """
     found = {(int(match[1]), int(match[2])): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
     if not found:
@@ -123,14 +120,7 @@ def _world_size(path: Path) -> int | None:
 
 
 def open_shards(files: list[Path]) -> dict[str, Assembled]:
-    """Open the tensors of a model, under the names of its state dict.
-
-    Args:
-        files: one file per rank, see `shard_files`.
-
-    Raises:
-        WeightsError: a file is damaged or has other contents, or the ranks' files contradict each other.
-    """
+    """Open the tensors of a model, under the names of its state dict. Raises WeightsError."""
     infos: dict[str, tuple[TensorInfo, Path]] = {}
     pieces: dict[str, list[FileBox]] = {}
     for file in files:
@@ -231,14 +221,8 @@ def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def adapter_form(sources: Mapping[str, TensorReader], place: Path) -> dict[str, TensorReader] | None:
-    """Return an adapter's tensors by peft's names; None: the tensors are not an adapter's.
-
-    Args:
-        sources: the stored tensors, by name.
-        place: their place, for errors.
-
-    Raises:
-        WeightsError: adapter and base are stored together.
+    """Return an adapter's tensors by peft's names; None: the tensors are not an adapter's. Raises WeightsError: adapter
+    and base are stored together.
     """
     # A model that is not wrapped by peft may have layers of such names itself.
     adapter = [name for name in sources if name.startswith(lora.PREFIX) and lora.is_adapter(name)]
@@ -268,16 +252,12 @@ def merge(
     base: Mapping[str, TensorReader],
     folder: Path | None,
 ) -> dict[str, TensorReader]:
-    """Return the tensors of the base with the adapter's products added.
+    """Return the tensors of the base with the adapter's products added. Raises WeightsError if the adapter does not fit
+    the model, or its kind cannot be merged.
 
     Args:
-        adapter: see `adapter_form`.
         config: the ``adapter_config.json``.
-        base: the whole model's tensors by the names under which it is saved.
         folder: with the base's config.json; None: there is none.
-
-    Raises:
-        WeightsError: the adapter does not fit the model, or its kind cannot be merged.
     """
     try:
         scale, pairs = lora.scaling(config), lora.pairs(adapter)
@@ -370,10 +350,7 @@ def is_hugging_face(folder: Path) -> bool:
 def open_hugging_face(folder: Path) -> dict[str, Stored]:
     """Open the tensors of a model, under their stored names, of the files that transformers would load: one with the
     usual name goes before an index, and an index before all other files. If several files have a tensor, the index
-    decides.
-
-    Raises:
-        WeightsError: a file is missing or damaged, or the index and the files contradict each other.
+    decides. Raises WeightsError.
     """
     index = None
     if (folder / WHOLE).is_file():
@@ -466,14 +443,10 @@ def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, T
     """Map stored tensors to the tensors that ``save_pretrained`` would write, by their names there.
 
     Sources of an architecture that transformers does not know (the model's own code, which is not run) are returned
-    unchanged.
+    unchanged. Raises WeightsError.
 
     Args:
-        sources: the stored tensors, by name in the state dict or by the saved name.
         config: folder with the model's ``config.json``.
-
-    Raises:
-        WeightsError: the config cannot be read, or the tensors are not those of its architecture.
     """
     model = made_of(config)
     if model is None:

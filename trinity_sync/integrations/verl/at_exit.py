@@ -205,9 +205,9 @@ def _within_limit(why: str, finish: Sequence[Callable[[], object]]) -> None:
     telling.cancel()
     if any(end.is_alive() for end in ends):
         text = f"{why}: a checkpoint was lost: it was not committed within {SIGNAL_S:g} s"
-        lost = threading.Thread(target=say, args=[text], daemon=True)
-        lost.start()
-        lost.join(_SILENT_S)
+        message = threading.Thread(target=say, args=[text], daemon=True)
+        message.start()
+        message.join(_SILENT_S)
 
 
 def _forget_signals() -> None:

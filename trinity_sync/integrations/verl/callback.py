@@ -70,11 +70,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
 
 
 class _SavesRecord(Saves):
-    """The commits of a run, recorded in a file.
-
-    Raises:
-        RunError: the file cannot be opened.
-    """
+    """The commits of a run, recorded in a file. Raises RunError if the file cannot be opened."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         if monitor.root is None:
@@ -101,12 +97,7 @@ class _SavesRecord(Saves):
         self._ending.set()
 
     def finish(self, limit_s: float | None) -> None:
-        """Wait until all steps are recorded.
-
-        Raises:
-            RunError: a step was not committed.
-            WaitTimeout: a step is neither committed nor failed within the limit, or `_END_S`.
-        """
+        """Wait until all steps are recorded. Raises RunError, WaitTimeout."""
         self._ending.set()
         limit = _END_S if limit_s is None else limit_s
         deadline = time.monotonic() + limit

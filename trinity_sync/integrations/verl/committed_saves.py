@@ -64,20 +64,11 @@ class SaveCopies(Protocol):
     """Copies one rank's state, save after save, and writes the copies."""
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
-        """Copy this rank's contents; the copies of the save before are dropped. Collective.
-
-        Args:
-            step: for errors.
-            todo: names of contents.
-            folder: where the files go.
-            staging: the step's staging folder; file entries are relative to it.
-            durable: fsync the files.
+        """Copy this rank's contents; the copies of the save before are dropped. Collective. Raises RunError: on every
+        rank, when one rank failed.
 
         Returns:
             A writer for each content of this rank, by name. Errors of a copy in the background are raised there.
-
-        Raises:
-            RunError: on every rank, when one rank failed.
         """
         ...
 
@@ -155,7 +146,7 @@ class CommittedSaves(Saves):
         self._opens: OpensMonitor | None = None
         self._last_loaded: str | None = None
         self._saving = threading.Lock()
-        self._beside: Beside | None = None
+        self._trainer_files: TrainerFiles | None = None
         self._announced: int | None = None
         self._synchronizer = _synchronizer(run) if isinstance(run, str) else None
         if isinstance(run, str):
@@ -168,9 +159,9 @@ class CommittedSaves(Saves):
         if self._opens is not None and self._root is None:
             self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
             files = together("name the files that the trainer writes", lambda: self.trainer_file)
-            self._names_beside = trainer_file_names(files)
+            self._trainer_parts = name_trainer_parts(files)
             if self._root is not None:
-                self._beside = Beside(self._monitor, self._attempt, self._root, self._timeout_s)
+                self._trainer_files = TrainerFiles(self._monitor, self._attempt, self._root, self._timeout_s)
 
     def _use(self, monitor: RunMonitor) -> None:
         self._monitor = monitor.client
@@ -257,12 +248,12 @@ class CommittedSaves(Saves):
         self._announced = step
 
     def _write(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> None:
-        begun: list[tuple[Path, Path]] = []
+        folders: list[tuple[Path, Path]] = []
         try:
-            together(f"begin to save step {step}", lambda: begun.append(self._begin(local_path, step, kind, todo)))
-            writers = self._copies.take(step, todo, *begun[0], durable=self._durable)
+            together(f"begin to save step {step}", lambda: folders.append(self._begin(local_path, step, kind, todo)))
+            writers = self._copies.take(step, todo, *folders[0], durable=self._durable)
         except Exception as error:
-            if self.rank == 0 and begun:
+            if self.rank == 0 and folders:
                 self._monitor.fail_step(step, str(error), attempt=self._attempt).result(self._timeout_s)
             raise
         for name, write in writers.items():
@@ -292,11 +283,11 @@ class CommittedSaves(Saves):
             for name in todo
             for rank in range(1 if name in OF_FIRST_RANK else self.world_size)
         }
-        if self._beside is not None and kind == FULL:
+        if self._trainer_files is not None and kind == FULL:
             place = partial(self._coordinator.part, local_path, step)
-            beside = [place(name) if name is not None else None for name in self._names_beside]
-            parts |= {part: part for part in beside if part is not None}
-            self._beside.begin(step, beside, self.rank)
+            trainer_parts = [place(name) if name is not None else None for name in self._trainer_parts]
+            parts |= {part: part for part in trainer_parts if part is not None}
+            self._trainer_files.begin(step, trainer_parts, self.rank)
         self._announce_parts(local_path, step, kind, parts)
         staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
         return folder, staging
@@ -309,12 +300,12 @@ class CommittedSaves(Saves):
             RunError: the monitor is gone.
             WaitTimeout: it does not answer.
         """
-        if self._beside is not None:
-            self._beside.went_on()
+        if self._trainer_files is not None:
+            self._trainer_files.went_on()
 
     def settle_at_exit(self) -> None:
-        if self._beside is not None:
-            self._beside.settle()
+        if self._trainer_files is not None:
+            self._trainer_files.settle()
 
     def finish(self, limit_s: float | None) -> None:
         """Wait for the saves of this manager; see `Saves.finish`.
@@ -337,7 +328,7 @@ class CommittedSaves(Saves):
                 for thread in following:
                     thread.join(limit_s)
                 self._commits.raise_failures()
-        elif self.rank != 0 or (self._beside is not None and self._beside.is_awaited):
+        elif self.rank != 0 or (self._trainer_files is not None and self._trainer_files.is_awaited):
             self.finish_writing()
         else:
             self.wait_on_save_thread()
@@ -374,7 +365,7 @@ class CommittedSaves(Saves):
         meta = CommitMeta(backend=self._backend, world_size=self.world_size)
         if self._limit is not None and self._limit > 0:
             meta["keep_last"] = self._limit  # for retention right after the commit, before `register_checkpoint`
-        begun = self._monitor.begin(
+        announced = self._monitor.begin(
             step,
             self._attempt,
             kind,
@@ -382,10 +373,10 @@ class CommittedSaves(Saves):
             meta,
             weights_parts=[part for part, name in parts.items() if name in WEIGHTS],
         )
-        begun.result(self._timeout_s)
+        announced.result(self._timeout_s)
         if roles:
-            known = self._monitor.notify_finished(step, part=_announcement(place), attempt=self._attempt, files=[])
-            known.result(self._timeout_s)
+            complete = self._monitor.notify_finished(step, part=_announcement(place), attempt=self._attempt, files=[])
+            complete.result(self._timeout_s)
 
     # ---- after a save
 
@@ -447,8 +438,8 @@ class CommittedSaves(Saves):
         """Count nothing of the failed step as saved."""
         self._commits.drop()
         self._saved, self._kinds = {}, set()
-        if self._beside is not None:
-            self._beside.forget()
+        if self._trainer_files is not None:
+            self._trainer_files.forget()
 
     # ---- loading
 
@@ -460,17 +451,17 @@ class CommittedSaves(Saves):
             return
         together("load, because an earlier save failed", self.wait_on_save_thread)
         step = step_at(self._root, local_path)
-        with ExitStack() as held:
+        with ExitStack() as lease:
             # Before verl's barrier: a rank that failed there would leave its peers in it.
-            together(f"load {local_path}", lambda: self._prepare(local_path, held))
+            together(f"load {local_path}", lambda: self._prepare(local_path, lease))
             self._load_as_verl(local_path, hdfs_path, del_local_after_load)
         self._last_loaded = local_path
         if step is not None:
             self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
 
-    def _prepare(self, local_path: str, held: ExitStack) -> None:
+    def _prepare(self, local_path: str, lease: ExitStack) -> None:
         self._check_files(local_path)
-        hold(self._root, local_path, f"rank {self.rank}", self._timeout_s, held)
+        hold(self._root, local_path, f"rank {self.rank}", self._timeout_s, lease)
 
 
 def _synchronizer(ray_namespace: str) -> Synchronizer | None:
@@ -488,25 +479,18 @@ _OTHERS_S = 30.0
 _POLL_S = 0.2
 
 
-def trainer_file_names(files: Iterable[str | None]) -> list[str | None]:
-    """Name the part of each rank's trainer file; None: its trainer writes nothing. Rank 0 always has a part.
-
-    Args:
-        files: `CommittedSaves.trainer_file` of each rank.
-    """
+def name_trainer_parts(files: Iterable[str | None]) -> list[str | None]:
+    """Name the part of each rank's trainer file; None: its trainer writes nothing. Rank 0 always has a part."""
     return [
         beside_part(None) if rank == 0 else None if file is None else beside_part(file)
         for rank, file in enumerate(files)
     ]
 
 
-class Beside:
+class TrainerFiles:
     """This rank's part of the trainer's files, for the newest save.
 
     Args:
-        monitor: the checkpoint monitor.
-        attempt: the run's attempt.
-        root: the checkpoint folder.
         timeout_s: limit of each wait, seconds.
     """
 
@@ -543,11 +527,7 @@ class Beside:
 
         On rank 0 they are whole if the tracker, which the trainer writes last, names the step; on other ranks if the
         rank's file is whole. Rank 0 reports for all ranks, since it may have failed in a step for which the others
-        wait. An unreadable tracker is left to the end of the monitor.
-
-        Raises:
-            RunError: the monitor is gone.
-            WaitTimeout: it does not answer, or another rank does not write its file.
+        wait. An unreadable tracker is left to the end of the monitor. Raises RunError, WaitTimeout.
         """
         if self._awaited is None:
             return
@@ -590,8 +570,6 @@ class Commits:
     """Commits that one process waits for.
 
     Args:
-        monitor: the checkpoint monitor.
-        attempt: the run's attempt.
         timeout_s: limit of each wait, seconds.
     """
 
@@ -634,12 +612,7 @@ class Commits:
             raise errors[0]
 
     def wait(self) -> None:
-        """Wait for all commits and the work that follows them. Raises the first error.
-
-        Raises:
-            RunError: a step failed, on any rank; says why.
-            WaitTimeout: names what is missing.
-        """
+        """Wait for all commits and the work that follows them. Raises the first error. Raises RunError, WaitTimeout."""
         waiting, self._open = list(self._open), {}
         for step, kind in waiting:
             try:

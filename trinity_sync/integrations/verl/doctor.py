@@ -28,13 +28,13 @@ class PackageFinding:
         state: ``ours``: this would be ours; ``verl``: it stays verl's, or differs from what is expected; ``stops``: it
             prevents the plug-in from working.
         subject: the key, or the topic.
-        told: a sentence.
+        text: a sentence.
         add: lines that fix it, for a shell or as overrides.
     """
 
     state: Literal["ours", "verl", "stops"]
     subject: str
-    told: str
+    text: str
     add: Sequence[str] = ()
 
 
@@ -50,16 +50,11 @@ class _Role:
 def findings(
     get: Get, environment: Mapping[str, str], version: str | None, installed: Collection[str] = ()
 ) -> Iterator[PackageFinding]:
-    """Check a configuration of one of verl's trainers.
+    """Check a configuration of one of verl's trainers. Raises ConfigError.
 
     Args:
-        get: reads it.
-        environment: of the program's processes.
         version: of verl, as installed; None: it is not installed.
         installed: names under which the plug-in is an entry point of the group ``verl.plugins``.
-
-    Raises:
-        ConfigError: the configuration is of an unknown trainer, or a value of a key is not valid; says which.
     """
     ppo = get("actor_rollout_ref") is not None
     if not ppo and get("engine") is None:
@@ -67,7 +62,7 @@ def findings(
     yield from _plugin(environment, version, ppo, _let_through(environment, installed))
     if str(get("trainer.device")) not in ("cuda", "cpu"):
         yield PackageFinding(
-            state="stops", subject="trainer.device", told=f"{get('trainer.device')}: our engines are for cuda and cpu"
+            state="stops", subject="trainer.device", text=f"{get('trainer.device')}: our engines are for cuda and cpu"
         )
     for role in _roles(get, ppo):
         yield from _engine(get, role)
@@ -88,31 +83,31 @@ def _plugin(
     environment: Mapping[str, str], version: str | None, ppo: bool, entry_points: Collection[str]
 ) -> Iterator[PackageFinding]:
     if version is None or not is_tested(version):
-        told = "is not installed here" if version is None else f"is {version}"
+        text = "is not installed here" if version is None else f"is {version}"
         known = ".".join(map(str, TESTED))
         yield PackageFinding(
-            state="stops", subject="verl", told=f"{told}; the plug-in is for {known}.x, else it is off"
+            state="stops", subject="verl", text=f"{text}; the plug-in is for {known}.x, else it is off"
         )
     else:
-        yield PackageFinding(state="ours", subject="verl", told=f"is {version}, which the plug-in is for")
+        yield PackageFinding(state="ours", subject="verl", text=f"is {version}, which the plug-in is for")
     for name, wanted, is_set in (
         (MODULES, PLUGIN, PLUGIN in [one.strip() for one in environment.get(MODULES, "").split(",")]),
         (ENGINES, VENDOR, environment.get(ENGINES) == VENDOR),
     ):
         has = environment.get(name)
         if is_set:
-            yield PackageFinding(state="ours", subject=name, told=f"has {wanted}")
+            yield PackageFinding(state="ours", subject=name, text=f"has {wanted}")
             continue
         if name == MODULES and entry_points:
-            told = f"is not needed: verl finds the plug-in by its entry point {', '.join(entry_points)}"
-            yield PackageFinding(state="ours", subject=name, told=told)
+            text = f"is not needed: verl finds the plug-in by its entry point {', '.join(entry_points)}"
+            yield PackageFinding(state="ours", subject=name, text=text)
             continue
         value = ",".join(filter(None, (has, wanted))) if name == MODULES else wanted
         add = [f"export {name}={value}"]
         if ppo:
             add.append(f'+ray_kwargs.ray_init.runtime_env.env_vars.{name}="{value}"')
-        told = "is not set" if not has else f"is {has}, without {wanted}"
-        yield PackageFinding(state="stops", subject=name, told=f"{told}: verl does not ask for us", add=add)
+        text = "is not set" if not has else f"is {has}, without {wanted}"
+        yield PackageFinding(state="stops", subject=name, text=f"{text}: verl does not ask for us", add=add)
 
 
 def _roles(get: Get, ppo: bool) -> list[_Role]:
@@ -133,14 +128,14 @@ def _engine(get: Get, role: _Role) -> Iterator[PackageFinding]:
     kind = "value_model" if role.name == "critic" else "language_model"
     subject = f"{role.engine}.strategy"
     if strategy not in _STRATEGIES:
-        told = f"{strategy}: there is an engine of ours for {', '.join(_STRATEGIES)} only; verl saves this one itself"
-        yield PackageFinding(state="stops", subject=subject, told=told)
+        text = f"{strategy}: there is an engine of ours for {', '.join(_STRATEGIES)} only; verl saves this one itself"
+        yield PackageFinding(state="stops", subject=subject, text=text)
         return
     stopping = list(_megatron(get, role)) if strategy == "megatron" else list(_fsdp(get, role))
     yield from stopping
     if not stopping:
-        told = f"{strategy}, {kind}: saves in the background, committed when all is written"
-        yield PackageFinding(state="ours", subject=subject, told=told)
+        text = f"{strategy}, {kind}: saves in the background, committed when all is written"
+        yield PackageFinding(state="ours", subject=subject, text=text)
     yield from _contents(get, role)
 
 
@@ -150,17 +145,17 @@ def _has_lora(get: Get, role: _Role) -> bool:
 
 def _megatron(get: Get, role: _Role) -> Iterator[PackageFinding]:
     if _has_lora(get, role):
-        told = "LoRA through Megatron-Bridge: verl saves it itself"
-        yield PackageFinding(state="stops", subject=f"{role.model}.lora.rank", told=told)
+        text = "LoRA through Megatron-Bridge: verl saves it itself"
+        yield PackageFinding(state="stops", subject=f"{role.model}.lora.rank", text=text)
     if get(f"{role.megatron}.use_megatron_fsdp"):
-        told = "checkpoints of Megatron-FSDP are not made here: verl saves them itself"
-        yield PackageFinding(state="stops", subject=f"{role.megatron}.use_megatron_fsdp", told=told)
+        text = "checkpoints of Megatron-FSDP are not made here: verl saves them itself"
+        yield PackageFinding(state="stops", subject=f"{role.megatron}.use_megatron_fsdp", text=text)
 
 
 def _fsdp(get: Get, role: _Role) -> Iterator[PackageFinding]:
     if _has_lora(get, role) and "hf_model" in _names(get, f"{role.checkpoint}.save_contents"):
-        told = "hf_model of a model with a LoRA adapter is refused, and verl saves all of this engine itself"
-        yield PackageFinding(state="stops", subject=f"{role.checkpoint}.save_contents", told=told)
+        text = "hf_model of a model with a LoRA adapter is refused, and verl saves all of this engine itself"
+        yield PackageFinding(state="stops", subject=f"{role.checkpoint}.save_contents", text=text)
 
 
 def _contents(get: Get, role: _Role) -> Iterator[PackageFinding]:
@@ -168,45 +163,45 @@ def _contents(get: Get, role: _Role) -> Iterator[PackageFinding]:
         subject = f"{role.checkpoint}.{key}"
         names = _names(get, subject)
         if missing := [name for name in _WHOLE if name not in names]:
-            told = f"is without {', '.join(missing)}: a resume does not go on bit for bit"
+            text = f"is without {', '.join(missing)}: a resume does not go on bit for bit"
             add = [f"{subject}=[{','.join([*names, *missing])}]"]
-            yield PackageFinding(state="verl", subject=subject, told=told, add=add)
+            yield PackageFinding(state="verl", subject=subject, text=text, add=add)
     if get(f"{role.checkpoint}.async_save"):
         subject = f"{role.checkpoint}.async_save"
-        told = "our saves are in the background without it; with it verl writes no tracker of the newest checkpoint"
-        yield PackageFinding(state="stops", subject=subject, told=told, add=[f"{subject}=False"])
+        text = "our saves are in the background without it; with it verl writes no tracker of the newest checkpoint"
+        yield PackageFinding(state="stops", subject=subject, text=text, add=[f"{subject}=False"])
 
 
 def _saves(get: Get, ppo: bool) -> Iterator[PackageFinding]:
     key = "trainer.save_freq"
     each_epoch = not ppo and get(key) == "after_each_epoch"
     if not each_epoch and _number(get, key) <= 0:
-        told = f"is {get(key)}: nothing is saved" + ("" if ppo else " before the last step")
-        yield PackageFinding(state="stops" if ppo else "verl", subject=key, told=told, add=[f"{key}=20"])
+        text = f"is {get(key)}: nothing is saved" + ("" if ppo else " before the last step")
+        yield PackageFinding(state="stops" if ppo else "verl", subject=key, text=text, add=[f"{key}=20"])
     key = "trainer.default_local_dir"
     if (place := get(key)) is None:
         raise ConfigError(f"{key} is not set; it is the folder of the checkpoints")
     if "://" in str(place):
-        told = f"{place} is not a local folder; commits are renames in a file system"
-        yield PackageFinding(state="stops", subject=key, told=told)
+        text = f"{place} is not a local folder; commits are renames in a file system"
+        yield PackageFinding(state="stops", subject=key, text=text)
     else:
         yield PackageFinding(
-            state="ours", subject=key, told=f"{place}: the checkpoint folder, with a monitor of its own"
+            state="ours", subject=key, text=f"{place}: the checkpoint folder, with a monitor of its own"
         )
     if (remote := get("trainer.default_hdfs_dir")) is not None:
-        told = f"{remote}: copied after the commit by Megatron's engine, not at all by FSDP's (as in verl)"
+        text = f"{remote}: copied after the commit by Megatron's engine, not at all by FSDP's (as in verl)"
         if not ppo:
-            told = f"{remote}: verl's copy to it is made after the commit, by rank 0 or by Ray's driver"
-        yield PackageFinding(state="verl", subject="trainer.default_hdfs_dir", told=told)
+            text = f"{remote}: verl's copy to it is made after the commit, by rank 0 or by Ray's driver"
+        yield PackageFinding(state="verl", subject="trainer.default_hdfs_dir", text=text)
     kept = {get(f"trainer.max_{role}_ckpt_to_keep") for role in ("actor", "critic")} if ppo else set()
     if len(kept) > 1 and len(_roles(get, ppo)) > 1:
-        told = "differ; a limit counts whole steps, so the smaller one holds for both"
-        yield PackageFinding(state="verl", subject="trainer.max_*_ckpt_to_keep", told=told)
+        text = "differ; a limit counts whole steps, so the smaller one holds for both"
+        yield PackageFinding(state="verl", subject="trainer.max_*_ckpt_to_keep", text=text)
     if ppo:
         yield from _callback(get)
     if _number(get, "trainer.esi_redundant_time") > 0:
-        told = "verl times a save that returns before the state is copied: add the time that copying and writing take"
-        yield PackageFinding(state="verl", subject="trainer.esi_redundant_time", told=told)
+        text = "verl times a save that returns before the state is copied: add the time that copying and writing take"
+        yield PackageFinding(state="verl", subject="trainer.esi_redundant_time", text=text)
 
 
 def _callback(get: Get) -> Iterator[PackageFinding]:
@@ -215,33 +210,33 @@ def _callback(get: Get) -> Iterator[PackageFinding]:
     if not get("trainer.use_v1"):
         if name is not None:
             yield PackageFinding(
-                state="verl", subject=key, told="is not called: only the V1 trainer (trainer.use_v1) does so"
+                state="verl", subject=key, text="is not called: only the V1 trainer (trainer.use_v1) does so"
             )
     elif name == CALLBACK:
-        yield PackageFinding(state="ours", subject=key, told="is ours: a step is committed as soon as it is written")
+        yield PackageFinding(state="ours", subject=key, text="is ours: a step is committed as soon as it is written")
     elif name is None:
-        told = "is not set: a step is committed when its engines are used again, with ours as soon as it is written"
-        yield PackageFinding(state="verl", subject=key, told=told, add=[f"{key}={CALLBACK}"])
+        text = "is not set: a step is committed when its engines are used again, with ours as soon as it is written"
+        yield PackageFinding(state="verl", subject=key, text=text, add=[f"{key}={CALLBACK}"])
     else:
-        told = f"{name}: is called before the commit, for which it must not wait"
-        yield PackageFinding(state="verl", subject=key, told=told)
+        text = f"{name}: is called before the commit, for which it must not wait"
+        yield PackageFinding(state="verl", subject=key, text=text)
 
 
 def _resume(get: Get) -> Iterator[PackageFinding]:
     key = "trainer.resume_mode"
     mode = get(key)
     if mode == "auto":
-        yield PackageFinding(state="ours", subject=key, told="auto: goes on from the newest checkpoint that verifies")
+        yield PackageFinding(state="ours", subject=key, text="auto: goes on from the newest checkpoint that verifies")
     elif mode == "disable":
         yield PackageFinding(
-            state="verl", subject=key, told="disable: a start goes on from nothing", add=[f"{key}=auto"]
+            state="verl", subject=key, text="disable: a start goes on from nothing", add=[f"{key}=auto"]
         )
     elif mode == "resume_path":
         path = get("trainer.resume_from_path")
         if path is None:
             raise ConfigError("trainer.resume_mode is resume_path, but trainer.resume_from_path is not set")
-        told = f"resume_path: loads {path}; which checkpoint it is was the user's choice, and is not verified"
-        yield PackageFinding(state="verl", subject=key, told=told)
+        text = f"resume_path: loads {path}; which checkpoint it is was the user's choice, and is not verified"
+        yield PackageFinding(state="verl", subject=key, text=text)
     else:
         raise ConfigError(f"{key} is {mode}; it has to be auto, disable or resume_path")
 
@@ -253,22 +248,22 @@ def _weight_sync(get: Get) -> Iterator[PackageFinding]:
     apart = bool(get("trainer.use_v1")) and mode == "separate_async"
     ours = [f"{key}={VENDOR}", f"{module}={PLUGIN}"]
     if not apart and backend != "naive":
-        told = f"is {backend}, but verl takes naive: it asks a backend only with trainer.v1.trainer_mode=separate_async"
-        yield PackageFinding(state="stops", subject=key, told=told, add=["trainer.v1.trainer_mode=separate_async"])
+        text = f"is {backend}, but verl takes naive: it asks a backend only with trainer.v1.trainer_mode=separate_async"
+        yield PackageFinding(state="stops", subject=key, text=text, add=["trainer.v1.trainer_mode=separate_async"])
     elif not apart:
         yield PackageFinding(
-            state="verl", subject=key, told="naive: trainer and rollout share GPUs, verl hands weights over"
+            state="verl", subject=key, text="naive: trainer and rollout share GPUs, verl hands weights over"
         )
     elif backend == "naive":
-        told = "is naive, which verl refuses with trainer.v1.trainer_mode=separate_async"
-        yield PackageFinding(state="stops", subject=key, told=told, add=ours)
+        text = "is naive, which verl refuses with trainer.v1.trainer_mode=separate_async"
+        yield PackageFinding(state="stops", subject=key, text=text, add=ours)
     elif backend != VENDOR:
-        yield PackageFinding(state="verl", subject=key, told=f"is {backend}: weight sync is not ours", add=ours)
+        yield PackageFinding(state="verl", subject=key, text=f"is {backend}: weight sync is not ours", add=ours)
     elif get(module) != PLUGIN:
-        told = f"is {get(module)}: verl does not know the backend {VENDOR}"
-        yield PackageFinding(state="stops", subject=module, told=told, add=ours[1:])
+        text = f"is {get(module)}: verl does not know the backend {VENDOR}"
+        yield PackageFinding(state="stops", subject=module, text=text, add=ours[1:])
     else:
-        yield PackageFinding(state="ours", subject=key, told=f"is {VENDOR}: weight sync is ours")
+        yield PackageFinding(state="ours", subject=key, text=f"is {VENDOR}: weight sync is ours")
 
 
 def _number(get: Get, key: str) -> float:

@@ -124,10 +124,8 @@ def _use(what: str, engine: Engine, use: Callable[[Pairs], T]) -> T | None:
 
 
 def _parameters(engine: Engine) -> Pairs:
-    """Return (name, full tensor) of all that explorers get, in the engine's order. Collective.
-
-    Raises:
-        ConfigError: on every rank, when the trained adapters are not among them.
+    """Return (name, full tensor) of all that explorers get, in the engine's order. Collective. Raises ConfigError: on
+    every rank, when the trained adapters are not among them.
     """
     tensors, adapters = engine.get_per_tensor_param()
     if adapters is not None:
@@ -140,10 +138,10 @@ def _parameters(engine: Engine) -> Pairs:
 
 def each_once(tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name once: Megatron yields tied tensors for the first and the last pipeline stage."""
-    seen = set()
+    names = set()
     for name, tensor in tensors:
-        if name not in seen:
-            seen.add(name)
+        if name not in names:
+            names.add(name)
             yield name, tensor
 
 

@@ -104,10 +104,8 @@ class SavesThroughUs:
 
 
 def _saves_of(engine: Any) -> CommittedSaves | None:
-    """Put our manager into an engine. Return None, with a warning, if the engine keeps verl's manager.
-
-    Raises:
-        ConfigError: `RETENTION` names an unknown policy.
+    """Put our manager into an engine. Return None, with a warning, if the engine keeps verl's manager. Raises
+    ConfigError: `RETENTION` names an unknown policy.
     """
     if getattr(engine.engine_config, "forward_only", False):
         return None  # a reference model saves nothing
@@ -185,10 +183,8 @@ def through_us(engine: type) -> type:
 
 def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
     """Read the policies in `RETENTION`: ``POLICY`` or ``POLICY.FIELD=VALUE``, separated by spaces. A checkpoint stays
-    if any policy keeps it. Returns none if the variable is not set.
-
-    Raises:
-        ConfigError: an unknown policy or field, or a value out of range.
+    if any policy keeps it. Returns none if the variable is not set. Raises ConfigError if an unknown policy or field,
+    or a value out of range.
     """
     named: dict[str, dict[str, object]] = {}
     for word in environment.get(RETENTION, "").split():

@@ -48,13 +48,10 @@ _CHECKPOINTS = "trinity-sync-checkpoints-"
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     """Connect one process without an engine, such as a driver under Ray, to the monitor that the engines have started.
+    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`.
 
     Args:
-        root: the checkpoint folder, by the same path as the engines.
         timeout_s: limit of each wait, seconds.
-
-    Raises:
-        ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`.
     """
     program = this_program()
     handle = connect(root, program=program.word, may_start=False, timeout_s=timeout_s, address=program.address)
@@ -65,11 +62,11 @@ def finish_saves_of_workers(timeout_s: float) -> None:
     """Wait until the engines' saves under way are committed, in the driver of a program under Ray. Returns at once if
     no engine has saved through us. Raises RunError, WaitTimeout.
     """
-    said = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
-    if said is not None:
-        wait_until_ended(said.decode(), timeout_s=timeout_s, on_wait=say)
-        if service.find(Path(said.decode())) is not None:
-            join_alone(said.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
+    root = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
+    if root is not None:
+        wait_until_ended(root.decode(), timeout_s=timeout_s, on_wait=say)
+        if service.find(Path(root.decode())) is not None:
+            join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
 
 
 def internal_kv() -> Any:
@@ -89,17 +86,11 @@ def join_run(
     default group.
 
     Several groups of one program (actor and critic, under Ray) share one monitor, with the settings of the first. See
-    `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder.
+    `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
 
     Args:
-        root: the checkpoint folder, by the same path on all nodes.
         resume_step: the step that the program has loaded, 0: none. None: the newest.
         timeout_s: limit of each wait, seconds.
-        save_strategy, config: of a monitor that is started; attempt and writer are filled in.
-
-    Raises:
-        RunError: on every rank, with the rank and its error: another program writes in the folder, or the ranks do not
-            share it.
     """
     program, first = this_program(), dist.get_rank() == 0
     found: list[RunMonitor] = []
@@ -127,9 +118,11 @@ def join_run(
         return mark.name
 
     # Rank 0 first: if it fails, the others have nothing to wait for.
-    seen = together("open the checkpoint folder", begin if first else str)[0]
+    shared_mark = together("open the checkpoint folder", begin if first else str)[0]
     try:
-        together("see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), seen))
+        together(
+            "see the checkpoint folder of rank 0", lambda: None if first else _check_shared(Path(root), shared_mark)
+        )
     finally:
         if first:
             with suppress(OSError):  # else the others would wait for rank 0
@@ -159,17 +152,11 @@ def open_monitor(
     Collective.
 
     Checkpoints later than the loaded step become ``abandoned-*``: all of them if the loaded step is from another folder
-    or a renamed copy.
+    or a renamed copy. Raises ConfigError, RunError.
 
     Args:
-        local_path: the path of the first save.
         loaded: the path that was loaded last; None: none.
         timeout_s: limit of each wait, seconds.
-        policies: retention of a monitor that is started.
-
-    Raises:
-        ConfigError: `local_path` is in no folder ``global_step_N``.
-        RunError: as `join_run`.
     """
     saved = _split(local_path)
     if saved is None:
@@ -219,23 +206,20 @@ def this_program() -> Program:
     """Name the program. Collective if there is a default group.
 
     Under Ray, the name is that of Ray's job, also in a process without a group, such as the driver. Otherwise rank 0 of
-    the group draws a random word: a launcher uses its ids again when it restarts processes.
-
-    Raises:
-        RunError: on every rank: a rank is gone, there is neither a group nor Ray, or no address is known.
+    the group draws a random word: a launcher uses its ids again when it restarts processes. Raises RunError.
     """
     grouped = dist.is_available() and dist.is_initialized()
     mine = (_drawn(os.getpid()), _machine(), socket.gethostname(), _job())
-    said = together("name the program", lambda: mine) if grouped else [mine]
-    job = said[0][3]
-    if job is not None and all(other == job for *_, other in said):  # not if some processes use Ray for other work
+    answers = together("name the program", lambda: mine) if grouped else [mine]
+    job = answers[0][3]
+    if job is not None and all(other == job for *_, other in answers):  # not if some processes use Ray for other work
         return Program(word=job, address=sys.modules["ray"].util.get_node_ip_address())
     if not grouped:
         raise RunError("this process belongs to no program: it has no process group, and does not run under Ray")
-    elsewhere = [host for _, machine, host, _ in said if machine != _machine()]
+    elsewhere = [host for _, machine, host, _ in answers if machine != _machine()]
     master = os.environ.get("MASTER_ADDR")
     address = _reached_by([*([master] if master else []), *elsewhere]) if elsewhere else _LOOPBACK
-    return Program(word=said[0][0], address=address)
+    return Program(word=answers[0][0], address=address)
 
 
 def under_ray() -> bool:
@@ -316,10 +300,8 @@ class RunMonitor:
 
     @classmethod
     def in_namespace(cls, ray_namespace: str, timeout_s: float) -> RunMonitor:
-        """Find the monitor that `open_run` has started in a Ray namespace; empty: Ray's own for this process.
-
-        Raises:
-            RunError: there is none, or it is gone.
+        """Find the monitor that `open_run` has started in a Ray namespace; empty: Ray's own for this process. Raises
+        RunError if there is none, or it is gone.
         """
         import ray
 

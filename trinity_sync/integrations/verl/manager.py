@@ -125,14 +125,14 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
             return
         wanted = [
             name
-            for name, asked in (
+            for name, is_wanted in (
                 (MODEL, self.should_save_model),
                 (METADATA, True),
                 (OPTIMIZER, self.should_save_optimizer),
                 (EXTRA, self.should_save_extra),
                 (EXPORT, self.should_save_hf_model or save_as_hf),
             )
-            if asked
+            if is_wanted
         ]
         self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         if self.rank == 0:
@@ -209,9 +209,7 @@ class FsdpCopies:
     """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
 
     Args:
-        manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the wait for a copy, seconds.
-        lazily: `take` returns while the state is still being copied.
     """
 
     def __init__(self, manager: VerlCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
@@ -302,9 +300,7 @@ class StateCopy:
         """Copy a state, over the copy before.
 
         Args:
-            files: file name -> live value for `torch.save`.
             what: for errors, such as ``"the state of step 3"``.
-            lazily: copy in the background; the state must not change before `wait_until_copied` returns.
         """
         planned = plan(files)
         if self._memory is None or len(self._memory) < planned.nbytes:
@@ -329,8 +325,6 @@ class StateCopy:
         and returns its entry.
 
         Args:
-            staging: the step's staging folder; the entry is relative to it.
-            durable: fsync.
             timeout_s: limit of the wait for the copy, seconds.
         """
         snapshot, memory = self._snapshot, self._memory

@@ -118,11 +118,11 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         """
         if local_path is None:
             return
-        asked = sorted(self.checkpoint_save_contents)
-        if self._step == global_step and FULL in self._kinds and asked != self._contents_saved:
+        contents = sorted(self.checkpoint_save_contents)
+        if self._step == global_step and FULL in self._kinds and contents != self._contents_saved:
             raise ConfigError(
                 f"step {global_step} was saved with {', '.join(self._contents_saved)}; it is not saved again with "
-                f"{', '.join(asked)}"
+                f"{', '.join(contents)}"
             )
         wanted = [
             name
@@ -135,9 +135,9 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         ]
         if save_as_hf and self.bridge is None:
             raise ConfigError("save_as_hf needs a bridge, and the engine has none")
-        with self._asked_for([*asked, *(["hf_model"] if save_as_hf and "hf_model" not in asked else [])]):
+        with self._asked_for([*contents, *(["hf_model"] if save_as_hf and "hf_model" not in contents else [])]):
             self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
-        self._contents_saved = asked
+        self._contents_saved = contents
         if self.rank == 0:
             self._commits.follow(
                 global_step, FULL, lambda _: self._follow_commit(local_path, hdfs_path, max_ckpt_to_keep)
@@ -268,10 +268,7 @@ class MegatronCopies:
     """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
 
     Args:
-        manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the wait for a copy, and of each stage in which the ranks write together, seconds.
-        saved_of: step -> contents that are saved already.
-        lazily: `take` returns while the state is still being copied; not for a model with buffers.
 
     Attributes:
         meeting: the meeting of the newest save's ranks; None before the first save.
@@ -298,12 +295,12 @@ class MegatronCopies:
     def trees_left(self, step: int) -> list[str]:
         """Return the trees of a full save of the step, without the model's if that is saved already."""
         manager = self._manager
-        asked = (
+        trees = (
             (writer.MODEL, manager.should_save_dist_ckpt_model and MODEL not in self._saved_of(step)),
             (writer.OPTIMIZER, manager.should_save_optimizer),
             (writer.EXTRA, manager.should_save_extra),
         )
-        return [name for name, wanted in asked if wanted]
+        return [name for name, wanted in trees if wanted]
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         """See `SaveCopies`. If a rank fails to describe its state, the others wait in megatron-core's own collective
@@ -324,8 +321,8 @@ class MegatronCopies:
             if self._manager.rank == 0:
                 found[EXPORT] = export
         if described and self._manager.rank == 0:
-            there = self._saved_of(step) | set(todo)
-            found[described] = self._take_small(step, folder, described, there)
+            contents = self._saved_of(step) | set(todo)
+            found[described] = self._take_small(step, folder, described, contents)
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
@@ -396,18 +393,18 @@ class MegatronCopies:
         if self._manager.rank == 0 and self._small is None:
             self._small = writer.small_files(self._manager, self._files)
 
-    def _take_small(self, step: int, folder: Path, described: str, there: set[str]) -> SaveFn:
+    def _take_small(self, step: int, folder: Path, described: str, saved: set[str]) -> SaveFn:
         left_out: tuple[str, ...] = () if self._manager.should_save_extra else (writer.CONFIG,)
-        if EXPORT in there:
+        if EXPORT in saved:
             left_out += (HUGGING_FACE,)
-        own = {name: data for name, data in (self._small or {}).items() if not name.startswith(left_out)}
-        contents = writer.contents_file(self._manager, step, has_trees=bool(_TREES & there))
+        files = {name: data for name, data in (self._small or {}).items() if not name.startswith(left_out)}
+        contents = writer.contents_file(self._manager, step, has_trees=bool(_TREES & saved))
         if described == METADATA:
-            return lambda: ModelFiles(own | contents).write(folder)
+            return lambda: ModelFiles(files | contents).write(folder)
 
         def write() -> list[Path]:
             ModelFiles(contents).write(folder)  # not reported: a full save of the step writes it again
-            return ModelFiles(own).write(folder)
+            return ModelFiles(files).write(folder)
 
         return write
 
@@ -434,10 +431,8 @@ _RNG = "rng_state"
 
 
 def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
-    """Check that the contents to load are there and fit this layout. No collective call.
-
-    Raises:
-        RunError: something is missing, or the layout differs; says what to do.
+    """Check that the contents to load are there and fit this layout. No collective call. Raises RunError: something is
+    missing, or the layout differs; says what to do.
     """
     folder = Path(local_path)
     if not folder.is_dir():
@@ -446,17 +441,15 @@ def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
     wanted = [*_trees_to_load(manager), *([HUGGING_FACE] if _loads_export(manager) else [])]
     missing = [name for name in wanted if not _has(folder, name)]
     if missing:
-        there = [name for name in (*writer.ALL, HUGGING_FACE) if _has(folder, name)]
-        raise RunError(f"{local_path} has no {', '.join(missing)}; what is there is {', '.join(there) or 'nothing'}")
+        present = [name for name in (*writer.ALL, HUGGING_FACE) if _has(folder, name)]
+        raise RunError(f"{local_path} has no {', '.join(missing)}; what is there is {', '.join(present) or 'nothing'}")
     _check_layout(manager, folder)
 
 
 def load(manager: VerlCheckpointManager, local_path: str) -> None:
     """Load `load_contents` as verl would; the schedule only with ``use_checkpoint_opt_param_scheduler``. Each rank gets
-    its own random generators back if as many ranks saved theirs, else those of its place in the model.
-
-    Raises:
-        RunError: a file holds something that may not be loaded; nothing that is pickled runs.
+    its own random generators back if as many ranks saved theirs, else those of its place in the model. Raises RunError:
+    a file holds something that may not be loaded; nothing that is pickled runs.
     """
     folder = Path(local_path)
     with nothing_runs(folder):
@@ -487,12 +480,12 @@ def _load_rng(manager: VerlCheckpointManager, folder: Path) -> None:
 
 
 def _trees_to_load(manager: VerlCheckpointManager) -> list[str]:
-    asked = (
+    trees = (
         (writer.MODEL, manager.should_load_dist_ckpt_model),
         (writer.OPTIMIZER, manager.should_load_optimizer),
         (writer.EXTRA, manager.should_load_extra),
     )
-    return [name for name, wanted in asked if wanted]
+    return [name for name, wanted in trees if wanted]
 
 
 def _loads_export(manager: VerlCheckpointManager) -> bool:
@@ -507,21 +500,21 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _check_layout(manager: VerlCheckpointManager, folder: Path) -> None:
-    here = writer.layout(manager)
+    layout = writer.layout(manager)
     saved = saved_layout(folder) or {}
     if writer.EXTRA in _trees_to_load(manager):
         saved = {**saved, **dict(zip(("pp", "tp"), _shapes(folder).get(_RNG, ()), strict=False))}
-        if any(saved.get(name, here[name]) != here[name] for name in ("tp", "pp")):
+        if any(saved.get(name, layout[name]) != layout[name] for name in ("tp", "pp")):
             raise RunError(
-                f"{folder} was saved with {_said(saved)}, this engine has {_said(here)}: weights and optimizer may be "
-                "loaded, the random generators belong to the old ranks; leave 'extra' out of load_contents to go on "
+                f"{folder} was saved with {_said(saved)}, this engine has {_said(layout)}: weights and optimizer may "
+                "be loaded, the random generators belong to the old ranks; leave 'extra' out of load_contents to go on "
                 "with new ones"
             )
-    other = any(saved.get(name, here[name]) != here[name] for name in ("tp", "pp", "ep"))
+    other = any(saved.get(name, layout[name]) != layout[name] for name in ("tp", "pp", "ep"))
     if other and saved.get("optimizer_format") == "dp_reshardable" and writer.OPTIMIZER in _trees_to_load(manager):
         raise RunError(
             f"{folder} was saved with {_said(saved)} and dist_ckpt_optim_fully_reshardable=False, which other values "
-            f"of tp, pp and ep cannot load; this engine has {_said(here)}. Leave 'optimizer' out of load_contents to "
+            f"of tp, pp and ep cannot load; this engine has {_said(layout)}. Leave 'optimizer' out of load_contents to "
             "go on with the weights alone"
         )
 

@@ -55,16 +55,7 @@ _OF_TOKENIZER = re.compile(
 
 
 def model_files(config: PretrainedConfig, processing: Processing | None) -> ModelFiles:
-    """Collect the files of a model.
-
-    Args:
-        config: the program's config. Its `name_or_path` names the folder; without a folder the config itself is
-            written.
-        processing: the tokenizer or processor, likewise.
-
-    Raises:
-        ConfigError: a file of the folder cannot be read.
-    """
+    """Collect the files of a model. Raises ConfigError if a file of the folder cannot be read."""
     folder = cached_folder(config.name_or_path)
     if folder is None or not (folder / CONFIG).is_file():
         return ModelFiles({**_written(config).contents, **_written(processing).contents})
@@ -72,21 +63,14 @@ def model_files(config: PretrainedConfig, processing: Processing | None) -> Mode
     if processing is not None:
         files = _with_tokenizer(files, folder, processing)
     tokenizer = getattr(processing, "tokenizer", processing)
-    given = type(config).from_pretrained(folder).to_dict()
-    return files.with_values(dict(_changes(files.config, given, config.to_dict(), tokenizer)))
+    original = type(config).from_pretrained(folder).to_dict()
+    return files.with_values(dict(_changes(files.config, original, config.to_dict(), tokenizer)))
 
 
 def _changes(
     source: Mapping[str, Any], given: Mapping[str, Any], held: Mapping[str, Any], tokenizer: object
 ) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yield the values that the program has changed, by their keys in config.json.
-
-    Args:
-        source: the values in config.json.
-        given: the config that transformers makes of them.
-        held: the program's config.
-        tokenizer: verl copies its special tokens into the config.
-    """
+    """Yield the values that the program has changed, by their keys in config.json."""
     for key, value in held.items():
         before = given.get(key)
         if (key in given and before == value) or key in _BY_VERL or (key in _DRAFT_LAYERS and value == 0):
@@ -115,8 +99,8 @@ def _with_tokenizer(files: ModelFiles, folder: Path, processing: Processing) -> 
     else:
         others = _written(processing)
     kept = {name: data for name, data in files.contents.items() if not _OF_TOKENIZER.match(name)}
-    taken = {name: data for name, data in others.contents.items() if _OF_TOKENIZER.match(name)}
-    return ModelFiles({**kept, **taken}, files.too_large)
+    replaced = {name: data for name, data in others.contents.items() if _OF_TOKENIZER.match(name)}
+    return ModelFiles({**kept, **replaced}, files.too_large)
 
 
 def _is_as_it_came(processing: Processing, tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
@@ -178,13 +162,7 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
 def metadata(manager: VerlCheckpointManager) -> dict[str, bytes]:
     """Return the files by which other programs read the shards, relative path -> contents: the model's files in
     ``huggingface/``, ``fsdp_config.json``, verl's note on LoRA. Read once for a manager, so later changes of the
-    model's folder have no effect.
-
-    Args:
-        manager: verl's checkpoint manager, ours or its own.
-
-    Raises:
-        ConfigError: a file of the model's folder cannot be read.
+    model's folder have no effect. Raises ConfigError if a file of the model's folder cannot be read.
     """
     if manager not in _READ:
         inner = unwrapped(manager.model)
@@ -229,8 +207,8 @@ def full_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 @contextmanager
 def _on_device(model: torch.nn.Module) -> Iterator[None]:
     """Move offloaded parameters to the device inside the block: FSDP1 gathers there."""
-    here = next(model.parameters()).device.type
-    moved = fsdp_version(model) == 1 and here == "cpu" and get_device_name() != "cpu"
+    device = next(model.parameters()).device.type
+    moved = fsdp_version(model) == 1 and device == "cpu" and get_device_name() != "cpu"
     if moved:
         load_fsdp_model_to_gpu(model)
     try:
@@ -242,9 +220,7 @@ def _on_device(model: torch.nn.Module) -> Iterator[None]:
 
 def class_of(model: torch.nn.Module) -> type[PreTrainedModel]:
     """Return the transformers class of a model. Its config may name another class: a critic has a head of its own.
-
-    Raises:
-        ConfigError: it is not a model of transformers.
+    Raises ConfigError if it is not a model of transformers.
     """
     for kind in type(unwrapped(model)).__mro__:
         if issubclass(kind, PreTrainedModel) and not issubclass(kind, FSDPModule):

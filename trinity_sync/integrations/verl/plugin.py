@@ -131,8 +131,8 @@ def register() -> None:
     version = _version()
     if not is_tested(version):
         if is_on():
-            known = ".".join(map(str, TESTED))
-            say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")
+            tested = ".".join(map(str, TESTED))
+            say(f"verl {version} is not {tested}.x, which this is written for: OFF, verl saves its checkpoints itself")
         return
     if is_on():
         atexit.register(at_exit.end_as_failed)  # registered first, so that it runs last

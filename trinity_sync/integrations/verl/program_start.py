@@ -54,11 +54,7 @@ def instead_of(verls: Find) -> Find:
 
 def newest(root: Path) -> Path | None:
     """Return the folder of the newest full checkpoint that verifies, or that verl itself finished; None: none was ever
-    committed. Prints a line for each checkpoint that is skipped.
-
-    Raises:
-        RunError: a committed checkpoint is gone or unreadable and `SKIP_MISSING` is not set; says how to go on without
-            it. Or the monitor of an earlier start does not end.
+    committed. Prints a line for each checkpoint that is skipped. Raises RunError.
     """
     if not root.is_dir():
         return None
@@ -128,7 +124,6 @@ def announce(folder: str, limits: Iterable[object]) -> None:
 
     Args:
         folder: verl's ``trainer.default_local_dir``.
-        limits: how many checkpoints of each role verl keeps; the smallest positive limit holds.
     """
     smallest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
     kept = [] if smallest is None else [f"the newest {smallest}"]

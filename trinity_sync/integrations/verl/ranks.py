@@ -18,7 +18,8 @@ Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank and wait for all ranks. Collective, over the default group.
+    """Do `work` on every rank and wait for all ranks. Collective, over the default group. Raises RunError: on every
+    rank, with the rank and its error, when any rank failed or died.
 
     Args:
         what: for the message, such as ``"copy the state of step 3"``.
@@ -26,9 +27,6 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
     Returns:
         The results of all ranks (picklable), in rank order.
-
-    Raises:
-        RunError: on every rank, with the rank and its error, when any rank failed or died.
     """
     error: Exception | None = None
     result: T | None = None
@@ -52,8 +50,6 @@ def together_inside(what: str, run: Callable[[Callable[[], T]], object], work: C
     all ranks are about to.
 
     Args:
-        what: for the message.
-        run: calls its argument once, or raises.
         work: has collective calls.
     """
     begin, entered = f"begin to {what}", False
@@ -97,23 +93,21 @@ class Drained:
 
 
 def use_on_first_rank(what: str, tensors: Pairs, use: Callable[[Pairs], T]) -> T | None:
-    """Call `use` on rank 0 with tensors that all ranks gather. Collective; a barrier at the end.
+    """Call `use` on rank 0 with tensors that all ranks gather. Collective; a barrier at the end. Raises RunError: on
+    every rank, when it failed.
 
     Returns:
         Its result on rank 0, None elsewhere.
-
-    Raises:
-        RunError: on every rank, when it failed.
     """
     result: list[T] = []
 
     def work() -> None:
-        left = Drained(tensors)
+        pairs = Drained(tensors)
         try:
             if dist.get_rank() == 0:
-                result.append(use(left))
+                result.append(use(pairs))
         finally:
-            left.finish()
+            pairs.finish()
 
     together(what, work)
     return result[0] if result else None

@@ -20,10 +20,8 @@ _RENEW_S = 60.0
 
 
 def check_files(local_path: str, names: Sequence[str]) -> None:
-    """Check that this rank's files are there; a path that is not local is not checked.
-
-    Raises:
-        RunError: a file is missing; says which, and what is there instead.
+    """Check that this rank's files are there; a path that is not local is not checked. Raises RunError: a file is
+    missing; says which, and what is there instead.
     """
     if is_non_local(local_path):
         return
@@ -34,27 +32,22 @@ def check_files(local_path: str, names: Sequence[str]) -> None:
         raise RunError(f"{local_path} has no {', '.join(missing)}{found}")
 
 
-def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: ExitStack) -> None:
+def hold(root: Path | None, local_path: str, holder: str, seconds: float, stack: ExitStack) -> None:
     """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile.
 
     Args:
         root: the run's checkpoint folder; None: there is none.
-        local_path: a place in the step's folder. A checkpoint that verl wrote has no manifest and is never deleted.
-        holder: the reader's name in the lease.
         seconds: expiry if this process dies.
-        held: gets the lease.
     """
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():
-        held.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
+        stack.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
 
 
 @contextmanager
 def held_throughout(root: Path | None, local_path: str, holder: str) -> Iterator[None]:
     """Lease the checkpoint inside the block, renewed in the background; the lease expires soon if this process dies.
-
-    Raises:
-        RunError: at the end of the block, if the lease could not be renewed: the checkpoint may have been deleted.
+    Raises RunError.
     """
     step = step_at(root, local_path)
     if root is None or step is None or not (step_dir(root, step) / MANIFEST).exists():

@@ -48,10 +48,6 @@ def instead_of(verls: Callable[..., Any]) -> Callable[..., Any]:
 class DriverCopies(Saves):
     """Remote copies of one folder's checkpoints by a driver under Ray, such as verl's ``sft_trainer_ray``. It has no
     engine, so it asks the checkpoint monitor.
-
-    Args:
-        root: the checkpoint folder.
-        monitor: of the run that saves in it.
     """
 
     def __init__(self, root: Path, monitor: RunMonitor) -> None:
@@ -76,17 +72,13 @@ _of_folders: dict[Path, DriverCopies] = {}
 
 def follow(path: str, copy: Callable[[], None]) -> bool:
     """Copy a step's folder when it is committed, if this process is a driver under Ray and the step is saved through
-    us.
+    us. Raises TrinityError if the monitor is gone or does not answer, or an earlier copy failed.
 
     Args:
-        path: the folder.
         copy: copies it; called in the background. Its error is raised by the next copy or printed at the program's end.
 
     Returns:
         False if nothing is done.
-
-    Raises:
-        TrinityError: the monitor is gone or does not answer, or an earlier copy failed.
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent

@@ -15,7 +15,7 @@ from trinity_sync.checkpoint.daemon.service import Lifetime, connect
 from trinity_sync.checkpoint.folder.contents import step_dir, write_tracker
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.integrations.verl import committed_saves
-from trinity_sync.integrations.verl.committed_saves import Beside
+from trinity_sync.integrations.verl.committed_saves import TrainerFiles
 from trinity_sync.protocol.parts import FULL
 
 PARTS = ["beside", "beside-data_1.pt"]
@@ -34,8 +34,8 @@ def client(tmp_path: Path) -> Iterator[MonitorClient]:
     handle.close()
 
 
-def of_rank(rank: int, client: MonitorClient, root: Path) -> Beside:
-    made = Beside(client, 0, root, LIMIT)
+def of_rank(rank: int, client: MonitorClient, root: Path) -> TrainerFiles:
+    made = TrainerFiles(client, 0, root, LIMIT)
     made.begin(1, PARTS, rank)
     return made
 
@@ -45,7 +45,7 @@ def state(client: MonitorClient) -> str:
 
 
 def test_names_are_of_ranks_whose_trainer_writes_and_of_the_first() -> None:
-    assert committed_saves.trainer_file_names([None, None, "data_0.pt"]) == ["beside", None, "beside-data_0.pt"]
+    assert committed_saves.name_trainer_parts([None, None, "data_0.pt"]) == ["beside", None, "beside-data_0.pt"]
 
 
 def test_rank_0_tells_of_all_for_the_others_may_be_waiting_for_it(client: MonitorClient, tmp_path: Path) -> None:
