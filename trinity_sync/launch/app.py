@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra._internal.utils as hydra_internals
 from hydra.core.hydra_config import HydraConfig
@@ -98,7 +98,7 @@ _session = _Session()
 
 @safe_streams()
 def run_main(
-    main: Callable[[], Any],
+    main: Callable[[], object],
     arguments: Sequence[str] | None = None,
     *,
     resume: Resume | None = None,
@@ -248,7 +248,7 @@ def _objective(run_dir: Path) -> float:
 class RunHooks(Callback):
     """Hydra's callback, named in `conf/config.yaml`."""
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Keep Hydra from overwriting the files of an existing run: the launcher refuses the folder, or saves a
         resume's settings after all checks. A folder in use is refused here.
         """
@@ -271,7 +271,7 @@ class RunHooks(Callback):
             except ConfigError as error:
                 _refuse(str(error))
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse a sweep that would overwrite a run or has an invalid job, before anything is written."""
         jobs: Sequence[ComposedJob] = ()
         try:
