@@ -269,7 +269,8 @@ def test_an_explorer_that_is_started_again_meets_the_trainer_and_the_one_before_
 
 def test_the_actor_ends_with_the_last_that_it_serves(cluster: None) -> None:
     namespace = "a-run-that-ends"
-    first, second = start(), start()
+    with local_ray.alone():
+        first, second = start(), start()
     ray.get(first.make.remote(namespace), timeout=LIMIT)
     ray.get(second.join.remote(namespace), timeout=LIMIT)
     actor = ray.get_actor("synchronizer", namespace=namespace)
