@@ -31,7 +31,7 @@ sys.dont_write_bytecode = False
 takes longer than all imports.
 """
 
-_ROOM = "tests/integrations"
+_ROOM = "tests/integrations/real_engines"
 """Its files share processes that take half a minute to start."""
 
 

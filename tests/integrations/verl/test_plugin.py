@@ -12,7 +12,7 @@ import pytest
 
 from tests import programs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ON = {"VERL_USE_EXTERNAL_MODULES": "trinity_sync.integrations.verl.plugin", "VERL_ENGINE_VENDOR": "trinity"}
 BY_ENTRY_POINT = {"VERL_ENGINE_VENDOR": "trinity"}
 
