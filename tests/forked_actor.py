@@ -1,4 +1,4 @@
-"""Stands in for `trinity_sync.launch.forked_worker` where one fork server serves several of Ray's drivers.
+"""Stands in for `trinity_sync.launch.worker_fork` where one fork server serves several of Ray's drivers.
 
 The driver that a worker is for is in its environment, and a fork server begins nothing in another environment than the
 first one. So the driver goes to the worker as a variable of its own. A server that has imported Ray could not serve
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 _CONTEXT, _DRIVER = "--serialized-runtime-env-context=", "RAY_JOB_ID"
-_WORKER = Path(__file__).parents[1] / "trinity_sync" / "launch" / "forked_worker.py"
+_WORKER = Path(__file__).parents[1] / "trinity_sync" / "launch" / "worker_fork.py"
 
 if __name__ == "__main__":
     context = next((a[len(_CONTEXT) :] for a in sys.argv if a.startswith(_CONTEXT)), "") or "{}"

@@ -25,8 +25,7 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from ray.exceptions import RayActorError
 
 from trinity_sync.host.process import environment
-from trinity_sync.launch import forks
-from trinity_sync.launch.own_ray import start_ray
+from trinity_sync.launch import own_ray, worker_fork
 
 _ALONE = {"env_vars": {"TRINITY_TEST_ALONE": "$HOME"}}
 """Ray has to look such a variable up itself, so no fork begins with it."""
@@ -47,12 +46,12 @@ def running() -> Iterator[None]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp")))
         with ExitStack() as starting:
             patched = starting.enter_context(pytest.MonkeyPatch.context())
-            patched.setattr(forks, "LATER", _FORKED)
-            patched.setattr(forks.forked_worker, "__file__", str(Path(__file__).with_name("forked_actor.py")))
-            started = stack.enter_context(forks.fork_server(folder))
-            starting.enter_context(forks.workers_forked())
+            patched.setattr(own_ray, "LATER", _FORKED)
+            patched.setattr(worker_fork, "__file__", str(Path(__file__).with_name("forked_actor.py")))
+            started = stack.enter_context(own_ray.fork_server(folder))
+            starting.enter_context(own_ray.workers_forked())
             starting.enter_context(environment(started.env))
-            start_ray(
+            own_ray.start_ray(
                 120.0,
                 num_cpus=4,
                 include_dashboard=False,

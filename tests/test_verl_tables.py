@@ -28,7 +28,10 @@ HERE = "test_verl_tables.py::test_verls_trainers_do_what_the_table_says_of_them"
 ENGINE = "test_verl_tables.py::test_a_setting_of_ours_is_one_of_verls_engine"
 LOSS = "test_verl_tables.py::test_a_setting_of_ours_is_one_of_verls_loss"
 OBJECTIVE = "config/test_objective.py::test_the_keys_are_what_verl_is_given"
-REFUSED = "integrations/real_engines/test_megatron_manager.py::test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written"
+REFUSED = (
+    "integrations/real_engines/test_megatron_manager.py::"
+    "test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written"
+)
 SEED = "sync/test_seed_calls.py"
 EFFECT = "test_keys_have_effect.py::test_a_key_changes_what_a_run_is_built_from"
 RESUMING, RUNS = "integrations/verl/test_resuming.py", "cli/test_runs.py"
