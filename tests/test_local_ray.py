@@ -1,4 +1,4 @@
-"""The Ray of the tests: where a fork is refused, Ray starts a process as it always does, and the tests take minutes more."""
+"""The Ray of the tests. Where a fork is refused, Ray starts a process of its own, and tests take longer."""
 
 from __future__ import annotations
 
