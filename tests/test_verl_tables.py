@@ -109,8 +109,8 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             HERE,
         ),
         "data.pt": (
-            "integrations/verl/test_beside.py::test_a_rank_whose_file_is_whole_tells_of_that",
-            "integrations/verl/test_beside.py::test_what_was_not_written_fails_the_step",
+            "integrations/verl/test_trainer_files.py::test_a_rank_whose_file_is_whole_tells_of_that",
+            "integrations/verl/test_trainer_files.py::test_what_was_not_written_fails_the_step",
         ),
     },
     OURS: {
