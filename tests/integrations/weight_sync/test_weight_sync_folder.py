@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.sync_members import Members, left_in, weights
+from tests.integrations.weight_sync.sync_members import Members, left_in, weights
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.locks import open_lock, try_lock
 from trinity_sync.sync import checkpoint
