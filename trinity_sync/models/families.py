@@ -113,7 +113,6 @@ def _code_class(fields: Mapping[str, object]) -> str | None:
 
 @cache
 def _known() -> frozenset[str]:
-    """Return all possible families; empty where transformers is missing, or has its tables elsewhere."""
     sources = [source_of("transformers", f"models/auto/{n}") for n in ("auto_mappings.py", "configuration_auto.py")]
     return frozenset(name for source in sources if all(sources) for name in re.findall(r'"([^"\s]+)"', str(source)))
 

@@ -300,28 +300,21 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Commit the step as `kind`.
-
-    Args:
-        files: the files that the parts named.
-        digest: the version digest of the weights, where it was reported.
-        opened: when this save of the step was first heard of, in seconds of the book's clock.
-        partial: other parts of the step are still being written: only `files` may go into the commit, and the staging
-            folder has to stay. Weights whose files are unknown are never committed in part.
-        durable: whether it has to survive a power cut; None: as all commits do.
-        beside: a full checkpoint, or a commit of another attempt, has the place; these weights go beside it.
-    """
+    """Commit the step as `kind`."""
 
     step: int
     attempt: int
     kind: Kind
-    files: tuple[FileTuple, ...]
-    digest: str | None
+    files: tuple[FileTuple, ...]  # the files that the parts named
+    digest: str | None  # the version digest of the weights, where it was reported
     meta: CommitMeta
-    opened: float
+    opened: float  # when this save of the step was first heard of, in seconds of the book's clock
+    # Other parts of the step are still being written: only `files` may go into the commit, and the staging folder has
+    # to
+    # stay. Weights whose files are unknown are never committed in part.
     partial: bool
-    durable: bool | None = None
-    beside: bool = False
+    durable: bool | None = None  # has to survive a power cut; None: as all commits do
+    beside: bool = False  # a full checkpoint, or a commit of another attempt, has the place; these weights go beside it
 
 
 @dataclass(frozen=True, slots=True)

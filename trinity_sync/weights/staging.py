@@ -41,14 +41,12 @@ class StageError(RunError):
 def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
     """Copy each shard's source into the segment, cast to the shard's dtype. All is copied when this returns.
 
-    CUDA sources are cast on their device in bounded chunks and copied on a side stream; copies overlap with casts if
-    the segment is page-locked (`pin_segment`). The side stream waits for earlier work of the current stream. `Computed`
-    sources are computed on the side stream.
+    CUDA sources are cast on their device in bounded chunks and copied on a side stream, which waits for earlier work of
+    the current stream; copies overlap with casts if the segment is page-locked (`pin_segment`).
 
     Args:
-        layout: the layout of this rank's part.
         sources: by tensor name, on any device, of any shape and strides; a source's elements in its own order are the
-            shard's local elements. `Computed` ones are computed once. Tensors outside of the layout are ignored.
+            shard's local elements. Tensors outside of the layout are ignored.
         segment: writable, at least ``layout.nbytes``.
 
     Raises:
@@ -97,7 +95,6 @@ def views(layout: PartLayout, data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _typed(layout: PartLayout, data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return all bytes of a part as elements of each dtype in it."""
     return {
         dtype: data[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
         for dtype in {dtype for _, dtype, *_ in layout.table}
@@ -379,6 +376,5 @@ class Stretch:
         return True
 
     def elements(self) -> torch.Tensor:
-        """Return the only tensor, or a flat one of the elements of all, in its storage."""
         one = self._first
         return one if one.numel() == self._numel else one.as_strided((self._numel,), (1,))
