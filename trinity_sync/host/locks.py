@@ -65,7 +65,7 @@ def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
-            raise WaitTimeout(_owner(descriptor), f"let go of its lock on {path}", timeout_s)
+            raise WaitTimeout(_owner(descriptor), f"release its lock on {path}", timeout_s)
         time.sleep(_POLL_S)
 
 

@@ -180,7 +180,7 @@ class StepParts:
         """Return the files of these parts, sorted by path."""
         return tuple(sorted({file for key in keys for file in self.done[key].files or ()}))
 
-    def untold(self, keys: Iterable[str]) -> bool:
+    def has_unknown_files(self, keys: Iterable[str]) -> bool:
         """Return whether the files of one of these parts are unknown. Counted parts use the step's own folder and do
         not count.
         """
@@ -212,10 +212,10 @@ class StepParts:
         return missing
 
     def _missing_rank_files(self, kind: Kind) -> list[str]:
-        told = [self.done[key].files for key in self.keys(kind) if key != DIGEST_PART]
-        if None in told:
+        listed = [self.done[key].files for key in self.keys(kind) if key != DIGEST_PART]
+        if None in listed:
             return []  # the commit lists the folder
-        return missing_rank_files(path for files in told for path, *_ in files or ())
+        return missing_rank_files(path for files in listed for path, *_ in files or ())
 
     def _counted(self, weights: bool) -> list[str]:
         return [
@@ -251,8 +251,8 @@ class StepParts:
             settled={True: int(dumped["settled"][0]), False: int(dumped["settled"][1])},
         )
         for key, (weights, files, ticket) in dumped["done"].items():
-            told = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]
-            parts.add(key, bool(weights), told, ticket)
+            listed = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]
+            parts.add(key, bool(weights), listed, ticket)
         return parts
 
 

@@ -178,7 +178,7 @@ class Step:
         new = self.parts.keys(kind) - self.committed_keys
         if not new and self.committed is not None and covers(self.committed, kind):
             return None
-        if self._is_partial(kind) and self.parts.untold(new):
+        if self._is_partial(kind) and self.parts.has_unknown_files(new):
             return None  # they are committed with the rest of the step
         return kind
 

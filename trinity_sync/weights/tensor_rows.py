@@ -206,16 +206,16 @@ class TensorPlan:
             digests = elsewhere.get(only.place) or rows_digest(only.data(views))
             return TensorRows(*self._kind, ((only.row, digests),), ())
         threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
-        begun: list[tuple[int, bytes | Future[bytes]]] = []
+        pending: list[tuple[int, bytes | Future[bytes]]] = []
         for batch in self._batches:
             done = elsewhere.get(batch[0].place) if len(batch) == 1 else None
             if done is not None:
-                begun.append((batch[0].row, done))
+                pending.append((batch[0].row, done))
             elif threads is not None:
-                begun.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
+                pending.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
             else:
-                begun.append((batch[0].row, _batch_digest(batch, views)))
-        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in begun]
+                pending.append((batch[0].row, _batch_digest(batch, views)))
+        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in pending]
         fragments = tuple(self._fragment(piece, views) for piece in self._fragments)
         return TensorRows(*self._kind, joined(runs), fragments)
 
