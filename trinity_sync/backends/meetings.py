@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.host.origin import described
+from trinity_sync.host.origin import error_line
 
 T = TypeVar("T")
 
@@ -313,4 +313,4 @@ def _describe(error: BaseException) -> str:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     if isinstance(error, TrinityError):
         return str(error)
-    return described(error)
+    return error_line(error)

@@ -69,7 +69,7 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
                 if source.is_cuda:
                     _stage_cuda(source, typed[dtype][first : first + source.numel()], streams)
                     continue
-                source = made(source)
+                source = computed(source)
                 places.append(typed[dtype].as_strided(source.shape, _strides(source.shape), first))
                 tensors.append(source)
                 pending += source.nbytes
@@ -152,7 +152,7 @@ def _stage_cuda(
     # Temporaries and computed sources come from the side stream's pool, which reuses them in stream order.
     with torch.cuda.stream(streams[source.device]):
         done = 0
-        for chunk in _chunks(made(source), _CHUNK_BYTES // place.element_size()):
+        for chunk in _chunks(computed(source), _CHUNK_BYTES // place.element_size()):
             flat = chunk.to(place.dtype).reshape(-1)
             place[done : done + flat.numel()].copy_(flat, non_blocking=True)
             done += flat.numel()
@@ -224,7 +224,7 @@ Sources: TypeAlias = Mapping[str, torch.Tensor | Computed]
 """A rank's sources by tensor name."""
 
 
-def made(source: torch.Tensor | Computed) -> torch.Tensor:
+def computed(source: torch.Tensor | Computed) -> torch.Tensor:
     """Return the tensor itself, computed if necessary."""
     return source.compute() if isinstance(source, Computed) else source
 
