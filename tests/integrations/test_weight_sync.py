@@ -32,7 +32,8 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
 from trinity_sync.integrations.verl.weight_sync import transfers, version_stream
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import ShardedWeightSync, WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, MemberReady, Node, WeightSyncSettings, place
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice
+from trinity_sync.integrations.verl.weight_sync.membership import MemberReady, Node, WeightSyncSettings, place
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
 

@@ -19,7 +19,8 @@ from tests.integrations.sync_members import LIMIT, MODES, Members, Named, receiv
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.weight_sync import link
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import BucketReceipt, Done, Hub, SenderAddress, Spoke, Working
+from trinity_sync.integrations.verl.weight_sync.link import BucketReceipt, Done, Hub, Spoke, Working
+from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
 from trinity_sync.sync.nccl import BroadcastGroup
 from trinity_sync.weights.tensors import state_digest
 

@@ -16,8 +16,8 @@ from trinity_sync.tracking.run_record import RunFolder, RunFolderInUse
 
 HOLD = """
 import sys
-from trinity_sync.tracking.run_record import hold
-hold(sys.argv[1])
+from trinity_sync.tracking.run_record import lock_run_folder
+lock_run_folder(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 def test_a_folder_is_taken_back_with_those_above_that_were_made_for_it(tmp_path: Path) -> None:
     new = NewFolder.of(tmp_path / "a" / "b" / "run")
-    run_record.hold(new.path)
+    run_record.lock_run_folder(new.path)
     (new.path / ".hydra").mkdir()
     (new.path / ".hydra" / "config.yaml").touch()
     new.take_back()
@@ -34,7 +34,7 @@ def test_a_folder_is_taken_back_with_those_above_that_were_made_for_it(tmp_path:
 
 def test_what_somebody_else_has_put_there_stays(tmp_path: Path) -> None:
     new = NewFolder.of(tmp_path / "run")
-    run_record.hold(new.path)
+    run_record.lock_run_folder(new.path)
     (new.path / "notes.txt").write_text("mine")
     new.take_back()
     assert [path.name for path in new.path.iterdir()] == ["notes.txt"]
@@ -50,7 +50,7 @@ def test_nothing_is_taken_back_where_another_run_is_about_to_begin(tmp_path: Pat
         assert other.stdout.readline() == "held\n"
         (new.path / ".hydra").mkdir()
         with pytest.raises(RunFolderInUse, match=f"in use by process {other.pid}"):
-            run_record.hold(new.path)
+            run_record.lock_run_folder(new.path)
         new.take_back()
         assert (new.path / ".hydra").is_dir()
     finally:
@@ -59,12 +59,12 @@ def test_nothing_is_taken_back_where_another_run_is_about_to_begin(tmp_path: Pat
 
 def test_a_run_takes_over_the_folder_that_its_process_holds(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    run_record.hold(tmp_path / "link" / "run")
+    run_record.lock_run_folder(tmp_path / "link" / "run")
     with RunFolder.open(tmp_path / "run", resume=False) as folder:
         assert json.loads((folder.path / ".lock").read_text())["pid"]
         with pytest.raises(ConfigError):
-            run_record.hold(folder.path)
-    run_record.hold(tmp_path / "run")
-    run_record.let_go(tmp_path / "run")
-    run_record.hold(tmp_path / "run")
-    run_record.let_go(tmp_path / "run")
+            run_record.lock_run_folder(folder.path)
+    run_record.lock_run_folder(tmp_path / "run")
+    run_record.unlock_run_folder(tmp_path / "run")
+    run_record.lock_run_folder(tmp_path / "run")
+    run_record.unlock_run_folder(tmp_path / "run")

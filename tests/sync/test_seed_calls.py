@@ -105,7 +105,7 @@ def _bytes(reference: Any) -> int:
 
 def test_an_enums_member_that_is_named_goes_as_its_value() -> None:
     asked: list[dict[str, Any]] = []
-    client = SimpleNamespace(_ask=lambda method, **kwargs: asked.append(kwargs) or SimpleNamespace(reference=None))
+    client = SimpleNamespace(_call=lambda *what, **kwargs: asked.append(kwargs) or SimpleNamespace(reference=None))
     handle: Any = SimpleNamespace(client=client)
     vars(Synchronizer)["set_trainer_status"].__get__(handle, Synchronizer).remote(status=RunningStatus.STOPPED)
     assert asked == [{"status": "stopped"}]

@@ -113,7 +113,7 @@ def test_a_tracker_that_fails_later_is_told_once(run: TrackedRun, caplog: pytest
     good, bad = Fake(), Fake("log")
     trackers = Trackers([bad, good], run)
     told: list[tuple[str, str]] = []
-    trackers.tell_faults(lambda where, error: told.append((where, error)))
+    trackers.report_faults(lambda where, error: told.append((where, error)))
     for step in range(3):
         trackers.log(step, {"a": 1})
     wait_for(lambda: len(bad.calls) == 4)
@@ -136,7 +136,7 @@ def test_a_tracker_that_cannot_close_does_not_keep_the_others_open(run: TrackedR
     last = Fake()
     trackers = Trackers([Fake("close"), last], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     trackers.close("completed")
     assert ["no network" in error for error in told] == [True]
     assert last.calls[-1] == ("close",)
@@ -148,7 +148,7 @@ def test_a_tracker_that_stands_still_holds_up_neither_the_steps_nor_the_end(
     bad, good = Standing("log", stopped), Fake()
     trackers = Trackers([bad, good], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     began = time.monotonic()
     for step in range(100):
         trackers.log(step, {"a": 1})
@@ -171,7 +171,7 @@ def test_what_waits_for_a_tracker_is_bounded(
     standing = Standing("log", stopped)
     trackers = Trackers([standing], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     trackers.log(0, {"a": 1})
     wait_for(lambda: len(standing.calls) == 2)
     for step in range(1, 20):
@@ -230,7 +230,7 @@ def test_a_tracker_apart_that_does_not_start_is_refused_and_gone(run: TrackedRun
 def test_a_tracker_apart_that_dies_or_stands_still_is_a_fault_and_gone(run: TrackedRun, at: str, what: str) -> None:
     trackers = Trackers([FileTracker(at, what, timeout_s=3.0)], run)
     told: list[tuple[str, str]] = []
-    trackers.tell_faults(lambda where, error: told.append((where, error)))
+    trackers.report_faults(lambda where, error: told.append((where, error)))
     trackers.log(1, {"a": 1})
     trackers.log(2, {"a": 1})
     trackers.close("completed")
@@ -268,7 +268,7 @@ def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_p
 def test_a_fork_of_a_trackers_process_answers_nothing_and_ends(run: TrackedRun) -> None:
     trackers = Trackers([FileTracker("log", "fork")], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     for step in (1, 2, 3):
         trackers.log(step, {"a": step})
     trackers.close("completed")
@@ -288,7 +288,7 @@ def zombie(pid: int) -> bool:
 def test_an_error_of_a_tracker_is_told_in_short(run: TrackedRun) -> None:
     trackers = Trackers([FileTracker("log", "fail at length")], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     trackers.log(1, {"a": 1})
     trackers.close("completed")
     assert [len(text) < 3000 for text in told] == [True]
@@ -306,7 +306,7 @@ def test_a_tracker_whose_library_ends_the_program_is_a_fault_and_closed(run: Tra
     leaving = Leaving()
     trackers = Trackers([leaving], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     trackers.log(1, {"a": 1})
     trackers.log(2, {"a": 1})
     trackers.close("completed")
@@ -331,7 +331,7 @@ def test_a_tracker_that_is_given_up_is_one_fault(run: TrackedRun, stopped: threa
     later.timeout_s = 3 * SHORT_S
     trackers = Trackers([Dropped("close", threading.Event()), later], run)
     told: list[tuple[str, str]] = []
-    trackers.tell_faults(lambda where, error: told.append((where, error)))
+    trackers.report_faults(lambda where, error: told.append((where, error)))
     trackers.close("completed")
     assert [where for where, _ in told] == ["tracker Dropped", "tracker Standing"]
 

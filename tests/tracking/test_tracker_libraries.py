@@ -55,7 +55,7 @@ def run_and_resume(folder: Path, tracker: Any, options: dict[str, Any]) -> None:
         run = TrackedRun(folder=folder, name="copy", config=config, attempt=attempt, resumed_from=resumed_from)
         trackers = Trackers([tracker(**options, timeout_s=LIMIT_S)], run)
         told: list[str] = []
-        trackers.tell_faults(lambda where, error: told.append(error))  # noqa: B023
+        trackers.report_faults(lambda where, error: told.append(error))  # noqa: B023
         for step in steps:
             trackers.log(step, {"reward/mean": 0.1 * step + attempt, "odd@name": 1.0})
         trackers.samples(steps[-1], [sample_line(steps[-1], exact) for exact in (1.0, None)])
@@ -261,7 +261,7 @@ def test_an_mlflow_server_that_stops_answering_holds_up_neither_the_steps_nor_th
     tracker = MlflowTracker("digits", mlflow_server, timeout_s=LIMIT_S)
     trackers = Trackers([tracker], TrackedRun(folder=tmp_path, name="copy"))
     told: list[tuple[str, str]] = []
-    trackers.tell_faults(lambda where, error: told.append((where, error)))
+    trackers.report_faults(lambda where, error: told.append((where, error)))
     trackers.log(1, {"loss": 0.5})
     deadline = time.monotonic() + LIMIT_S
     while Stub.points != [1]:

@@ -113,7 +113,7 @@ def test_a_tracker_that_takes_no_samples_is_not_asked(run: TrackedRun) -> None:
     fake.samples = []  # type: ignore[attr-defined] # something of its own
     trackers = Trackers([fake], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     trackers.samples(1, [{}])
     trackers.close("completed")
     assert told == []
@@ -124,7 +124,7 @@ def test_a_tracker_that_cannot_take_samples_still_takes_metrics_and_is_told_of_w
 ) -> None:
     trackers = Trackers([TensorBoardTracker()], run)
     told: list[str] = []
-    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.report_faults(lambda where, error: told.append(error))
     for step in (1, 2):
         trackers.samples(step, [{"no": "columns"}])
         trackers.log(step, {"loss": 1.0})

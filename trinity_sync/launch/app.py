@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra._internal.utils as hydra_internals
 from hydra.core.hydra_config import HydraConfig
@@ -49,7 +49,7 @@ from trinity_sync.launch.sweeps import (
     sweep_jobs,
     sweep_problem,
 )
-from trinity_sync.tracking.run_record import hold, holds_run, let_go, lock_owner
+from trinity_sync.tracking.run_record import holds_run, lock_owner, lock_run_folder, unlock_run_folder
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; the configuration or command line is wrong; interrupted."""
@@ -87,7 +87,7 @@ class _Session:
         """Remove the folder of a run that did not start."""
         if self.made is None:
             return
-        let_go(self.made.path)
+        unlock_run_folder(self.made.path)
         code = self.codes.get(self.made.path)
         if code in (REFUSED, INTERRUPTED) or (self.dry_run and code == DONE):
             self.made.take_back()
@@ -98,7 +98,7 @@ _session = _Session()
 
 @safe_streams()
 def run_main(
-    main: Callable[[], Any],
+    main: Callable[[], object],
     arguments: Sequence[str] | None = None,
     *,
     resume: Resume | None = None,
@@ -248,7 +248,7 @@ def _objective(run_dir: Path) -> float:
 class RunHooks(Callback):
     """Hydra's callback, named in `conf/config.yaml`."""
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Keep Hydra from overwriting the files of an existing run: the launcher refuses the folder, or saves a
         resume's settings after all checks. A folder in use is refused here.
         """
@@ -265,11 +265,13 @@ class RunHooks(Callback):
             config.hydra.output_subdir = None
         elif _session.resume is None:
             try:
-                hold(folder)  # before Hydra writes there, so that two runs that start at once do not mix their files
+                lock_run_folder(
+                    folder
+                )  # before Hydra writes there, so that two runs that start at once do not mix their files
             except ConfigError as error:
                 _refuse(str(error))
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse a sweep that would overwrite a run or has an invalid job, before anything is written."""
         jobs: Sequence[ComposedJob] = ()
         try:
@@ -423,14 +425,14 @@ class NewFolder:
         try:
             if self.first is None or not self.path.is_dir() or holds_run(self.path):
                 return
-            let_go(self.path)
-            hold(self.path)
+            unlock_run_folder(self.path)
+            lock_run_folder(self.path)
         except ConfigError:
             return  # in use
         for name in (".hydra", "logs"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / ".lock").unlink(missing_ok=True)
-        let_go(self.path)
+        unlock_run_folder(self.path)
         with contextlib.suppress(OSError):  # it has other files
             self.path.rmdir()
             for folder in self.path.parents:

@@ -94,7 +94,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._finished = False
         self._late: list[Event] = []
-        trackers.tell_faults(self._tracker_fault)
+        trackers.report_faults(self._tracker_fault)
 
     @classmethod
     def start(
@@ -187,13 +187,13 @@ class Recorder:
 
     def phase(self, text: str) -> None:
         """Record work outside of the steps, such as ``starting Ray``."""
-        self._tell(PhaseEvent(what=text))
+        self._record_shown(PhaseEvent(what=text))
 
     def saving(self, step: int) -> None:
         """Record that a checkpoint is being written; the commit of this step or of a later one ends it."""
-        self._tell(SaveEvent(step=step))
+        self._record_shown(SaveEvent(step=step))
 
-    def _tell(self, event: Event) -> None:
+    def _record_shown(self, event: Event) -> None:
         """Record an event that only the views need: if the disk refuses it, the run goes on."""
         try:
             self.event(event)

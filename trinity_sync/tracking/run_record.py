@@ -515,8 +515,8 @@ _locks: dict[Path, int] = {}
 """Locks of folders for the next run of this process."""
 
 
-def hold(path: str | os.PathLike[str]) -> None:
-    """Make and lock the folder of the next run, before anything is written to it, until `RunFolder.open` or `let_go`.
+def lock_run_folder(path: str | os.PathLike[str]) -> None:
+    """Make and lock the folder of the next run, until `RunFolder.open` takes the lock over, or `unlock_run_folder`.
 
     Raises:
         RunFolderInUse: another process has locked it.
@@ -527,8 +527,8 @@ def hold(path: str | os.PathLike[str]) -> None:
     _locks[path.resolve()] = lock
 
 
-def let_go(path: str | os.PathLike[str]) -> None:
-    """Unlock a folder that `hold` has locked, if no run has begun in it."""
+def unlock_run_folder(path: str | os.PathLike[str]) -> None:
+    """Unlock a folder of `lock_run_folder`, if no run has begun in it."""
     lock = _locks.pop(Path(path).resolve(), None)
     if lock is not None:
         os.close(lock)

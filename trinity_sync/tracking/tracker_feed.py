@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import subprocess
 import threading
 import time
 import traceback
@@ -23,12 +22,12 @@ from queue import SimpleQueue
 from typing import Literal
 
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.child_process import Child, start_child
 from trinity_sync.host.interrupts import wait_until
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import in_background
 from trinity_sync.tracking.run_record import Status
-from trinity_sync.tracking.trackers import Names, TrackedRun, Tracker, named, tell_end
+from trinity_sync.tracking.trackers import Names, TrackedRun, Tracker, call_end, named
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Trackers:
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
         self._on_fault: Callable[[str, str], object] = lambda where, error: logger.warning("%s: %s", where, error)
-        self._feeds = [_Feed(tracker, run, self._tell) for tracker in trackers]
+        self._feeds = [_Feed(tracker, run, self._report_fault) for tracker in trackers]
         try:
             for feed in self._feeds:
                 feed.wait_started()
@@ -62,9 +61,9 @@ class Trackers:
             self.close("failed")
             raise
 
-    def tell_faults(self, tell: Callable[[str, str], object]) -> None:
-        """Report faults to `tell`, from any thread, until `close` returns; without it they are logged."""
-        self._on_fault = tell
+    def report_faults(self, report: Callable[[str, str], object]) -> None:
+        """Report faults to `report`, from any thread, until `close` returns; without it they are logged."""
+        self._on_fault = report
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Hand the finite numbers among `values` to every tracker."""
@@ -79,16 +78,12 @@ class Trackers:
     def event(self, event: Mapping[str, object]) -> None:
         """Hand one line of events.jsonl to the trackers that take events. Any thread."""
         for feed in self._feeds:
-            take = getattr(feed.tracker, "event", None)
-            if callable(take):
-                feed.give(partial(take, event))
+            feed.give_optional("event", event)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Hand the samples of one step to the trackers that take samples."""
         for feed in self._feeds:
-            take = getattr(feed.tracker, "samples", None)
-            if callable(take):
-                feed.give(partial(take, step, rows), "samples")
+            feed.give_optional("samples", step, rows, what="samples")
 
     def close(self, status: Status) -> None:
         """Let every tracker take its pending calls, and close it; closing twice is fine."""
@@ -98,23 +93,23 @@ class Trackers:
         began = time.monotonic()
         for feed in feeds:
             feed.wait_ended(began)
-        self._on_fault = lambda where, error: None  # the run is over, and so is its record
+        self._on_fault = lambda where, error: None  # the run's record has ended
 
-    def _tell(self, where: str, error: str) -> None:
-        with contextlib.suppress(TrinityError):  # a full disk is found by whoever writes next
+    def _report_fault(self, where: str, error: str) -> None:
+        with contextlib.suppress(TrinityError):  # the next write reports a full disk
             self._on_fault(where, error)
 
 
 class _Feed:
     """One tracker, on a thread of its own."""
 
-    def __init__(self, tracker: Tracker, run: TrackedRun, tell: Callable[[str, str], object]) -> None:
+    def __init__(self, tracker: Tracker, run: TrackedRun, report: Callable[[str, str], object]) -> None:
         self.name = _name(tracker)
         self.names: Names = getattr(tracker, "names", "ours")
         self.tracker: Tracker = Apart(tracker, self.name) if getattr(tracker, "apart", False) else tracker
         self._limit_s = float(getattr(tracker, "timeout_s", LIMIT_S))
-        self._tell_fault = tell
-        self._told: set[_Kind] = set()
+        self._report = report
+        self._reported: set[_Kind] = set()
         self._calls: SimpleQueue[tuple[_What, Callable[[], object]] | None] = SimpleQueue()
         self._since: float | None = None
         self._started: Future[None] = Future()
@@ -132,15 +127,23 @@ class _Feed:
     def give(self, call: Callable[[], object], what: _What = "metrics") -> None:
         """Queue a call."""
         if self._is_late():
-            self._tell("late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later")
+            self._report_fault(
+                "late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later"
+            )
         if self._calls.qsize() < _PENDING:
             self._calls.put((what, call))
         else:
-            self._tell("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
+            self._report_fault("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
+
+    def give_optional(self, method: str, *arguments: object, what: _What = "metrics") -> None:
+        """Queue a call of a method that the tracker may lack."""
+        call = getattr(self.tracker, method, None)
+        if callable(call):
+            self.give(partial(call, *arguments), what)
 
     def end(self, status: Status) -> None:
         """Queue the end and the close."""
-        self._calls.put(("metrics", partial(tell_end, self.tracker, status)))
+        self._calls.put(("metrics", partial(call_end, self.tracker, status)))
         self._calls.put(("metrics", self.tracker.close))
         self._calls.put(None)
 
@@ -155,8 +158,10 @@ class _Feed:
             count = max(self._calls.qsize() - 3, 0)
             behind = f", {count} calls behind" if count else ""
             waited = round(time.monotonic() - began, 1)
-            self._tell("end", f"was not done {waited:g} s after the end of the run{behind}; metrics.jsonl has all")
-            self._told.add("fails")  # which it will, given up
+            self._report_fault(
+                "end", f"was not done {waited:g} s after the end of the run{behind}; metrics.jsonl has all"
+            )
+            self._reported.add("fails")  # its calls fail once it is abandoned
         abandon = getattr(self.tracker, "abandon", None)
         if abandon is not None:
             abandon()
@@ -173,10 +178,10 @@ class _Feed:
             self._since = time.monotonic()
             try:
                 call()
-            except BaseException as error:  # as of a library that ends the program: this is no more than a thread
+            except BaseException as error:  # also SystemExit of a library: it ends this thread only
                 text = str(error) or type(error).__name__
                 kind: _Kind = "samples" if what == "samples" else "fails"
-                self._tell(kind, f"does not take the {what}, the run goes on without: {text}")
+                self._report_fault(kind, f"does not take the {what}, the run goes on without: {text}")
             finally:
                 self._since = None
 
@@ -184,10 +189,10 @@ class _Feed:
         since = self._since
         return since is not None and time.monotonic() - since > self._limit_s
 
-    def _tell(self, kind: _Kind, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            self._tell_fault(f"tracker {self.name}", text)
+    def _report_fault(self, kind: _Kind, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(f"tracker {self.name}", text)
 
 
 def _name(tracker: Tracker) -> str:
@@ -219,14 +224,13 @@ class Apart:
 
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker, self._name = tracker, name
-        self._child: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
+        self._child: Child | None = None
         self._log: Path | None = None
 
     def start(self, run: TrackedRun) -> None:
         """Start the process, and the tracker in it; errors as the tracker's own."""
         self._log = run.folder / "logs" / f"tracker-{self._name}.log"
-        self._child, self._channel = start_child(__name__, self._log)
+        self._child = start_child(__name__, self._log)
         try:
             self._ask("start", self._tracker, run)
         except BaseException:
@@ -243,36 +247,30 @@ class Apart:
             self._ask("samples", step, rows)
 
     def end(self, status: Status) -> None:
-        """See `tell_end`."""
+        """See `call_end`."""
         self._ask("end", status)
 
     def close(self) -> None:
         """Close the tracker, and end the process."""
         try:
             self._ask("close")
-            assert self._child is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_LAST_S)
+            if self._child is not None:
+                self._child.status(_LAST_S)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """End the process, whatever it does; any thread."""
         if self._child is not None:
-            self._child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead network disk may hold it for ever
-                self._child.wait(_LAST_S)
+            self._child.end()
 
     def _ask(self, method: str, *arguments: object) -> None:
-        assert self._channel is not None, "`start` comes first"
-        assert self._child is not None
+        assert self._child is not None, "`start` comes first"
         try:
-            self._channel.send((method, arguments), _START_S if method == "start" else None)
-            kind, text = self._channel.recv()
+            self._child.channel.send((method, arguments), _START_S if method == "start" else None)
+            kind, text = self._child.channel.recv()
         except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_LAST_S)
-            status = self._child.returncode
+            status = self._child.status(_LAST_S)
             what = f"does not answer ({error})" if status is None else f"has ended ({status})"
             raise RunError(f"its process {what}; see {self._log}") from None
         if kind == "refused":
@@ -302,7 +300,7 @@ def serve(descriptor: int) -> None:
             if method == "start":
                 tracker, *arguments = arguments  # type: ignore[assignment]
             if method == "end":
-                tell_end(tracker, *arguments)  # type: ignore[arg-type]
+                call_end(tracker, *arguments)  # type: ignore[arg-type]
             else:
                 getattr(tracker, method)(*arguments)
             answer = ("done", "")
@@ -317,7 +315,7 @@ def serve(descriptor: int) -> None:
             os._exit(0)  # libraries leave threads and connections behind, for which nobody has to wait
     if tracker is not None:  # the run's process has died
         with contextlib.suppress(Exception):
-            tell_end(tracker, "failed")
+            call_end(tracker, "failed")
         with contextlib.suppress(Exception):
             tracker.close()
     os._exit(1)

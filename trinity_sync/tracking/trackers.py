@@ -106,7 +106,7 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     return built
 
 
-def tell_end(tracker: Tracker, status: Status) -> None:
+def call_end(tracker: Tracker, status: Status) -> None:
     """Call a tracker's `end`, if it has one."""
     end = getattr(tracker, "end", None)
     if end is not None:

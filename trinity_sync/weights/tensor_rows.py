@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
-import select
-import subprocess
-import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +19,14 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from multiprocessing.connection import Connection
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from trinity_sync.host.child_process import Child, start_child
 from trinity_sync.weights import shards
 from trinity_sync.weights.shards import CoverageError, matrix_view
 
@@ -266,12 +263,6 @@ def joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
 # Digests of rows by other processes: threads cannot hash short rows concurrently, because xxhash keeps the interpreter
 # lock for less than 64 KiB.
 
-_PROGRAM = f"""
-import sys
-sys.path[0] = {str(Path(__file__).parents[2])!r}
-from trinity_sync.weights.tensor_rows import serve
-serve()
-"""
 _ANSWER_S = 60.0
 """Timeout of a process's answer; after it the caller digests the rows itself."""
 RowSpan = tuple[str, int, int, int]
@@ -287,7 +278,7 @@ class RowProcesses:
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Child] = []
 
     def digest(self, spans: Sequence[RowSpan], here: Callable[[int], bytes]) -> list[bytes]:
         """Return for each span the 16-byte digests of its rows, one after another.
@@ -296,18 +287,16 @@ class RowProcesses:
         """
         with self._lock:
             while len(self._processes) < self._count:
-                command = [sys.executable, "-c", _PROGRAM]
-                self._processes.append(
-                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-                )
+                self._processes.append(start_child(__name__, None))
             first, *shares = _shares(spans, 1 + len(self._processes))
             helpers = list(self._processes)
-            for process, share in zip(helpers, shares, strict=True):
-                _ask(process, spans[share.start : share.stop])
+            for child, share in zip(helpers, shares, strict=True):
+                with suppress(OSError):  # it has ended, and will not answer
+                    child.channel.send(list(spans[share.start : share.stop]))
             try:
                 found = [here(number) for number in first]
-                for process, share in zip(helpers, shares, strict=True):
-                    answer = _answer(process)
+                for child, share in zip(helpers, shares, strict=True):
+                    answer = _answer(child)
                     if answer is None:  # it died or was stopped, or could not map the segment
                         self._end()
                     found += [here(number) for number in share] if answer is None else answer
@@ -318,17 +307,15 @@ class RowProcesses:
 
     def close(self) -> None:
         """End the processes; a later `digest` starts them again."""
-        for process in list(self._processes):  # before the lock: a caller may have it while it waits for a hung process
-            process.kill()
+        for child in list(self._processes):  # before the lock: a caller may have it while it waits for a hung process
+            child.process.kill()
         with self._lock:
             self._end()
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            with suppress(OSError, ValueError):  # drains the pipes
-                process.communicate()
-            process.wait()
+        for child in self._processes:
+            child.end()
+            child.channel.close()
         self._processes.clear()
 
 
@@ -339,20 +326,12 @@ def _shares(spans: Sequence[RowSpan], count: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
-def _ask(process: subprocess.Popen[bytes], spans: Sequence[RowSpan]) -> None:
-    assert process.stdin is not None
-    with suppress(OSError, ValueError):  # it died: there will be no answer
-        process.stdin.write(pickle.dumps(list(spans)))
-        process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[bytes]) -> list[bytes] | None:
-    assert process.stdout is not None
+def _answer(child: Child) -> list[bytes] | None:
     try:
-        if not select.select([process.stdout], [], [], _ANSWER_S)[0]:
+        if not child.channel.poll(_ANSWER_S):
             return None
-        found: list[bytes] = pickle.load(process.stdout)
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError):
+        found: list[bytes] = child.channel.recv()
+    except (EOFError, OSError):
         return None
     return found
 
@@ -371,16 +350,12 @@ def _digest(spans: Sequence[RowSpan], maps: dict[str, NDArray[np.uint8]]) -> lis
     return found
 
 
-def serve() -> None:
-    """Answer requests on the standard input until it ends."""
+def serve(descriptor: int) -> None:
+    """Answer requests as the child process until the connection to its parent is closed."""
     maps: dict[str, NDArray[np.uint8]] = {}
-    while True:
-        try:
-            spans = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(_digest(spans, maps), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+    with Connection(descriptor) as connection, suppress(Exception):  # the parent digests the rows of a failed request
+        while True:
+            connection.send(_digest(connection.recv(), maps))
 
 
 # xxh3_128 of many short rows of one length at a time, in numpy.

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import ray
 import torch
@@ -25,15 +25,9 @@ from verl.checkpoint_engine.base import CheckpointEngine
 
 from trinity_sync.errors import RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.engine_functions import each_once
-from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, link
-from trinity_sync.integrations.verl.weight_sync.link import (
-    Done,
-    Hub,
-    MemberPlace,
-    MemberReady,
-    Spoke,
-    read,
-)
+from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, membership
+from trinity_sync.integrations.verl.weight_sync.link import Done, Hub, Spoke
+from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, read
 from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travelling
 from trinity_sync.integrations.verl.weight_sync.transfers import BucketSender, transfer
 from trinity_sync.integrations.verl.weight_sync.version_stream import Named, Sent, Stream, send, tensors
@@ -45,6 +39,7 @@ logger = logging.getLogger(__name__)
 _BRIEFLY_S = 0.1
 """Timeout of a wait that must not block an event loop."""
 
+T = TypeVar("T")
 Shards = Iterable[tuple[Shard, torch.Tensor]]
 
 
@@ -67,7 +62,7 @@ class WeightSync(CheckpointEngine):
         self._sends = bool(is_master) if not self._all_send else is_master is not None
         self._transfer = transfer(self._settings)
         self._session = Session(self._settings.timeout_s, None)
-        self._gathering: Gathering[Any] | None = None
+        self._gathering: Gathering[object] | None = None
         self._last: dict[str, object] | None = None
 
     # ---- before and after
@@ -86,17 +81,17 @@ class WeightSync(CheckpointEngine):
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._session = session = Session(self._settings.timeout_s, device)
         if not self._sends:
-            return link.this_process(self._settings, None, None)
+            return membership.this_process(self._settings, None, None)
         with session.at_work():
             host = str(ray.util.get_node_ip_address()).strip("[]")
             session.hub = Hub(host, self._settings.timeout_s)
             session.sender = self._transfer.sender(host)
-            return link.this_process(self._settings, session.hub.address, session.sender.meeting)
+            return membership.this_process(self._settings, session.hub.address, session.sender.meeting)
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[MemberReady]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    ) -> tuple[dict[str, list[MemberPlace]], dict[str, list[MemberPlace]]]:
         """Give every member its place. In the driver.
 
         Args:
@@ -109,7 +104,7 @@ class WeightSync(CheckpointEngine):
         ranks, rollout = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if len(rollout) != rollout_world_size:
             raise RunError(f"{len(metadata)} members are prepared of {actor_wg_world_size} + {rollout_world_size}")
-        of_ranks, of_rollout = link.place(ranks, rollout, all_send=cls._all_send)
+        of_ranks, of_rollout = membership.place(ranks, rollout, all_send=cls._all_send)
         return {"place": of_ranks}, {"place": of_rollout}
 
     def init_process_group(self, place: MemberPlace) -> None:
@@ -169,7 +164,7 @@ class WeightSync(CheckpointEngine):
         return await self._send(weights, lambda named: _whole(each_once(named), wire), global_steps)
 
     async def _send(
-        self, items: Iterable[Any], shards: Callable[[Iterator[Any]], Shards], step: int | None
+        self, items: Iterable[T], shards: Callable[[Iterator[T]], Shards], step: int | None
     ) -> dict[str, float] | None:
         session = self._session
         self._gathering = gathering = Gathering(items, _version(step), self._settings.timeout_s)
@@ -181,7 +176,7 @@ class WeightSync(CheckpointEngine):
             raise
 
     def _send_all(
-        self, session: Session, gathering: Gathering[Any], shards: Shards, step: int | None
+        self, session: Session, gathering: Gathering[object], shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         try:
             with session.at_work():

@@ -7,25 +7,20 @@ connects has to know the sender's key, which travels through verl's driver and i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
-import math
 import os
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Literal, NamedTuple
 
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.weights import shards
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
 from trinity_sync.weights.layout import PartLayout
 
 _STRANGER_S = 10.0
@@ -347,332 +342,69 @@ def _say(wire: SyncConnection, message: Failed) -> None:
         wire.connection.send(message)
 
 
-# Who takes part in a sync: what each member says of itself beforehand, and what it is told of the others.
-
-
-class Node(NamedTuple):
-    """Where memory can be shared: one kernel, and one space of process numbers in it.
-
-    Attributes:
-        host: the host's name, for messages.
-        boot: what tells this kernel's run from all others.
-        pids: what tells the space of process numbers (a container has one of its own).
-    """
-
-    host: str
-    boot: str
-    pids: int
-
-
-class SenderAddress(NamedTuple):
-    """Where a sender is reached, and what one has to know to be let in."""
-
-    host: str
-    port: int
-    key: bytes
-
-
-@dataclass(frozen=True)
-class MemberReady:
-    """What a member says when it is prepared.
-
-    Attributes:
-        node: where it runs.
-        pid: its process.
-        settings: its own.
-        address: where receivers reach it, where it can send; else None.
-        meeting: what the mode has receivers know of a sender: for nccl the port of the store where the group meets,
-            for checkpoint the folder of the version's lease.
-    """
-
-    node: Node
-    pid: int
-    settings: WeightSyncSettings
-    address: SenderAddress | None = None
-    meeting: int | str | None = None
-
-
-@dataclass(frozen=True)
-class Sender:
-    """A sender as receivers have to know it."""
-
-    name: str
-    address: SenderAddress
-    meeting: int | str | None
-
-
-@dataclass(frozen=True)
-class MemberPlace:
-    """What a member is told.
-
-    Attributes:
-        role: ``sender``; ``receiver``; ``gatherer``: takes part in the trainer's gathers, and sends nothing.
-        index: its place among those of its role.
-        name: its own, for messages to others.
-        senders, receivers: all of them.
-    """
-
-    role: Literal["sender", "receiver", "gatherer"]
-    index: int
-    name: str
-    senders: tuple[Sender, ...]
-    receivers: tuple[str, ...]
-
-
-def this_node() -> Node:
-    """Return the node of this process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Node(socket.gethostname(), boot, Path("/proc/self/ns/pid").stat().st_ino)
-
-
-def this_process(settings: WeightSyncSettings, address: SenderAddress | None, meeting: int | str | None) -> MemberReady:
-    """Return what this process says of itself."""
-    return MemberReady(this_node(), os.getpid(), settings, address, meeting)
-
-
-def place(
-    ranks: Sequence[MemberReady], rollout: Sequence[MemberReady], *, all_send: bool
-) -> tuple[list[MemberPlace], list[MemberPlace]]:
-    """Give every member its place.
-
-    Args:
-        ranks: the trainer's, in the order of their ranks.
-        rollout: the receivers.
-        all_send: whether each trainer rank sends what it holds; else rank 0 sends all, and the others gather.
-
-    Returns:
-        The places of the trainer's ranks and of the receivers.
-
-    Raises:
-        RunError: there is nobody to send or to receive, the settings differ, or memory is not shared by all.
-    """
-    if not ranks or not rollout:
-        raise RunError(f"weights cannot be sent from {len(ranks)} trainer ranks to {len(rollout)} receivers")
-    names = [_named("trainer rank", number, ready) for number, ready in enumerate(ranks)]
-    receivers = tuple(_named("rollout worker", number, ready) for number, ready in enumerate(rollout))
-    _check_alike([*ranks, *rollout], [*names, *receivers])
-    sending = len(ranks) if all_send else 1
-    if ranks[0].settings.mode == "memory":
-        _check_one_node([*ranks[:sending], *rollout], [*names[:sending], *receivers])
-    senders = tuple(_sender(name, ready) for name, ready in zip(names[:sending], ranks[:sending], strict=True))
-    of_ranks = [
-        MemberPlace("sender", number, name, senders, receivers)
-        if number < sending
-        else MemberPlace("gatherer", number - sending, name, senders, receivers)
-        for number, name in enumerate(names)
-    ]
-    return of_ranks, [
-        MemberPlace("receiver", number, name, senders, receivers) for number, name in enumerate(receivers)
-    ]
-
-
-def _named(kind: str, number: int, ready: MemberReady) -> str:
-    return f"{kind} {number} (pid {ready.pid} on {ready.node.host})"
-
-
-def _sender(name: str, ready: MemberReady) -> Sender:
-    if ready.address is None:
-        raise RunError(f"{name} was not made as the trainer's first rank, so nobody can reach it to get weights")
-    return Sender(name, ready.address, ready.meeting)
-
-
-def _check_alike(members: Sequence[MemberReady], names: Sequence[str]) -> None:
-    for ready, name in zip(members, names, strict=True):
-        if ready.settings != members[0].settings:
-            raise RunError(f"{name} has {ready.settings}, {names[0]} has {members[0].settings}: they must be equal")
-
-
-def _check_one_node(members: Sequence[MemberReady], names: Sequence[str]) -> None:
-    for ready, name in zip(members, names, strict=True):
-        if (ready.node.boot, ready.node.pids) != (members[0].node.boot, members[0].node.pids):
-            raise RunError(
-                f"{name} shares no memory with {names[0]}: they run on different nodes, or in different containers. "
-                "Set engine_kwargs' mode to nccl (over the network) or to checkpoint (through a shared folder)"
-            )
-
-
-# What a sender and its receivers say to each other over their link.
+# ---- the messages of a link
 
 
 Source = tuple[int, int, int] | str | None
-"""Where a bucket's bytes are: in memory (pid, descriptor, inode), in a file (path), or on their way over the group."""
+"""The place of a bucket's bytes: memory (pid, descriptor, inode), a file (path), or None: the group broadcasts them."""
 
 
 @dataclass(frozen=True)
 class ReceiverHello:
-    """A receiver connects.
+    """A receiver connects."""
 
-    Attributes:
-        index: which.
-    """
-
-    index: int
+    index: int  # of the receiver
 
 
 @dataclass(frozen=True)
 class BucketNotice:
-    """A bucket is there, or on its way.
+    """A bucket is ready, or is being broadcast."""
 
-    Attributes:
-        number: counted from 0.
-        layout: what lies where in it.
-        digest: xxh3_128 of its bytes (16 bytes).
-        source: where they are.
-    """
-
-    number: int
+    number: int  # from 0
     layout: PartLayout
-    digest: bytes
+    digest: bytes  # xxh3_128 of its bytes (16 bytes)
     source: Source
 
 
 @dataclass(frozen=True)
 class Working:
-    """The sender goes on with something that takes its time; there is nothing to read yet."""
+    """The sender makes progress, but has no bucket to read yet."""
 
 
 @dataclass(frozen=True)
 class End:
-    """All buckets were sent.
+    """All buckets were sent."""
 
-    Attributes:
-        step: the trainer's global step, of which the weights are; None: verl did not say.
-        buckets: how many.
-        tensors: how many are in them.
-        digest: of the version; None: it was not computed, or the sender does not hold all of it.
-    """
-
-    step: int | None
+    step: int | None  # the trainer's global step; None: verl did not say
     buckets: int
     tensors: int
-    digest: str | None
+    digest: str | None  # of the version; None: it was not computed, or the sender has only shards
 
 
 @dataclass(frozen=True)
 class BucketReceipt:
-    """A receiver has a bucket, and all before it, in memory of its own.
-
-    Attributes:
-        number: of the bucket.
-    """
+    """A receiver has copied a bucket and all buckets before it."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Done:
-    """A receiver has handed on the whole version.
+    """A receiver has handed the whole version to its engine."""
 
-    Attributes:
-        digest: of what it has received; None: it was not computed.
-        nbytes: of all buckets that it has received, from all senders.
-    """
-
-    digest: str | None
-    nbytes: int
+    digest: str | None  # of the received version; None: it was not computed
+    nbytes: int  # of the buckets of all senders
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Who says this gives the version up.
-
-    Attributes:
-        why: in words.
-    """
+    """The member that sends this gives the version up."""
 
     why: str
 
 
 FromSender = BucketNotice | Working | End | Failed
 FromReceiver = BucketReceipt | Done | Failed
-
-
-# What the user says of the weight sync: the keys of ``engine_kwargs.<backend>``, checked when an engine is made.
-
-
-_FLOATING = tuple(name for name in shards.NAMES if shards.is_floating(name))
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "mode": ("memory", "nccl", "checkpoint"),
-    "transport": ("auto", "nccl", "gloo"),
-    "verify": ("full", "bucket"),
-    "wire_dtype": (None, *_FLOATING),
-}
-_LONGEST_S = 7 * 24 * 3600
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightSyncSettings:
-    """The keys, which are equal on all members.
-
-    Attributes:
-        mode: how bytes travel. ``memory``: through shared memory of the node; ``nccl``: over a process group of the
-            sync; ``checkpoint``: through a folder that all nodes share.
-        timeout_s: limit of every wait for another member, seconds.
-        bucket_mb: MiB that travel at a time, at most verl's ``update_weights_bucket_megabytes``.
-        wire_dtype: the dtype of floating tensors on their way, such as ``BF16``; None: as the trainer holds them.
-        verify: ``full``: each bucket's digest, and that of the version, as checkpoints have it; ``bucket``: only the
-            first.
-        transport: of mode nccl: ``nccl`` between GPUs, ``gloo`` between CPUs, ``auto``: as there are GPUs.
-        dir: of mode checkpoint: the folder.
-    """
-
-    mode: str = "memory"
-    timeout_s: float = 600.0
-    bucket_mb: int = 64
-    wire_dtype: str | None = None
-    verify: str = "full"
-    transport: str = "auto"
-    dir: str | None = None
-
-
-def read(given: Mapping[str, object], backend: str) -> WeightSyncSettings:
-    """Check the keys.
-
-    Args:
-        given: as verl hands them over.
-        backend: the name under which they stand.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    for key, value in given.items():
-        if problem := _problem(key, value):
-            raise ConfigError(f"{_place(backend)}{key}={value}: {problem}")
-    settings = WeightSyncSettings(**given)  # type: ignore[arg-type]  # each was looked at
-    if settings.mode == "checkpoint" and settings.dir is None:
-        raise ConfigError(f"{_place(backend)}dir is needed for mode=checkpoint: name a folder that all nodes share")
-    if settings.mode != "checkpoint" and settings.dir is not None:
-        raise ConfigError(f"{_place(backend)}dir={settings.dir} has no effect with mode={settings.mode}; leave it out")
-    if settings.mode != "nccl" and settings.transport != "auto":
-        raise ConfigError(
-            f"{_place(backend)}transport={settings.transport} has no effect with mode={settings.mode}; leave it out"
-        )
-    return settings
-
-
-def _place(backend: str) -> str:
-    return f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{backend}."
-
-
-def _problem(key: str, value: object) -> str | None:
-    known = [field.name for field in dataclasses.fields(WeightSyncSettings)]
-    if key not in known:
-        near = difflib.get_close_matches(key, known, 1)
-        return f"there is no such key{f', did you mean {near[0]}' if near else ''}; the keys are {', '.join(known)}"
-    if key in _CHOICES:
-        choices = _CHOICES[key]
-        return None if value in choices else f"expected one of {', '.join(str(one or 'null') for one in choices)}"
-    if key == "timeout_s":
-        fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LONGEST_S
-        return None if fine and math.isfinite(float(str(value))) else "expected seconds, above 0 and at most a week"
-    if key == "bucket_mb":
-        fine = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        return None if fine else "expected a whole number of MiB, at least 1"
-    fine = value is None or (isinstance(value, str) and Path(value).is_absolute())
-    return None if fine else "expected an absolute path, since members work in different folders"
-
-
-# One connection of a sync: with a limit to each wait, and another thread may interrupt who waits at it.
 
 
 class SyncConnection:

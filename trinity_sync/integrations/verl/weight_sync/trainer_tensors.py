@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -18,7 +18,10 @@ from trinity_sync.weights import shards
 from trinity_sync.weights.shards import Rect, Shard, flat_range
 from trinity_sync.weights.tensors import from_torch, wire_name
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from verl.workers.engine.spec import ShardSpec
+
+T = TypeVar("T", covariant=True)
 
 _GRACE_S = 1.0
 """Timeout for the end of a thread that has nothing left to do."""
@@ -111,7 +114,7 @@ class Gathering(Generic[T]):
             return error
 
 
-Exported = tuple[str, torch.Tensor, Any]
+Exported = tuple[str, torch.Tensor, "ShardSpec"]
 """Name, this rank's elements (flat), and verl's `ShardSpec`."""
 
 
@@ -152,7 +155,7 @@ def _is_saved_so(name: str, shape: tuple[int, ...], family: str) -> bool:
 
 
 def _own(
-    name: str, shape: tuple[int, ...], elements: torch.Tensor, spec: Any, wire_dtype: str | None
+    name: str, shape: tuple[int, ...], elements: torch.Tensor, spec: ShardSpec, wire_dtype: str | None
 ) -> tuple[Shard, torch.Tensor]:
     from verl.workers.engine.spec import BlockPlacement, derive_dtensor_placement
 

@@ -22,16 +22,8 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.weight_sync.link import (
-    BucketNotice,
-    End,
-    Hub,
-    MemberPlace,
-    Sender,
-    Spoke,
-    WeightSyncSettings,
-    Working,
-)
+from trinity_sync.integrations.verl.weight_sync.link import BucketNotice, End, Hub, Spoke, Working
+from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, Sender, WeightSyncSettings
 from trinity_sync.sync.checkpoint import VersionFolder, begin_version, lease_version, read_bucket, remove_unleased
 from trinity_sync.sync.memory import SharedRoom, read_room
 from trinity_sync.sync.nccl import BroadcastGroup, Wait, device_of, make_group
