@@ -30,7 +30,7 @@ from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
@@ -200,7 +200,7 @@ class Explorer:
         try:
             return self.load(version)
         except Exception as error:  # a newer version may have replaced it, and its files or the lease are gone
-            why = error if isinstance(error, TrinityError) else told(error)
+            why = error if isinstance(error, TrinityError) else error_text(error)
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from trinity_sync.config import build
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, story
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import SyncMode
@@ -264,7 +264,7 @@ class WeightStager:
                 stage(self._layout, sources, self._segments[slot])
         except Exception as problem:
             log_failure(f"staging version {version}", problem)
-            error = told(problem)
+            error = error_text(problem)
         with self._lock:
             if self._blocked_since is not None:
                 blocked += time.perf_counter() - self._blocked_since
