@@ -520,7 +520,7 @@ def test_a_file_of_another_user_or_a_link_is_refused(
             join(may_start=False)
     (root / ".monitor.json").rename(tmp_path / "there")
     (root / ".monitor.json").symlink_to(tmp_path / "there")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         join()
 
 
