@@ -98,10 +98,13 @@ def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("sync.mb_per_ss=1", r"sync.mb_per_ss is no setting; sync has mode, .*, mb_per_s \(did you mean mb_per_s\?\)"),
-        ("sync.intervall=1", r"sync.intervall is no setting; .* \(did you mean interval\?\)"),
-        ("backend.unit_param=1", r"backend.unit_param is no setting; .* \(did you mean unit_params\?\)"),
-        ("backend.ranges=1", r"backend.ranges is no setting; .* \(did you mean ranks\?\)"),
+        (
+            "sync.mb_per_ss=1",
+            r"sync.mb_per_ss is not a setting; sync has mode, .*, mb_per_s \(did you mean mb_per_s\?\)",
+        ),
+        ("sync.intervall=1", r"sync.intervall is not a setting; .* \(did you mean interval\?\)"),
+        ("backend.unit_param=1", r"backend.unit_param is not a setting; .* \(did you mean unit_params\?\)"),
+        ("backend.ranges=1", r"backend.ranges is not a setting; .* \(did you mean ranks\?\)"),
     ],
 )
 def test_a_key_that_no_option_file_has_is_refused_beside_keys_of_ones_own(
@@ -884,7 +887,7 @@ def test_who_saves_is_checked_with_its_key(saving: Path, key: str) -> None:
     message = refused(composed(saving, "checkpoint=telling", f"{key}._target_=of_mine.saving.Missing"))
     assert message.startswith(f"{key}._target_ is of_mine.saving.Missing, which cannot be used: of_mine.saving has no")
     message = refused(config.compose([f"{key}.webhook=http://hall"]))
-    assert message.startswith(f"{key}.webhook is no setting of trinity_sync.checkpoint.")
+    assert message.startswith(f"{key}.webhook is not a setting of trinity_sync.checkpoint.")
     assert refused(config.compose([f"~{key}._target_"])).startswith(f"{key}._target_ names no class")
     assert not imported(saving)
     cfg = composed(saving, "checkpoint=telling", f"{key}._target_=of_mine.saving.Other")

@@ -51,6 +51,9 @@ class Body:
         self.ids.append(self._host.call_id())
         return one + other
 
+    async def echo(self, length: int) -> bytes:
+        return bytes(length)
+
     def plain(self) -> str:
         return "plain"
 
@@ -192,14 +195,32 @@ def test_every_wait_ends_and_says_who_was_to_do_what(handle: LocalHandle) -> Non
         ("refuse_oddly", RunError, "^this and that$"),
         ("fail", RunError, r"^the actor could not do fail: KeyError: 'lost' \(\S*test_local\.py:\d+\)$"),
         ("unpicklable", RunError, "it stays here|cannot pickle|Unpicklable"),
-        ("_hidden", RunError, "no '_hidden' to call"),
-        ("nothing", RunError, "no 'nothing' to call"),
+        ("_hidden", RunError, "has no method '_hidden'"),
+        ("nothing", RunError, "has no method 'nothing'"),
     ],
 )
 def test_an_error_comes_as_what_it_is(handle: LocalHandle, method: str, kind: type[TrinityError], message: str) -> None:
     with pytest.raises(kind, match=message):
         call(handle, method).result(LIMIT)
     assert call(handle, "add", 1).result(LIMIT) == 1
+
+
+def test_an_answer_that_is_too_large_is_an_error_and_later_calls_go_on(
+    handle: LocalHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "_MOST_BYTES", 10_000)
+    with pytest.raises(RunError, match=r"a message of \d+ bytes is too large; the limit is 10000"):
+        handle.call("the actor", "echo", "echo", (20_000,), {}).result(LIMIT)
+    assert handle.call("the actor", "add", "add", (1,), {}).result(LIMIT) == 1
+
+
+def test_a_length_over_the_limit_ends_the_connection_before_it_is_read(
+    handle: LocalHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "_MOST_BYTES", 10_000)
+    handle._link._sock.sendall(frames._LENGTH.pack(1 << 40))  # type: ignore[union-attr]
+    with pytest.raises(MemberDied):
+        handle.call("the actor", "add", "add", (1,), {}).result(LIMIT)
 
 
 def test_who_does_not_know_the_secret_is_refused_before_anything_is_unpickled(
@@ -388,7 +409,7 @@ def test_the_death_of_a_caller_is_noticed_though_a_fork_of_it_lives(served: Serv
         call(handle, "add", 1).result(LIMIT)
         pid = os.fork()
         if pid == 0:
-            with pytest.raises(RunError, match="by a fork"):
+            with pytest.raises(RunError, match="for a fork"):
                 call(handle, "add", 1).result(LIMIT)
             os.write(tells, b"%d" % os.getpid())
             signal.pause()

@@ -125,8 +125,8 @@ def test_what_cannot_be_read_is_refused_by_name(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("- trainer.warp=9", "trainer.warp is no setting; trainer has steps, "),
-        ("- sync=pigeon", "sync=pigeon is no option; sync has checkpoint, memory, nccl"),
+        ("- trainer.warp=9", "trainer.warp is not a setting; trainer has steps, "),
+        ("- sync=pigeon", "sync=pigeon is not an option; sync has checkpoint, memory, nccl"),
         ("- model.architecture=null\n- model.architecture.x=1", "model.architecture.x cannot be set: model."),
         ("- trainer.steps=[1", "Error parsing override 'trainer.steps=[1'"),
     ],

@@ -39,7 +39,7 @@ def test_a_setting_or_a_group_is_explained(capsys: pytest.CaptureFixture[str], k
 @pytest.mark.parametrize(("key", "near"), [("sync.intervall", "sync.interval"), ("lr", "trainer.lr"), ("synk", "sync")])
 def test_an_unknown_one_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str], key: str, near: str) -> None:
     assert cli.main(["explain", key]) == 2
-    assert f"error: {key} is no setting; near to it: {near}" in capsys.readouterr().err
+    assert f"error: {key} is not a setting; near to it: {near}" in capsys.readouterr().err
 
 
 def test_every_setting_of_a_run_is_explained_with_a_comment() -> None:

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 import launch
 from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import StandIn, standing_in
+from tests.config.test_conf_files import given
 from tests.model_folders import bare_model
-from tests.test_conf_files import given
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.folder.owner import Owner, write_mark
@@ -204,11 +204,11 @@ def test_settings_are_composed_no_more_often_than_needed(
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("trainer.stepz=3", r"trainer.stepz is no setting; trainer has steps, .* \(did you mean steps\?\)"),
-        ("bckend=fsdp", r"bckend is no setting; the configuration has .* \(did you mean backend\?\)"),
-        ("backend=deepspeed", "backend=deepspeed is no option; backend has bytes, fsdp, fsdp2, megatron"),
-        ("experiment=qick", r"experiment=qick is no option; experiment has .*quick.* \(did you mean quick\?\)"),
-        ("retention=[keep_lst]", r"retention=keep_lst is no option; .* \(did you mean keep_last\?\)"),
+        ("trainer.stepz=3", r"trainer.stepz is not a setting; trainer has steps, .* \(did you mean steps\?\)"),
+        ("bckend=fsdp", r"bckend is not a setting; the configuration has .* \(did you mean backend\?\)"),
+        ("backend=deepspeed", "backend=deepspeed is not an option; backend has bytes, fsdp, fsdp2, megatron"),
+        ("experiment=qick", r"experiment=qick is not an option; experiment has .*quick.* \(did you mean quick\?\)"),
+        ("retention=[keep_lst]", r"retention=keep_lst is not an option; .* \(did you mean keep_last\?\)"),
         ("trainer.steps=many", "trainer.steps is many; must be a whole number"),
         ("trainer.steps=1.5", "trainer.steps is 1.5; must be a whole number"),
         ("trainer.steps=null", "trainer.steps is null; it needs a value"),
@@ -247,7 +247,7 @@ def test_what_hydra_cannot_compose_is_one_paragraph_and_exit_code_2(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("sync:\n  intervall: 1\n", "experiment/mine.yaml: sync.intervall is no setting; .*did you mean interval"),
+        ("sync:\n  intervall: 1\n", "experiment/mine.yaml: sync.intervall is not a setting; .*did you mean interval"),
         ("sync:\n  interval: x\n", "experiment/mine.yaml: sync.interval is x; must be a whole number"),
         ("sync:\n  interval: [1\n", '.*mine.yaml", line 3'),
     ],
@@ -346,7 +346,7 @@ def test_a_sweep_over_an_unknown_option_starts_and_writes_nothing(
     launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start("-m", "sync=memory,carrier-pigeon") == 2
-    assert capsys.readouterr().err.startswith("error: sync=carrier-pigeon is no option; ")
+    assert capsys.readouterr().err.startswith("error: sync=carrier-pigeon is not an option; ")
     assert launcher.calls == []
     assert contents(tmp_path) == {}
 
@@ -1205,7 +1205,7 @@ def told(process: subprocess.CompletedProcess[str]) -> str:
         ("--help", 0, "retention   keep_all, keep_last*", ""),
         ("--cfg=job", 0, "wire_dtype: bf16", ""),
         ("trainer.steps=0", 2, "", "error: trainer.steps is 0; must be at least 1\n"),
-        ("sync=pigeon", 2, "", "error: sync=pigeon is no option; sync has checkpoint, memory, nccl\n"),
+        ("sync=pigeon", 2, "", "error: sync=pigeon is not an option; sync has checkpoint, memory, nccl\n"),
         ("--bogus", 2, "", "unrecognized arguments: --bogus"),
     ],
 )

@@ -41,6 +41,10 @@ def root() -> Iterator[Path]:
     remove_when_left(folder)
 
 
+SETTINGS: Any = SimpleNamespace(address=None)
+REQUEST: Any = None
+
+
 @contextmanager
 def a_run(root: Path, *, cpus: int = 4, mark: str = "first", **changes: Any) -> Iterator[int]:
     """One run's Ray; its raylet."""
@@ -119,16 +123,16 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
     ended: list[Path] = []
     alive = [True]
 
-    def start(settings: object, cpus: int, wanted: Any, options: object) -> own_ray.OwnRay:
+    def start(request: Any, cpus: int, options: object) -> own_ray.OwnRay:
         folder = tmp_path / str(len(started))
         started.append(folder)
-        return own_ray.OwnRay(folder, wanted, cpus, frozenset(), lambda: ended.append(folder))
+        return own_ray.OwnRay(folder, request, cpus, frozenset(), lambda: ended.append(folder))
 
     monkeypatch.setattr(own_ray, "_start_own", start)
     monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self: True)
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: alive[0])
     with ray_kept():
-        with contextlib.suppress(ZeroDivisionError), own_ray.own_ray("settings", 2, {}, False, {}):
+        with contextlib.suppress(ZeroDivisionError), own_ray.own_ray(SETTINGS, 2, {}, False, {}):
             if change == "error":
                 1 / 0  # noqa: B018
         assert ended == ([started[0]] if change == "error" else [])
@@ -138,7 +142,7 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
             monkeypatch.chdir(tmp_path)  # as hydra.job.chdir does
         alive[0] = change != "death"
         env = {"NAME": "1"} if change == "env" else {}
-        with own_ray.own_ray("settings", 3 if change == "cpus" else 1, env, change == "forked", {}):
+        with own_ray.own_ray(SETTINGS, 3 if change == "cpus" else 1, env, change == "forked", {}):
             pass
         assert len(started) == (1 if change == "nothing" else 2)
         assert ended == started[:-1]
@@ -203,7 +207,7 @@ def test_actors_of_the_run_before_end_for_good(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(groups, "placement_group_table", dict)
     monkeypatch.setattr(own_ray, "processes_of", lambda folder: [])
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
-    assert own_ray.OwnRay(tmp_path, {}, 1, frozenset(), lambda: None).clear()
+    assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear()
     assert killed == [(ids[0], True)], "one that is started again is in the way of the next run"
 
 
@@ -227,7 +231,7 @@ def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
     monkeypatch.setattr(own_ray, "_KILLED_S", 0.1)
     monkeypatch.setattr(own_ray, "_END_S", 0.3)
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
-    assert own_ray.OwnRay(tmp_path, {}, 1, frozenset(), lambda: None).clear() is cleared
+    assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear() is cleared
     for one in stubborn:
         one.kill()
         one.wait()
@@ -238,7 +242,7 @@ def test_one_lives_while_the_program_is_connected_and_none_of_its_processes_has_
 ) -> None:
     gone = subprocess.Popen(["sleep", "60"])
     base = frozenset({psutil.Process(), psutil.Process(gone.pid)})
-    one = own_ray.OwnRay(tmp_path, {}, 1, base, lambda: None)
+    one = own_ray.OwnRay(tmp_path, REQUEST, 1, base, lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert one.lives()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

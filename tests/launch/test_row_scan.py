@@ -278,10 +278,9 @@ def test_what_a_run_validates_on_is_looked_through_as_well(tmp_path: Path, polic
 
 def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dying(module: str, log: Path | None, message_s: int) -> Any:
-        child, connection = start_child(module, log, message_s)
-        child.kill()
-        child.wait()
-        return child, connection
+        child = start_child(module, log, message_s)
+        child.end()
+        return child
 
     start_child = row_scan.start_child
     monkeypatch.setattr(row_scan, "start_child", dying)

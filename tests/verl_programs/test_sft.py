@@ -83,7 +83,7 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-@pytest.mark.all  # that the optimizer waits: tests/integrations/test_engines.py
+@pytest.mark.all  # that the optimizer waits: tests/integrations/verl/test_engines.py
 def test_what_is_saved_is_the_state_at_the_save_however_long_its_copy_takes(
     prepared: Path, uninterrupted: Program, tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_kill_at_any_instant_of_a_save_costs_no_step_that_was_whole(
     assert_whole(program.checkpoints, [2, 4, 6])
 
 
-@pytest.mark.all  # the signal: tests/integrations/test_at_exit.py; the save: tests/integrations/test_saves.py
+@pytest.mark.all  # the signal: tests/integrations/verl/test_at_exit.py; the save: tests/integrations/verl/test_saves.py
 @pytest.mark.parametrize("to", ["torchrun", "all", "monitor too", "rank 1"])
 def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
     prepared: Path, uninterrupted: Program, tmp_path: Path, to: str
@@ -177,7 +177,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_in_a_line(
     assert program.run() == 0, program.said()
     assert_goes_on(program, uninterrupted, [2])
     said = [line for line in program.said().splitlines() if line.startswith("trinity-sync: ")]
-    assert any("step 4 is passed over" in line and torn.name in line for line in said), said
+    assert any("step 4 is skipped" in line and torn.name in line for line in said), said
 
 
 @pytest.mark.all
@@ -196,7 +196,7 @@ def test_verl_goes_on_from_ours_and_we_from_verls(prepared: Path, uninterrupted:
     ours = make(prepared, verls, PLUGIN)
     assert ours.run() == 0, ours.said()
     assert_goes_on(ours, uninterrupted, [4])
-    assert "which verl wrote: it is not verified" in ours.said()
+    assert "verl wrote it, so it is not verified" in ours.said()
 
 
 @pytest.mark.all
@@ -216,7 +216,7 @@ def test_another_number_of_ranks_is_refused_by_what_was_saved_and_changes_nothin
     alone = replace(program, ranks=1, overrides=())
     assert alone.run() != 0
     assert "global_step_4 has no model_world_size_1_rank_0.pt" in alone.said()
-    assert "what is there is model_world_size_2, which a group of so many ranks loads" in alone.said()
+    assert "it has model_world_size_2; load it with so many ranks" in alone.said()
     assert_whole(program.checkpoints, [2, 4])
     again = replace(program, overrides=())
     assert again.run() == 0, again.said()

@@ -53,11 +53,11 @@ def test_rows_digest_alike_here_and_there(
             assert found.version_digest() == reference_digest(tensors, "BF16")
             assert len(processes._processes) == (0 if again == 2 else 2)
             if again == 1:
-                processes._processes[0].kill()
-                processes._processes[0].wait(10)
+                processes._processes[0].process.kill()
+                processes._processes[0].process.wait(10)
         ended = list(processes._processes)
         processes.close()
-        assert all(process.returncode is not None for process in ended)
+        assert all(child.process.returncode is not None for child in ended)
 
 
 def test_little_is_digested_without_help(processes: RowProcesses, tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_a_helper_that_was_stopped_is_done_without(
     (tmp_path / "segment").write_bytes(bytes(4096))
     spans = [(str(tmp_path / "segment"), 0, 4, 1024)] * 3
     processes.digest(spans, lambda number: b"first")
-    for process in processes._processes:
-        process.send_signal(signal.SIGSTOP)
+    for child in processes._processes:
+        child.process.send_signal(signal.SIGSTOP)
     assert processes.digest(spans, lambda number: b"here") == [b"here"] * 3
 
 
@@ -109,7 +109,7 @@ def test_helpers_end_with_who_started_them(tmp_path: Path) -> None:
     program = (
         "import sys, os, signal; from trinity_sync.weights.tensor_rows import RowProcesses\n"
         "made = RowProcesses(2); made.digest([(sys.argv[1], 0, 4, 1024)] * 3, lambda number: bytes(64))\n"
-        "print(*[one.pid for one in made._processes], flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(*[one.process.pid for one in made._processes], flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""The command `trinity-sync`, with a module for each group of commands."""
+"""The command `trinity-sync`, one module for each group of commands."""
 
 import sys
 from types import TracebackType
@@ -16,5 +16,5 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 open_missing()  # before any file takes the number of a closed stream
-# Ctrl-C while the command still imports what it needs, before `main` can say anything
+# catches Ctrl-C during the imports, before `main` runs
 sys.excepthook = _tell

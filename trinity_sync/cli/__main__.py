@@ -1,4 +1,4 @@
-"""`python -m trinity_sync.cli`: the command where its script is not installed."""
+"""`python -m trinity_sync.cli`: the command without its installed script."""
 
 import sys
 

@@ -1,7 +1,5 @@
-"""`trinity-sync ckpt`: look at checkpoints, check them, delete what retention gives up, pin what is to stay.
-
-The command line's side of `trinity_sync.checkpoint`, called by `cli.main`. Needs neither torch nor Ray, so it
-works beside a run that is going on. Each command prints text, or one JSON document with `--json`.
+"""`trinity-sync ckpt`: list, inspect and verify checkpoints, prune by retention, and pin. Imports neither torch nor
+Ray, so it works during a run. Each command prints text, or one JSON document with `--json`.
 """
 
 from __future__ import annotations
@@ -228,7 +226,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:
-    """Add the deletions to the events of the run whose checkpoints they were, if it has ended."""
+    """Add the deletions to the events of the run of these checkpoints, if it has ended."""
     for run in (path, root.parent):
         if (run / "run.json").is_file() and _checkpoints_of(run).resolve() == root:
             note_prunes(run, [(item.step, item.reason, item.freed_bytes) for item in deleted], root)
@@ -258,11 +256,11 @@ def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool)
 
 
 def find(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """Return the checkpoint folder, and the step that the user named by the path or beside it.
+    """Return the checkpoint folder, and the step that the user named, in the path or as an argument.
 
     Raises:
-        ConfigError: the path is no run, checkpoints or step folder, or names another step; or what the run in it has
-            for a checkpoint folder is that of another run.
+        ConfigError: the path is not a folder of a run, of checkpoints or of a step, or names another step; or the run's
+            checkpoint folder belongs to another run.
     """
     own = _checkpoints_of(path)
     elsewhere = not own.resolve().is_relative_to(path.resolve())
@@ -289,18 +287,18 @@ def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
 
 
 def newest(root: Path) -> CheckpointInfo:
-    """Find the newest checkpoint, for a command that was given no step. It is never an older one in silence.
+    """Return the newest checkpoint. Never returns an older one silently.
 
     Raises:
         ConfigError: there is none.
-        RunError: the newest folder is no checkpoint, or cannot be read now, or not by this version.
+        RunError: the newest folder is not a checkpoint, or cannot be read now or by this version.
     """
     infos = scan(root)
     if not infos:
         raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
     last = infos[-1]
     older = [info.step for info in infos if info.manifest is not None]
-    # Where there are none but verl's, its tracker says which is the newest that it has finished.
+    # only verl's checkpoints: its tracker names the newest finished one
     if last.manifest is not None or (last.state == "verl" and not older):
         return last
     named = read_tracker(root, FULL).step
@@ -312,9 +310,9 @@ def newest(root: Path) -> CheckpointInfo:
 
 
 def _checkpoints_of(run: Path) -> Path:
-    """Return the checkpoint folder of the run in a folder, as recorded; of an earlier release, as in its settings."""
+    """Return the checkpoint folder of a run from its record; of earlier releases, from its settings."""
     recorded = None
-    with suppress(ConfigError):  # `_check_owned` reads the record once more and reports the error
+    with suppress(ConfigError):  # `_check_owned` reports the error
         recorded = recorded_checkpoints(read_record(run / "run.json"), run)
     if recorded is not None:
         return recorded
@@ -332,12 +330,12 @@ def _check_owned(run: Path, checkpoints: Path) -> None:
 
 
 def _saved_setting(run: Path, key: str) -> tuple[Any, str]:
-    """Return a setting that a run was started with, None where there is none, and the directory it was started in."""
+    """Return a saved setting of a run (None if it has none), and the directory in which the run was started."""
     if not (run / ".hydra" / "config.yaml").is_file():
         return None, ""
     from omegaconf import OmegaConf
 
-    import trinity_sync.config  # noqa: F401 - resolvers that the settings may name
+    import trinity_sync.config  # noqa: F401 - for resolvers in the settings
 
     try:
         found = OmegaConf.select(OmegaConf.load(run / ".hydra" / "config.yaml"), key)
@@ -400,15 +398,11 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-# The retention policies of `trinity-sync ckpt prune`: those of the command line, or those that a run has saved.
+# -- retention policies of `ckpt prune`: from the command line, or saved by the run
 
 
 def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
-    """Make the policies that ``--keep`` names, as ``POLICY`` or ``POLICY.FIELD=VALUE``.
-
-    Raises:
-        ConfigError: one is unknown or wrong.
-    """
+    """Make the policies of ``--keep POLICY`` and ``--keep POLICY.FIELD=VALUE``. Raises ConfigError."""
     from hydra.errors import HydraException
 
     from trinity_sync import config
@@ -425,17 +419,16 @@ def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
 
 
 def saved_policies(nodes: Mapping[str, Any], allowed: Sequence[str], run: Path) -> tuple[Policy, ...]:
-    """Make the policies that a run's saved settings name.
-
-    Somebody else may have made that folder, so of what they name only what is ours or allowed is imported.
+    """Make the policies of a run's saved settings. Another user may have made that folder, so only our own or allowed
+    classes are imported.
 
     Args:
-        nodes: policy name to fields, resolved.
-        allowed: packages or dotted names that may be run, too.
+        nodes: resolved fields by policy name.
+        allowed: packages or dotted names that may also be run.
         run: the run's folder, for errors.
 
     Raises:
-        ConfigError: one is not allowed, unknown or wrong.
+        ConfigError: a policy is not allowed, unknown or wrong.
     """
     from trinity_sync import config
 

@@ -1,5 +1,5 @@
-"""Completion in bash and zsh: `trinity-sync completion SHELL` prints what a shell has to read once, and that has the
-command asked for what may follow, in the way in which Hydra's own scripts do (``-sc query=...``).
+"""Completion in bash and zsh. `trinity-sync completion SHELL` prints a script for the shell, which then calls the
+command for each completion, as Hydra's own scripts do (``-sc query=...``).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _FLAGS_OF_RUN = (
     *("--info", "--help", "--hydra-help", "--version"),
 )
 _OVERRIDES_AFTER = {"run": 1, "resume": 2, "reproduce": 2}
-"""Commands that take overrides, and behind how many words."""
+"""Commands with overrides, and the number of words before these."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     completion = commands.add_parser("completion", help='print completion for a shell: eval "$(... completion bash)"')
     completion.add_argument("shell", choices=sorted(_SCRIPTS))
     completion.set_defaults(command=_print_script)
@@ -57,7 +57,7 @@ def _print_script(options: argparse.Namespace) -> int:
 
 
 def asked_line() -> list[str]:
-    """The words behind the program that a shell has so far, up to the cursor; the last one is the one to complete."""
+    """Return the words after the program up to the cursor; the last one is to be completed."""
     line = os.environ.get("COMP_LINE", "")
     line = line[: int(os.environ.get("COMP_POINT") or len(line))]
     words = line.split()
@@ -65,11 +65,8 @@ def asked_line() -> list[str]:
 
 
 def answer(line: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Print what the last word may become, a line each. One that is then complete has a blank behind it.
-
-    Args:
-        line: see `asked_line`.
-        parser: of `trinity-sync`.
+    """Print the completions of the last word, one per line; a complete word has a blank after it. `line`: see
+    `asked_line`.
     """
     *before, word = line
     for text in sorted({text for text in _candidates(before, word, parser) if text.startswith(word)}):
@@ -107,7 +104,7 @@ def _overrides(before: Sequence[str], word: str) -> list[str]:
     try:
         return completions([*CommandLine.read(before).arguments, word])
     except (HydraException, OmegaConfBaseException, SystemExit, AssertionError, ValueError):
-        return []  # what is there so far is wrong, which it is told when it is run
+        return []  # an earlier word is wrong; the run will report it
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -1,5 +1,5 @@
-"""How a run was started, and the settings that come of it once more, with what the user gives anew: for `resume`, which
-goes on with them, and for `reproduce`, which begins again.
+"""How a run was started, and its settings composed again with new overrides: `resume` continues with them, `reproduce`
+starts again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trinity_sync.launch.messages import explain
 from trinity_sync.launch.start import used_places
 
 _WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
-"""What composing settings that are wrong raises."""
+"""Exceptions of a composition of invalid settings."""
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Inside, an override that cannot be parsed is a `ConfigError`."""
+    """Within the block, turn an unparsable override into a `ConfigError`."""
     try:
         yield
     except OverrideParseException as error:
@@ -39,7 +39,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[Path]:
-    """Inside, a file of a run's is read; whatever is wrong with it is told as a `ConfigError` that names it."""
+    """Within the block, turn any error of reading a run's file into a `ConfigError` that names it."""
     try:
         yield path
     except Exception as error:
@@ -50,11 +50,7 @@ def readable(path: Path) -> Iterator[Path]:
 
 
 def saved_settings(run: Path) -> DictConfig:
-    """All settings of a run, as it saved them in its folder.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """Return all settings that a run has saved in its folder. Raises ConfigError if they cannot be read."""
     with readable(run / ".hydra" / "config.yaml") as path:
         found = OmegaConf.load(path)
         if not isinstance(found, DictConfig):
@@ -69,10 +65,10 @@ class Invocation:
     Attributes:
         overrides: of the command line, as text.
         config_name: the primary config.
-        config_dir: the folder of further options; None: there was none.
-        started_in: where, from which relative paths count.
-        place: who says so, for errors: the run's folder, or a bundle.
-        recorded: what this user recorded there on this host.
+        config_dir: folder of further options, if there was one.
+        started_in: the folder from which relative paths count.
+        place: the run's folder or a bundle, for errors.
+        recorded: this user's record of it on this host.
     """
 
     overrides: tuple[str, ...]
@@ -84,11 +80,7 @@ class Invocation:
 
     @classmethod
     def read(cls, folder: Path) -> Invocation:
-        """Read it from the folder of a run.
-
-        Raises:
-            ConfigError: there is no run in the folder.
-        """
+        """Read the invocation of the run in a folder. Raises ConfigError if there is no run."""
         if (folder / "multirun.yaml").is_file():
             raise ConfigError(f"{folder} is a sweep; name one of its jobs, such as {folder / '0'}")
         saved = folder / ".hydra"
@@ -100,14 +92,14 @@ class Invocation:
                 f"{folder} is no folder of a run: {lacking[0]} is missing; name the folder that holds run.json"
             )
         with readable(saved / "overrides.yaml") as path:
-            # As they were given: what they refer to stands in the configuration that they make.
+            # unresolved: references point into the composed configuration
             texts = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         with readable(saved / "hydra.yaml") as path:
             return cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
 
     @classmethod
     def of_resume(cls, folder: Path) -> Invocation:
-        """As `read`, with the places of checkpoints that run.json names where the settings name them otherwise."""
+        """Read it like `read`, with the places of checkpoints in run.json instead of those in the settings."""
         found, written = cls.read(folder), OmegaConf.to_container(saved_settings(folder), resolve=False)
         saving = written.get("checkpoint") if isinstance(written, dict) else None
         saved = saving if isinstance(saving, dict) else {}
@@ -117,11 +109,10 @@ class Invocation:
 
     @classmethod
     def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
-        """Make it from Hydra's own settings, as Hydra saves those of a run and of a sweep.
+        """Make it from Hydra's own saved settings of a run or a sweep.
 
         Args:
-            overrides: of the run's settings; those of where Hydra looks for options are added.
-            place: who says so.
+            overrides: of the run's settings; those of Hydra's search path are added.
         """
         extra = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
         given = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
@@ -136,7 +127,7 @@ class Invocation:
         )
 
     def of(self, overrides: Sequence[str]) -> Invocation:
-        """The same with other overrides."""
+        """Return a copy with other overrides."""
         return replace(self, overrides=tuple(overrides))
 
     def trust(self, new: Sequence[str], allowed: Sequence[str], places: Places = "all") -> config.Trust:
@@ -152,7 +143,7 @@ class Invocation:
 
     @contextmanager
     def modules_found(self, new: Sequence[str], allowed: Sequence[str]) -> Iterator[None]:
-        """Inside, modules that the user vouches for are found, and no others; see `recompose`."""
+        """Within the block, imports find trusted modules and no others; see `recompose`."""
         with explained():
             folders = self.trust(new, allowed).module_folders()
         for name, folder in folders.items():
@@ -167,13 +158,13 @@ class Invocation:
         """Compose the settings again, with new overrides after the old ones.
 
         Args:
-            new: as the user has just given them; relative paths in them count from here.
-            allowed: packages of which the saved settings may name classes.
-            places: which places outside the run's folder have to be recorded or given again.
+            new: as the user has just given them; their relative paths count from here.
+            allowed: packages whose classes the saved settings may name.
+            places: which places outside the run's folder must be recorded or given again.
             given: overrides whose values the user vouches for, but which are not composed.
 
         Raises:
-            ConfigError: a setting is wrong or is none any more, or names what may not be run.
+            ConfigError: a setting is wrong or no longer exists, or names an untrusted class.
         """
         saved = config.chosen_by_option(self.overrides)
         try:
@@ -215,12 +206,12 @@ class Invocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomposed:
-    """Settings that were composed again.
+    """Settings composed again.
 
     Attributes:
-        invocation: with all overrides, the old and the new ones.
+        invocation: with all overrides, old and new.
         trust: what the user vouches for in them.
-        cfg: what they make, with relative paths as they are.
+        cfg: the composed settings; relative paths stay.
     """
 
     invocation: Invocation
@@ -228,30 +219,31 @@ class Recomposed:
     cfg: DictConfig
 
     def also(self, new: Sequence[str]) -> Recomposed:
-        """Compose them once more, with further new overrides; errors as of `Invocation.recompose`."""
+        """Compose again with further overrides; errors as of `Invocation.recompose`."""
         trust = self.trust
         return self.invocation.recompose([*trust.new, *new], trust.allowed, places=trust.places)
 
     def command_line(self, folder: Path) -> list[str]:
-        """Return what has Hydra compose the same, for one run in a folder, also where its settings are for a sweep."""
+        """Return the arguments with which Hydra composes the same for one run in a folder, even from a sweep's
+        settings.
+        """
         name, options = self.invocation.config_name, self.invocation.config_dir
         one = [f"hydra.run.dir={config.quote(str(folder))}", "hydra.mode=RUN"]
         line = [*self.invocation.overrides, *one, f"--config-name={name}"]
         return [*line, *([f"--config-dir={options}"] if options else [])]
 
     def only_trusted(self) -> AbstractContextManager[None]:
-        """Inside, Hydra refuses to compose what does more than it may."""
+        """Within the block, Hydra refuses to compose untrusted settings."""
         return config.only_trusted(self.invocation.overrides, self.trust)
 
 
 def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:
-    """Leave out old overrides of keys that a newly chosen option of their group does not have.
-
-    A run with ``backend=megatron backend.tp=2`` that is resumed with ``backend=fsdp2`` has no `backend.tp` any more.
+    """Drop old overrides of keys that the newly chosen option of their group does not have. Example: a run with
+    ``backend=megatron backend.tp=2``, resumed with ``backend=fsdp2``, has no `backend.tp`.
 
     Args:
         old, new: overrides as text.
-        compose: makes the configuration with one override, the choice.
+        compose: returns the configuration with one override, the choice.
     """
     kept = list(old)
     for choice in new:
@@ -269,17 +261,18 @@ def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callab
 
 
 def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Put new overrides after old ones, and drop an old one that a new one replaces.
+    """Append new overrides to old ones, and drop old ones that a new one replaces, so that they do not pile up over
+    many resumes.
 
-    One is replaced by a later one that does the same to the same key, so `+key=1` stays where a plain `key=2` follows:
-    that needs the key to be there. Overrides therefore do not pile up, however often a run is resumed.
+    An override is replaced by a later one of the same type and key. `+key=1` therefore stays before a plain `key=2`,
+    which needs the key to exist.
 
     Raises:
-        ConfigError: one of the new ones cannot be parsed.
+        ConfigError: a new one cannot be parsed.
     """
     with explained():
         parsed = OverridesParser.create().parse_overrides([*old, *new])
-    # a dict keeps the place of a key that is set again: take it out first, so that the last one stands last
+    # a dict keeps the place of a key that is set again, and the last override must be last
     kept: dict[tuple[object, ...], str] = {}
     for override, text in zip(parsed, [*old, *new], strict=True):
         key = (override.type, override.get_key_element().lstrip("+~"))

@@ -1,4 +1,4 @@
-"""The command `trinity-sync list`: all runs and sweeps below a folder, a line each."""
+"""The command `trinity-sync list`: all runs and sweeps below a folder, one line each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD = ("folder", "name", "status", "steps", "reward", "backend", "sync", "wall
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     listing = commands.add_parser("list", help="list all runs and sweeps below a folder, the newest last")
     listing.add_argument(
         "folder", type=Path, nargs="?", metavar="DIR", help="the folder (default: outputs and multirun, here)"
@@ -61,7 +61,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _print(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print the table; on a terminal that is too narrow for one, several lines per run."""
+    """Print the table; on a narrow terminal, several lines per run."""
     from trinity_sync.cli.tables import print_table
 
     if sys.stdout.isatty():
@@ -77,7 +77,7 @@ def _print(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _print_block(row: tuple[str, ...], console: Console) -> None:
-    """Print the folder, and below it what is known, a piece after the other as far as there is room."""
+    """Print the folder, and below it the known values, wrapped at the terminal's width."""
     from rich.cells import cell_len
     from rich.text import Text
 
@@ -99,17 +99,15 @@ def _print_block(row: tuple[str, ...], console: Console) -> None:
 
 
 def _style(row: tuple[str, ...]) -> str:
-    """Return the colour of a run's status, or of what a sweep has worst."""
+    """Return the colour of a run's status, or of the worst status in a sweep."""
     from trinity_sync.cli.tables import colour
 
     return colour(row[_STATUS], _STYLES)
 
 
 def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:
-    """Find all runs and sweeps below a folder, the newest last; None: below outputs and multirun, here.
-
-    Raises:
-        ConfigError: there is no such folder.
+    """Return all runs and sweeps below a folder, the newest last; None: below outputs and multirun, here. Raises
+    ConfigError if there is no such folder.
     """
     from trinity_sync.report.run_page import find
 

@@ -1,8 +1,5 @@
-"""The command `trinity-sync`: run, resume, list, watch, report, trace and the tools for checkpoints. Each imports what
-it needs.
-
-`main` is the entry point of the installed script. It returns the exit code and prints an error as one paragraph on
-stderr.
+"""The entry point of `trinity-sync`: parses the command line, calls the command, and returns the exit code. An error is
+printed as one paragraph on stderr. Commands import what they need when they run.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program; None for `sys.argv`.
 
     Returns:
-        The exit code: 0 done, 1 the run or the check failed, 2 something the user gave is wrong, 130 interrupted.
+        The exit code: 0 done, 1 the run or the check failed, 2 the user's input is wrong, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = _main(arguments)
@@ -72,7 +69,7 @@ def _main(arguments: list[str]) -> int:
             return int(options.command(options))
     except TrinityError as error:
         return _refuse(error)
-    except BrokenPipeError:  # the watching ended before the run did
+    except BrokenPipeError:  # the reader of stdout has ended
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -82,7 +79,7 @@ def _main(arguments: list[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser(arguments[0] if arguments else None)
     options, rest = parser.parse_known_args(arguments)
-    # argparse takes positional arguments in one go, and so leaves overrides that stand after an option.
+    # argparse leaves out overrides after an option
     if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides := [*getattr(options, "overrides", ()), *rest]:
@@ -120,18 +117,18 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
-        # what its commands need is imported only where one is asked for
+        # its commands import more than the others
         from trinity_sync.cli import checkpoints, weights_commands
 
         weights_commands.add_commands(checkpoints.add_commands(ckpt))
     return parser
 
 
-# The command `trinity-sync doctor`: whether runs can start on this machine.
+# -- trinity-sync doctor
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     doctor = commands.add_parser(
         "doctor", help="look whether runs can start here: packages, GPUs, shared memory, disk, ports"
     )
@@ -149,11 +146,11 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if stopping else 0
 
 
-# The command `trinity-sync explain`: what a setting does, its type, its default, and the file that says so.
+# -- trinity-sync explain
 
 
 def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     explain = commands.add_parser("explain", help="what a setting does, its type and its default; or what a group has")
     explain.add_argument("key", metavar="KEY", help="a setting such as sync.interval, or a group such as sync")
     explain.set_defaults(command=_explain)
@@ -201,14 +198,14 @@ def _unknown(key: str, known: Sequence[str]) -> str:
     near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=2)]
     names = list(dict.fromkeys(near))[:4]
     told = f"near to it: {', '.join(names)}" if names else "the groups are in `trinity-sync run --help`"
-    return f"{key} is no setting; {told}"
+    return f"{key} is not a setting; {told}"
 
 
-# The command `trinity-sync trace`: who did what when in a run, as a file for Perfetto.
+# -- trinity-sync trace
 
 
 def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     trace = commands.add_parser(
         "trace", help="write who did what when in a run, for ui.perfetto.dev or chrome://tracing"
     )

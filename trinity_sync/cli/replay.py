@@ -1,5 +1,5 @@
-"""The settings with which a run is repeated: those it was saved with, whatever the defaults are today, without where it
-lived, and then what the user gives anew.
+"""The settings with which a run is repeated: its saved settings whatever today's defaults are, without the places where
+it lived, and the user's new overrides. `reproduce` calls `find_source`, `read_source` and `replay`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Replay:
 
     Attributes:
         recomposed: all of them.
-        left_out: overrides that said where the run lived.
+        left_out: overrides of the places where the run lived.
         changed: settings that differ from the run's.
     """
 
@@ -53,20 +53,19 @@ class Replay:
 
     @property
     def cfg(self) -> DictConfig:
-        """All settings."""
         return self.recomposed.cfg
 
 
 def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> Replay:
-    """Work out the settings of the repetition.
+    """Compose the settings of the repetition.
 
     Args:
         source: the run.
-        new: overrides that the user has just given, without those of Hydra itself.
-        allowed: packages of which the run's settings may name classes.
+        new: the user's new overrides, without Hydra's own.
+        allowed: packages whose classes the run's settings may name.
 
     Raises:
-        ConfigError: the settings name what may not be run or is not here any more, or are not those of the record.
+        ConfigError: the settings name an untrusted or missing class, or are not those of the record.
     """
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
@@ -83,27 +82,27 @@ def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> 
 
 
 def split_places(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part overrides into those of what was run, and those of where it lived."""
+    """Split overrides into those of the run's content and those of its places."""
     where = [text for text in overrides if _says_where(text)]
     return [text for text in overrides if text not in where], where
 
 
 def _pins(saved: DictConfig, today: DictConfig, place: Path) -> Iterator[str]:
-    """Overrides that put back what comes out otherwise today, since defaults have changed or a path was relative."""
+    """Yield overrides that restore values that differ today, because a default has changed or a path was relative."""
     for key, old, _ in config.config_diff(saved, today):
-        if is_place(key) or old == ABSENT:  # a setting that is new since then has its default
+        if is_place(key) or old == ABSENT:  # a setting added since then keeps its default
             continue
         node = OmegaConf.select(today, key.rpartition(".")[0]) if "." in key else today
         if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
             raise ConfigError(
-                f"{key} is {old} in the saved settings of {place}, and is no setting of this version; install the one "
-                "that the run was made with: see packages in its run.json"
+                f"{key} is {old} in the saved settings of {place}, and is not a setting of this version; install the "
+                "version that the run was made with: see packages in its run.json"
             )
         yield f"{key}={_as_value(old)}"
 
 
 def _own_places(cfg: DictConfig, new: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Overrides against places that options of the user's own name, each with what is left out thereby."""
+    """Yield overrides against places in users' options, each with the text that it leaves out."""
     if not any(text.lstrip("+~").startswith("tracker") for text in new):
         for name in OmegaConf.select(cfg, "tracker") or ():
             yield f"~tracker.{name}", f"tracker={name}"
@@ -113,7 +112,7 @@ def _own_places(cfg: DictConfig, new: Sequence[str]) -> Iterator[tuple[str, str]
 
 
 def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
-    """Settings with all paths as they were meant, also of the checkpoint that the run began with."""
+    """Return settings with absolute paths, also of the checkpoint that the run started from."""
     found = config.anchored(saved, folder)
     begun = OmegaConf.select(found, _BEGAN_WITH)
     if isinstance(begun, str) and found is not saved:
@@ -122,7 +121,7 @@ def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
 
 
 def _as_value(value: object) -> str:
-    """A value as Hydra's override grammar has it."""
+    """Return a value in Hydra's override grammar."""
     if isinstance(value, str):
         return config.quote(value)
     if isinstance(value, dict):
@@ -133,7 +132,7 @@ def _as_value(value: object) -> str:
 
 
 def without_secret(override: str) -> str | None:
-    """Return an override without its secrets; None where nothing is left of it."""
+    """Return an override without its secrets; None: nothing is left of it."""
     if masked_override(override) == override:
         return override
     key, value = override.partition("=")[0], parse(override).value()
@@ -148,13 +147,13 @@ def _says_where(override: str) -> bool:
 
 
 def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
-    """Refuse settings that are not those of the record: of others nobody knows what they come to.
+    """Refuse settings that do not have the digest of the run's record: their result is unknown.
 
     Args:
-        cfg: those with which the run is repeated: they say where files lie that the run found elsewhere.
+        cfg: the settings of the repetition, for files that lie elsewhere now.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the digests differ.
     """
     expected = source.record.get("config_digest")
 
@@ -166,11 +165,11 @@ def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
     if expected is None or is_expected():
         return
     missing = []
-    for key in NAMED_BY_PATH:  # of what was a file only the name counted
+    for key in NAMED_BY_PATH:  # only the name of a file counted
         old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
         if isinstance(old, str) and not os.path.exists(old):  # noqa: PTH110 - also where it may not be reached
             missing += [f"{key} is {old}, which is not here: give it anew"] if old == new else []
-            # found where it lies now; given anew under another name, it is the old name that counted
+            # a file under another name: the old name counted
             same = isinstance(new, str) and Path(new).name == Path(old).name
             OmegaConf.update(saved, key, new if same else Path(old).name)
     if not is_expected():
@@ -180,22 +179,22 @@ def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
         )
 
 
-# Which run is to be repeated, and what is known of it: from its folder, or from a bundle.
+# -- the run to repeat: from its folder, or from a bundle
 
 
 RESULT = "reproduction.json"
-"""In the folder of a repetition: what it repeats, and how it compares."""
+"""In the folder of a repetition: its source, and the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySource:
-    """A run that is to be repeated.
+    """A run to repeat.
 
     Attributes:
         invocation: how it was started.
-        record: of its run.json, as much as there is.
-        config: all of its settings, as saved.
-        outcome: what it computed.
+        record: its run.json, as far as it exists.
+        config: all of its saved settings.
+        outcome: its results.
     """
 
     invocation: Invocation
@@ -205,12 +204,11 @@ class ReplaySource:
 
     @property
     def place(self) -> Path:
-        """Its folder, or the bundle."""
         return self.invocation.place
 
 
 def find_source(name: str) -> Path:
-    """The folder or file that is meant; the newest run of an experiment of that name."""
+    """Return the folder or file of a name: a path, or the newest run of that experiment."""
     if os.path.lexists(name):
         return Path(name).absolute()
     runs = [run for run in _runs_here() if _experiment_of(run) == name]
@@ -227,11 +225,11 @@ def find_source(name: str) -> Path:
 def _runs_here() -> Iterator[Path]:
     for pattern in ("outputs/*/*/run.json", "multirun/*/*/*/run.json"):
         found = (path.parent for path in Path.cwd().glob(pattern))
-        yield from (run for run in found if not _is_repetition(run))  # what was repeated is not what to repeat
+        yield from (run for run in found if not _is_repetition(run))  # repetitions are not sources
 
 
 def _is_repetition(run: Path) -> bool:
-    """Whether `reproduce` has made it, also where it was cut off and left no result."""
+    """Return whether `reproduce` has made a run, even if it was interrupted and has no result."""
     if (run / RESULT).exists():
         return True
     try:
@@ -246,18 +244,18 @@ def _experiment_of(run: Path) -> object:
     try:
         return OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.choices.get("experiment")
     except Exception:
-        return None  # whatever it is, it is not a run that can be told to be of an experiment
+        return None  # unreadable: not a run of an experiment
 
 
 def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -> ReplaySource:
     """Read a run from its folder, or from a bundle.
 
     Args:
-        config_dir: folder of option files that the user has just given.
-        new: overrides that the user has just given.
+        config_dir: the user's new folder of option files.
+        new: the user's new overrides.
 
     Raises:
-        ConfigError: it is neither, is being written, or cannot be read.
+        ConfigError: it is neither, is in use, or cannot be read.
     """
     if place.is_dir():
         invocation = Invocation.read(place)
@@ -281,10 +279,10 @@ def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -
 
 
 def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) -> DictConfig:
-    """Return saved settings with what they refer to; places where the run lived, which are not used, need not be known.
+    """Return saved settings with references resolved; unused places where the run lived may stay unresolvable.
 
     Raises:
-        ConfigError: they read the environment of this user, who has not recorded that or given the value anew.
+        ConfigError: they read this user's environment without a record or a new value of this user.
     """
     trust = invocation.trust(new, ())
     with explained():

@@ -1,5 +1,5 @@
-"""The command `trinity-sync reproduce`: run what somebody ran once more, in a new folder, and say whether the same
-comes of it, version by version and metric by metric; or write to one file what that needs elsewhere.
+"""The command `trinity-sync reproduce`: repeats a run in a new folder and compares every version and metric; or writes
+a bundle, one file with everything that a repetition elsewhere needs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _RUN_DIR = "hydra.run.dir"
 _MOST_SHOWN = 5
 _MOST_THREADS = 64
-"""Taken over from a record, also by a machine with fewer processors."""
+"""Limit of threads from a record, also on a machine with fewer processors."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     reproduce = commands.add_parser("reproduce", help="run a run again in a new folder, and compare the two")
     reproduce.add_argument(
         "run",
@@ -51,7 +51,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def reproduce_command(options: argparse.Namespace) -> int:
-    """Run a run once more, or write a bundle of it; return the exit code."""
+    """Repeat a run, or write a bundle of it; return the exit code."""
     from trinity_sync.cli.replay import find_source, read_source
 
     if options.bundle and (options.overrides or options.steps is not None):
@@ -70,7 +70,7 @@ def _reproduce(source: ReplaySource, given: Sequence[str], folder: Path | None, 
     from trinity_sync.cli.replay import replay
 
     settings = replay(source, given, options.allow_target)
-    config.check(settings.cfg)  # before Hydra makes a folder of what may be no name
+    config.check(settings.cfg)  # before Hydra makes a folder of an invalid name
     steps = _steps(options.steps, source, settings)
     _take_as_many_threads(source)
     differs = _say_what_differs(source, settings)
@@ -95,7 +95,7 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
     check_digest(source, source.config)
     cfg = bundled(saved_settings(source.place))
     record = source.record
-    if cfg != without_places(source.config):  # it has references, or had secrets: the bundle's own digest is enough
+    if cfg != without_places(source.config):  # with references or secrets, the bundle's own digest is enough
         record = {**record, "config_digest": None}
     path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
@@ -147,10 +147,10 @@ def _check_known(source: ReplaySource) -> None:
 
 
 def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Take the override of the folder out of the others: Hydra's own settings are not part of the run's.
+    """Separate the override of the run's folder, which is Hydra's own, from the others.
 
     Raises:
-        ConfigError: it names no folder, or a sweep is asked for.
+        ConfigError: it names no folder, or asks for a sweep.
     """
     given, folder = [], None
     for text in overrides:
@@ -180,7 +180,7 @@ def _folder_name(override: str) -> str:
 
 
 def _steps(asked: int | None, source: ReplaySource, settings: Replay) -> int:
-    """The last step of the repetition: as asked for, else the last that the run has something of."""
+    """Return the last step of the repetition: the requested one, else the last one with results."""
     last, planned = source.outcome.steps, int(settings.cfg.trainer.steps)
     if asked is not None and not 1 <= asked <= last:
         raise ConfigError(f"--steps is {asked}; {source.place} has steps 1 to {last}")
@@ -190,8 +190,8 @@ def _steps(asked: int | None, source: ReplaySource, settings: Replay) -> int:
 
 
 def _take_as_many_threads(source: ReplaySource) -> None:
-    """Have the repetition compute with the threads that the run had, where the user says nothing: sums depend on it.
-    Somebody else may have written that number, so more than this machine can use are not started.
+    """Use the run's number of threads, unless the user sets it: sums depend on it. Bounded, since another user may have
+    written that number.
     """
     threads = source.record.get("threads")
     if isinstance(threads, int) and not os.environ.get("OMP_NUM_THREADS", "").strip():
@@ -199,9 +199,9 @@ def _take_as_many_threads(source: ReplaySource) -> None:
 
 
 def _say_what_differs(source: ReplaySource, settings: Replay) -> list[EnvironmentDifference]:
-    """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
+    """Print the differences to the run's environment; return those that may change numbers, except settings."""
     from trinity_sync.host import hardware
-    from trinity_sync.reproduction.outcome import differences
+    from trinity_sync.reproduction.outcome import EnvironmentDifference, differences
     from trinity_sync.tracking.run_record import git_state, package_versions
 
     found = os.environ.get("OMP_NUM_THREADS", "")
@@ -239,7 +239,7 @@ def _say_what_differs(source: ReplaySource, settings: Replay) -> list[Environmen
 def _run(settings: Recomposed, folder: Path, steps: int) -> int:
     from trinity_sync.cli.runs import start
 
-    with settings.only_trusted():  # Hydra composes it once more
+    with settings.only_trusted():  # Hydra composes it again
         return start(settings.command_line(folder), until=steps)
 
 
@@ -267,7 +267,7 @@ def _repeat(
         "changed": [one._asdict() for one in settings.changed],
         "environment": [one._asdict() for one in differs],
     }
-    try:  # each of the two also where the other fails
+    try:  # write the result even if printing fails
         print("\n".join(_verdict(comparison, settings, differs)), flush=True)
     finally:
         write_json(folder / RESULT, result)

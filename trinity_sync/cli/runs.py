@@ -1,4 +1,4 @@
-"""Commands for runs: run, resume and report."""
+"""The commands `run`, `resume` and `report`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from trinity_sync.launch.start import Resume
 
 _NEW_SETTINGS = 3
-"""So many of them are told like changes."""
+"""Up to this many new settings are listed like changes."""
 ALLOW_TARGET_HELP = (
     "a package of your own that the run's saved settings may name by _target_; may be given several times"
 )
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add them to the parser of `trinity-sync`."""
+    """Add the commands to the parser of `trinity-sync`."""
     run = commands.add_parser("run", help="run with a configuration, or a sweep; see `trinity-sync run --help`")
     run.add_argument("overrides", nargs="*", help="group=option and key=value")
 
@@ -73,7 +73,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def start(arguments: Sequence[str], *, resume: Resume | None = None, until: int | None = None) -> int:
-    """Hand a command line, without the program and `run`, to Hydra; return the exit code. Others as for `run_main`."""
+    """Pass a command line, without the program and `run`, to Hydra; return the exit code. Further arguments as for
+    `run_main`.
+    """
     if "--version" in arguments:  # of this program, not of Hydra
         print(f"trinity-sync {__version__}")
         return 0
@@ -93,7 +95,7 @@ def _job(cfg: DictConfig) -> float:
 
 
 def resume_run_or_sweep(options: argparse.Namespace) -> int:
-    """Go on with a run or a sweep, or show its settings; return the exit code."""
+    """Resume a run or a sweep, or show its settings; return the exit code."""
     from trinity_sync.launch.start import Resume
 
     if options.run is None or (not options.run.exists() and "=" in options.run.name):
@@ -116,7 +118,7 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
         with job.invocation.modules_found((), options.allow_target):
             settings = job.settings(options.allow_target)
             with settings.only_trusted():
-                number = [f"hydra.job.{key}={job.folder.name}" for key in ("num", "id")]  # a place may have it
+                number = [f"hydra.job.{key}={job.folder.name}" for key in ("num", "id")]  # a place may use it
                 return start([*number, *settings.command_line(job.folder)])
 
     with ray_kept():
@@ -124,7 +126,7 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
 
 
 def _which_run() -> str:
-    """Tell someone who named no run which one they may mean."""
+    """Suggest a run to a user who named none."""
     from trinity_sync.cli.listing import runs_below
     from trinity_sync.launch.start import resume_command
     from trinity_sync.report.run_page import SweepLine
@@ -142,7 +144,7 @@ def _which_run() -> str:
 
 
 def _show(folder: Path, options: argparse.Namespace) -> int:
-    """Print what a run would go on with."""
+    """Print the settings that a resume would use."""
     from trinity_sync.cli.invocation import Invocation
 
     if (folder / "multirun.yaml").is_file():
@@ -155,16 +157,16 @@ def _show(folder: Path, options: argparse.Namespace) -> int:
 
 
 def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], resume: Resume) -> int:
-    """Go on with a run in its own folder.
+    """Resume a run in its own folder.
 
-    The settings are those of the run, composed again from the overrides it was started with, and then the new ones.
-    They are checked, and then saved when the run's next attempt begins, so that a mistake leaves the run as it was.
+    The settings are composed again from the run's overrides and the new ones, checked, and saved when the next attempt
+    starts, so that a mistake leaves the run as it was.
 
     Args:
         folder: of the run, absolute.
         overrides: new ones.
-        allowed: packages of which the saved settings may name classes.
-        resume: how it goes on.
+        allowed: packages whose classes the saved settings may name.
+        resume: how it is resumed.
 
     Returns:
         The exit code.
@@ -200,12 +202,12 @@ def _go_on(
     given = {key for key, _ in settings.trust.given}
     changes = config.shown_diff(before, settings.cfg)
     _tell_changes([one for one in changes if one.key not in PLACES or one.key in given])
-    with settings.only_trusted():  # Hydra composes it once more
+    with settings.only_trusted():  # Hydra composes it again
         return start(settings.command_line(folder), resume=resume)
 
 
 def _tell_changes(changes: Sequence[Difference]) -> None:
-    """Say what a resume changes. Settings that came with a later release, many at a time, are one line."""
+    """Print what a resume changes. Many settings of a later release are printed in one line."""
     from trinity_sync import config
 
     new = [change for change in changes if change.old == config.ABSENT]

@@ -1,4 +1,4 @@
-"""Going on with a sweep: jobs that have completed stay, those that were cut off go on, those that never began begin."""
+"""Resumes a sweep: completed jobs stay, interrupted jobs are resumed, and the others start."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from trinity_sync.launch.sweeps import split_jobs
 from trinity_sync.tracking.run_record import lock_owner, read_record
 
 SETTINGS = "multirun.yaml"
-"""What Hydra leaves in the folder of a sweep."""
+"""Written by Hydra into a sweep's folder."""
 _SUBDIR = "${hydra.job.num}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepJob:
-    """One of a sweep: its folder, and how it is started."""
+    """A job of a sweep: its folder, and how it is started."""
 
     folder: Path
     invocation: Invocation
 
     def settings(self, allowed: Sequence[str]) -> Recomposed:
-        """Compose its settings.
+        """Compose the job's settings.
 
         Args:
-            allowed: packages of which the saved settings may name classes.
+            allowed: packages whose classes the saved settings may name.
 
         Raises:
-            ConfigError: they are wrong, name what may not be run, or hold paths that mean others here.
+            ConfigError: they are wrong, name an untrusted class, or have relative paths that differ here.
         """
         found = self.invocation.recompose((), allowed)
         place = self.invocation.started_in
@@ -48,31 +48,31 @@ class SweepJob:
 
     @property
     def state(self) -> str:
-        """How it stands: ``completed``, ``in use``, ``begun``, or ``not begun``."""
+        """``completed``, ``in use``, ``begun``, or ``not begun``."""
         if not (self.folder / "run.json").exists():
             return "not begun"
         if lock_owner(self.folder):
             return "in use"
         try:
             status = read_record(self.folder / "run.json").get("status")
-        except ConfigError:  # to go on with it says what is wrong
+        except ConfigError:  # its resume reports the problem
             status = None
         return "completed" if status == "completed" else "begun"
 
 
 def resume_sweep(sweep: Path, *, begin: Callable[[SweepJob], int], go_on: Callable[[Path], int]) -> int:
-    """Go on with a sweep, one job after another, and write its report.
+    """Resume a sweep, one job after another, and write its report.
 
     Args:
         sweep: its folder.
         begin: starts a job, and returns its exit code.
-        go_on: goes on with the run in a folder, and returns its exit code.
+        go_on: resumes the run in a folder, and returns its exit code.
 
     Returns:
-        The exit code, as of the sweep itself: 0 all have completed, 1 some have not, 130 interrupted.
+        The exit code, as of the sweep itself: 0 all completed, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the sweep cannot be read, or its jobs are not known before they run.
+        ConfigError: the sweep cannot be read, or it is a search, whose jobs are unknown before they run.
     """
     jobs = read_jobs(sweep)
     states = [job.state for job in jobs]
@@ -95,10 +95,8 @@ def resume_sweep(sweep: Path, *, begin: Callable[[SweepJob], int], go_on: Callab
 
 
 def read_jobs(sweep: Path) -> list[SweepJob]:
-    """Work out the jobs of a sweep from the settings in its folder.
-
-    Raises:
-        ConfigError: they cannot be read, or the values are chosen while the sweep runs.
+    """Return the jobs of a sweep from the settings in its folder. Raises ConfigError if they cannot be read, or if it
+    is a search.
     """
     path = sweep / SETTINGS
     try:

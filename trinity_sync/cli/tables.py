@@ -1,4 +1,4 @@
-"""What commands print: one JSON document, or tables and lines, in colours where they go to a terminal."""
+"""Prints the output of commands: one JSON document, or tables and lines, coloured on a terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def print_table(
     column: int = -1,
     colours: Mapping[str, str] = NO_COLOURS,
 ) -> None:
-    """Print columns that are as wide as their longest cell; nothing where there are no rows.
+    """Print columns as wide as their longest cell; nothing if there are no rows.
 
     Args:
-        head: what stands above the columns.
+        head: titles of the columns.
         rows: cells.
-        column: the one that is coloured.
-        colours: word in a cell -> colour of the cell, the first that is found.
+        column: the coloured column.
+        colours: colour of a cell by a word in it; the first match counts.
     """
     if not rows:
         return
@@ -57,7 +57,7 @@ def print_table(
 
 
 def print_line(text: str, style: str) -> None:
-    """Print a line, on a terminal in a colour."""
+    """Print a line, coloured on a terminal."""
     if not sys.stdout.isatty():
         print(text)
         return
@@ -69,5 +69,5 @@ def print_line(text: str, style: str) -> None:
 
 
 def colour(cell: str, colours: Mapping[str, str]) -> str:
-    """Return the colour of a cell; an empty text for none."""
+    """Return the colour of a cell; "" for none."""
     return next((style for word, style in colours.items() if word in cell), "")

@@ -1,4 +1,4 @@
-"""The command `trinity-sync verl doctor`: whether a program of verl's would use us, with its own configuration."""
+"""The command `trinity-sync verl doctor`: whether a program of verl would use this package with its configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trinity_sync.errors import ConfigError
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     verl = commands.add_parser("verl", help="look whether a program of verl's would save and sync through us")
     doctor = verl.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "doctor", help="say what would be ours, what is in the way, and the lines to add; exit code 1: something is"
@@ -59,7 +59,7 @@ def _version() -> str | None:
 
 
 def _composed(name: str, folder: str | None, overrides: Sequence[str]) -> Callable[[str], object]:
-    """Compose a configuration as verl's programs do; return what reads a key of it."""
+    """Compose a configuration as verl's programs do; return the function that reads its keys."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -83,7 +83,7 @@ def _composed(name: str, folder: str | None, overrides: Sequence[str]) -> Callab
 
 
 def _place(name: str, folder: str | None) -> Path:
-    """The file of a configuration."""
+    """Return the file of a configuration."""
     if folder is None and name.endswith((".yaml", ".yml")):
         place = Path(name).absolute()
     else:
@@ -97,7 +97,7 @@ def _place(name: str, folder: str | None) -> Path:
 
 
 def _of_verl() -> Path:
-    found = importlib.util.find_spec("verl")  # which does not import it
+    found = importlib.util.find_spec("verl")  # does not import it
     if found is None or not found.submodule_search_locations:
         raise ConfigError("verl is not installed here; name a YAML file, --config FILE, or its folder, --config-path")
     return Path(next(iter(found.submodule_search_locations))) / "trainer" / "config"

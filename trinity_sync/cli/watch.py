@@ -1,4 +1,4 @@
-"""The command `trinity-sync watch`: a run, or a sweep, as it goes on, from another terminal. It only ever reads."""
+"""The command `trinity-sync watch`: shows a run or a sweep while it runs, from another terminal. It only reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERRUPTED = 130
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to the parser of `trinity-sync`."""
+    """Add the command to the parser of `trinity-sync`."""
     watch = commands.add_parser(
         "watch",
         help="show a run or a sweep as it goes on, until it ends; exit 1 where it did not complete",
@@ -56,7 +56,7 @@ def _watch(options: argparse.Namespace) -> int:
         from trinity_sync.cli.watchers import watch_run as watch
     else:
         from trinity_sync.cli.watchers import watch_sweep as watch
-    logging.getLogger("trinity_sync").addHandler(logging.NullHandler())  # what the view logs is told by its watcher
+    logging.getLogger("trinity_sync").addHandler(logging.NullHandler())  # the watcher reports the view's errors
     view = LiveView("off" if options.once else "auto")
     try:
         with contextlib.closing(view):
@@ -67,7 +67,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _newest() -> Path:
-    """Find what runs here, or what ran last."""
+    """Return the running or else the newest run or sweep here."""
     lines = runs_below(None)
     if not lines:
         raise ConfigError(f"there are no runs in {Path.cwd()}; name the folder of a run or of a sweep")

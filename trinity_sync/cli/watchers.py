@@ -1,4 +1,6 @@
-"""Watching a run: its lines go into a live view until it is over, then it is told how it ended."""
+"""Watchers of a run and of a sweep: they feed a live view until the end, then print the result. `trinity-sync watch`
+calls `watch_run` and `watch_sweep`.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ _POLL_S = 0.5
 
 
 def watch_run(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int:
-    """Show a run until it is over, and then how it ended.
+    """Show a run until it ends, and then its result.
 
     Args:
         folder: of the run, absolute.
-        view: where it is shown.
-        once: only as it stands now.
-        wait_s: how long it may take to begin, in seconds.
+        view: shows it.
+        once: show only the current state.
+        wait_s: timeout of the run's start, seconds.
 
     Returns:
-        The exit code: 0 it completed, or `once` and it goes on; 1 it ended otherwise.
+        The exit code: 0 it completed, or `once` and it runs; 1 it ended otherwise.
 
     Raises:
-        RunError: it did not begin, or was killed.
+        RunError: it did not start, or was killed.
     """
     watched, patience = RunWatch(folder, view), Patience(wait_s)
     while not (now := watched.look()).over:
@@ -62,11 +64,7 @@ def watch_run(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int
 
 
 class Patience:
-    """How long something is waited for.
-
-    Args:
-        limit_s: seconds.
-    """
+    """A timeout that can be renewed. `limit_s`: seconds."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -74,25 +72,23 @@ class Patience:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the last renewal, whole ones."""
+        """Whole seconds since the last renewal."""
         return float(round(monotonic() - self._since))
 
     @property
     def over(self) -> bool:
-        """Whether it has been waited long enough."""
         return monotonic() - self._since >= self._limit_s
 
     def renew(self) -> None:
-        """Begin to wait from now on."""
         self._since = monotonic()
 
 
 class RunWatch:
-    """Feeds a view with what a run writes.
+    """Feeds a view with the files that a run writes.
 
     Args:
         folder: of the run.
-        view: where it is shown.
+        view: shows it.
         label, above: see `LiveView.show`.
     """
 
@@ -102,23 +98,19 @@ class RunWatch:
         self.folder = folder
         self._view, self._label, self._above = view, label, above
         self._run: FollowedRun | None = None
-        self._begun: tuple[int | None, int] | None = None  # the attempt, and when its settings were saved
+        self._begun: tuple[int | None, int] | None = None  # the attempt, and the time of its settings
 
     @property
     def notes(self) -> list[str]:
-        """What was passed over, one sentence each."""
+        """Skipped lines, one sentence each."""
         return self._run.notes if self._run is not None else []
 
     def look(self) -> Standing:
-        """Show what is new, and return how the run stands.
-
-        Raises:
-            RunError: the folder is gone, or cannot be read.
-        """
+        """Show new lines, and return the run's state. Raises RunError if the folder is gone or cannot be read."""
 
         if not self.folder.is_dir():
             raise RunError(f"{self.folder} is gone: somebody has moved or deleted it")
-        now = standing(self.folder)  # before its lines are read: of one that is over, none comes later
+        now = standing(self.folder)  # before the lines: a run that has ended writes no more
         begun = (now.record["attempt"] if now.record is not None else None, _changed(self.folder))
         try:
             if self._run is None or begun != self._begun:
@@ -132,7 +124,7 @@ class RunWatch:
         return now
 
     def _begin(self, now: Standing) -> None:
-        """Take in all that there is already, and show where that has led."""
+        """Read all existing lines, and show the resulting state."""
 
         line = run_line(self.folder)
         ranks = f"{line.backend} x {line.ranks}, sync={line.sync}" if line.backend and line.sync else ""
@@ -149,7 +141,7 @@ class RunWatch:
 
 
 def _changed(folder: Path) -> int:
-    """When the settings of a run were saved, in nanoseconds: those of a resume are, once it has begun."""
+    """Return when the settings of a run were saved, in nanoseconds: a resume saves them when it starts."""
     try:
         return (folder / ".hydra" / "config.yaml").stat().st_mtime_ns
     except OSError:
@@ -157,12 +149,7 @@ def _changed(folder: Path) -> int:
 
 
 def pause(view: LiveView) -> None:
-    """Wait before the next look.
-
-    Raises:
-        BrokenPipeError: stdout takes no more output.
-        RunError: it cannot be shown for another reason.
-    """
+    """Wait before the next look. Raises BrokenPipeError if stdout is closed, RunError if the view has failed."""
     if output_ended():
         raise BrokenPipeError
     if view.failure is not None:
@@ -171,7 +158,7 @@ def pause(view: LiveView) -> None:
 
 
 def _tell_end(folder: Path, view: LiveView, now: Standing, notes: list[str]) -> int:
-    """Show how a run ended, as the run itself does; return the exit code."""
+    """Show the end of a run, as the run itself does; return the exit code."""
 
     run = load_run(folder)
     run.summary["status"] = now.stand
@@ -186,7 +173,7 @@ def _tell_end(folder: Path, view: LiveView, now: Standing, notes: list[str]) -> 
 
 
 def killed(folder: Path, now: Standing) -> str:
-    """Say that a run was killed, and what that is told by."""
+    """Explain how it is known that a run was killed."""
     host = (now.record or {}).get("host")
     elsewhere = f" (it ran on {host}: locks of other hosts are not seen on every file system)"
     return (
@@ -195,7 +182,7 @@ def killed(folder: Path, now: Standing) -> str:
     )
 
 
-# Watching a sweep: its jobs at a glance, and the one that is running as `watch` shows a run.
+# -- a sweep: an overview of its jobs, and the running job as a run is shown
 
 
 _PANEL_LINES = 14
@@ -226,14 +213,14 @@ class _Job:
 
 
 class SweepWatch:
-    """The jobs of a sweep as they stand.
+    """The current jobs of a sweep.
 
     Args:
         folder: of the sweep, absolute.
-        view: where it is shown.
+        view: shows it.
 
     Raises:
-        ConfigError: it is no folder of a sweep, nor of runs.
+        ConfigError: it is a folder neither of a sweep nor of runs.
     """
 
     def __init__(self, folder: Path, view: LiveView) -> None:
@@ -251,13 +238,8 @@ class SweepWatch:
             )
 
     def refresh(self, *, quietly: bool = False) -> None:
-        """Look at all jobs; those that have ended are read once.
-
-        Args:
-            quietly: do not say what has become of them.
-
-        Raises:
-            RunError: the folder is gone, or cannot be read.
+        """Read all jobs again, except those that had ended. `quietly`: do not report changes. Raises RunError if the
+        folder is gone or cannot be read.
         """
         try:
             folders = [child for child in self._folder.iterdir() if child.is_dir() and is_run(child)]
@@ -277,12 +259,12 @@ class SweepWatch:
 
     @property
     def running(self) -> list[Path]:
-        """The folders of jobs that are running."""
+        """The folders of running jobs."""
         return [folder for folder, job in self._jobs.items() if job.runs]
 
     @property
     def over(self) -> bool:
-        """Whether no further job is to be expected."""
+        """True if no further job is expected."""
         if self.running:
             return False
         ended = sum(job.now.over for job in self._jobs.values())
@@ -290,18 +272,18 @@ class SweepWatch:
 
     @property
     def good(self) -> bool:
-        """Whether all jobs have completed."""
+        """True if all jobs have completed."""
         completed = self._count().get("completed", 0)
         return completed == max(len(self._jobs), self._expected or 0) > 0
 
     @property
     def going_well(self) -> bool:
-        """Whether no job has ended otherwise than it should."""
+        """True if no job has failed."""
         return not any(job.now.over and job.now.stand != "completed" for job in self._jobs.values())
 
     @property
     def problems(self) -> list[str]:
-        """What went wrong with jobs, a paragraph each."""
+        """Errors of jobs, one paragraph each."""
         told = []
         for folder, job in self._jobs.items():
             if job.now.stand == "killed":
@@ -313,11 +295,7 @@ class SweepWatch:
         return told
 
     def overview(self, *, whole: bool = False) -> RenderableType:
-        """Render the jobs: what they are counted by, then a line each, as many as there is room for.
-
-        Args:
-            whole: whether there is room for all.
-        """
+        """Render the counts, then one line per job, as far as there is room; `whole`: all jobs."""
         console = self._view.console
         jobs = self._jobs
         to_come = (self._expected or 0) - len(jobs)
@@ -325,7 +303,7 @@ class SweepWatch:
         counts += [f"{to_come} to come"] if to_come > 0 else []
         head = Text.assemble((printable(shorten(self._folder)), "bold"), f": {', '.join(counts) or 'no job has begun'}")
         room = len(jobs) if whole else max(2, console.height - _PANEL_LINES)
-        # the newest of each kind first, where there is no room for all
+        # without room for all, the newest of each kind first
         shown = sorted(reversed(jobs), key=lambda folder: _INTEREST.get(jobs[folder].now.stand, 1))[:room]
         lines = [self._line(folder) for folder in jobs if folder in shown]
         hidden = len(jobs) - len(shown)
@@ -360,12 +338,11 @@ class SweepWatch:
 
 
 def watch_sweep(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int:
-    """Show a sweep until it is over: its jobs, and the one that is running; arguments as for `watch_run`.
-
-    It is over when all of its jobs have ended, or none has begun for `wait_s` after the last one.
+    """Show a sweep until it ends: its jobs, and the running one; arguments as for `watch_run`. It ends when all of its
+    jobs have ended, or if none starts within `wait_s` after the last one.
 
     Returns:
-        The exit code: 0 all jobs completed, or `once` and none has failed so far; 1 some did not.
+        The exit code: 0 all jobs completed, or `once` and none has failed so far; 1 some did not complete.
     """
     sweep, patience = SweepWatch(folder, view), Patience(wait_s)
     current: RunWatch | None = None
@@ -396,7 +373,7 @@ def _watches(sweep: SweepWatch, view: LiveView) -> Iterator[RunWatch]:
 
 
 def _standing(folder: Path) -> Standing:
-    """As `standing`; what is wrong with one job is told at the end, and the others are watched."""
+    """Return a job's state; a damaged job is reported at the end, and the others are watched."""
     try:
         return standing(folder)
     except ConfigError:
@@ -404,7 +381,7 @@ def _standing(folder: Path) -> Standing:
 
 
 def _read_jobs(folder: Path) -> list[tuple[str, ...]] | None:
-    """Read the overrides of the jobs that a sweep is to have; None where they are not known before they run."""
+    """Return the overrides of a sweep's planned jobs; None: a search, whose jobs are unknown."""
     with contextlib.suppress(ConfigError):
         return [tuple(map(masked_override, job.invocation.overrides)) for job in read_jobs(folder)]
     return None

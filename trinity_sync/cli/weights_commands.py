@@ -1,7 +1,4 @@
-"""`trinity-sync ckpt export` and `ckpt diff`: the commands that read weights. torch is imported when one of them runs.
-
-The command line's side of `trinity_sync.checkpoint.export` and `.difference`, called by `cli.main`.
-"""
+"""`trinity-sync ckpt export` and `ckpt diff`, which read weights. torch is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -133,7 +130,7 @@ def _export(options: argparse.Namespace) -> int:
         f"{units.plural(done.tensors, 'tensor')}, {units.size(done.bytes)} in {units.plural(len(done.files), 'file')}"
     )
     print(f"{done.source} ({done.format})\n-> {done.output}: {amount}, {', '.join(done.dtypes)}")
-    # the manifest's is of the adapter alone; that and the base's are seen to before they are merged
+    # the manifest's digest is the adapter's; it is checked before the merge
     print(f"digest {done.digest}{'' if options.merged else _checked(done.digest, done.checked)}")
     if done.left_out:
         print(f"with {units.plural(len(done.left_out), 'tensor')} of the model's folder that were not trained")
@@ -201,7 +198,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _weights_of(path: Path, step: int | None) -> Path:
-    """Find the folder to read weights from: a step folder, or the path itself where it has the files."""
+    """Return the folder to read weights from: a step folder, or the path itself if it has weights."""
     if step is None and path.is_dir() and step_of(path.resolve().name) is None and _has_weights(path):
         return path
     root, step = find(path, step)
@@ -217,9 +214,8 @@ def _has_weights(path: Path) -> bool:
 
 @contextmanager
 def _leased(folder: Path) -> Iterator[Callable[[], None]]:
-    """Keep retention away from a checkpoint that is being read; yield what to call now and then meanwhile.
-
-    A folder of another program, or one that may not be written to, is read without.
+    """Lease a checkpoint while it is read; yields the function that renews the lease. Foreign or read-only folders are
+    read without a lease.
     """
     folder = folder.resolve()
     step = step_of(folder.name)
@@ -282,7 +278,7 @@ def _difference_row(found: TensorDifference) -> tuple[str, ...]:
 
 
 def _other_model(folders: list[Path], compared: list[TensorDifference]) -> str:
-    """Say so where these are two models and not two states of one."""
+    """Explain the difference if the two are different models, not two states of one."""
     if all(found.a is not None and found.b is not None and found.a.shape == found.b.shape for found in compared):
         return ""
     configs = [_config_of(folder) for folder in folders]

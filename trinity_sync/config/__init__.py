@@ -1,8 +1,6 @@
-"""The configuration: its schema, how it is composed from `conf/`, and the checks that run before anything starts.
-
-`launch.py` and the command line compose a configuration, call `check` and `check_inputs`, and hand it to
-`trinity_sync.launch.launcher`. Importing this package registers the schema with Hydra; it loads Hydra, OmegaConf and
-xxhash, nothing heavier.
+"""The configuration: its schema, its composition from `conf/`, and the checks that run before anything starts.
+`launch.py` and the command line compose and check a configuration and hand it to `trinity_sync.launch.launcher`.
+Importing this package registers the schema with Hydra; it imports Hydra, OmegaConf and xxhash, nothing heavier.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The checks on a composed configuration: missing values, ranges, and what must hold between fields.
-
-`check` collects every problem before it raises. A check between fields says nothing while one of its fields is wrong by
-itself, so that one mistake is told once.
+"""Checks a composed configuration: missing values, ranges, and rules between fields. `check` collects all problems
+before it raises. A rule between fields is skipped while one of its fields is wrong itself, so that one mistake gives
+one message.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from trinity_sync.config.retention_policies import build_policy
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 
-# What the classes have to be that options of these groups name. As text, since their packages lie above this one.
+# base classes of the options of these groups, as text since their packages lie above this one
 _CHECKING = {
     "backend": "trinity_sync.backends.option.BackendOption",
     "algorithm": "trinity_sync.trainer.algorithms.base.Algorithm",
 }
 
 
-# As `_CHECKING`, of the classes that keys of `checkpoint` name.
+# base classes of the keys of `checkpoint` that name a class
 _SAVING = {
     "checkpoint.monitor": "trinity_sync.checkpoint.monitor.CheckpointMonitor",
     "checkpoint.coordinator": "trinity_sync.checkpoint.coordinator.CheckpointCoordinator",
@@ -64,18 +63,18 @@ _SAVING = {
 
 
 class _UnknownValueError(Exception):
-    """A check needs a key whose own value is missing or wrong already, so it has nothing to say."""
+    """A check needs a key that is missing or wrong itself."""
 
 
 def check(cfg: DictConfig) -> None:
-    """Check a composed configuration: missing values, ranges, and what must hold between fields.
+    """Check a composed configuration: missing values, ranges, and rules between fields.
 
-    Looks at the values, at the paths they name, and at the source of classes of the user's own, which are not imported.
-    Reads no other files but the model's `config.json`, the headers of its weights and the `adapter_config.json` of an
-    adapter, and tables in the source of transformers and verl. Starts nothing.
+    Checks values, the paths that they name, and the source of users' classes, without importing those. Of other files
+    it reads only the model's `config.json`, the headers of its weights, an adapter's `adapter_config.json`, and tables
+    in the source of transformers and verl. Starts nothing.
 
     Raises:
-        ConfigError: naming every problem with its key, what is wrong and what would be right.
+        ConfigError: with every problem: its key, what is wrong and what would be right.
     """
     problems = _find_problems(cfg)
     if problems:
@@ -83,11 +82,11 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_own_classes(cfg: DictConfig) -> None:
-    """Check the user's own classes that take part in saving; build a backend and an algorithm of theirs once, and check
-    what they have to say of a configuration that has passed `check`.
+    """Check the users' classes for saving, build a user's backend and algorithm once, and run their checks on a
+    configuration that has passed `check`.
 
     Raises:
-        ConfigError: a class that is named cannot be used, or there are problems, each with its key.
+        ConfigError: a named class cannot be used, or there are problems, each with its key.
     """
     for key, kind in _SAVING.items():
         named = str(OmegaConf.select(cfg, f"{key}.{TARGET}"))
@@ -101,7 +100,7 @@ def check_own_classes(cfg: DictConfig) -> None:
         group: load_class(f"{group}.{TARGET}", target, load(group, _CHECKING[group]))
         for group, target in targets.items()
     }
-    for group in foreign:  # first, so that its checks may rely on types
+    for group in foreign:  # first, so that the checks can rely on types
         build(group, plain(cfg[group]), classes[group])
     checks = [check for group in foreign for check in classes[group].all_checks()]
     problems = list(_run([*checks, partial(_check_batch, classes)], partial(OmegaConf.select, cfg)))
@@ -133,7 +132,7 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
 
 
 def _checks_of_classes(cfg: DictConfig) -> list[Check]:
-    """What classes of ours check, which are light; for the others see `check_own_classes`."""
+    """Return the checks of our own classes, which are light; for users' classes see `check_own_classes`."""
     targets = {group: _target(OmegaConf.select(cfg, group)) or "" for group in _CHECKING}
     classes = {group: load(group, name) for group, name in targets.items() if name in own_labels(group).values()}
     checks = [check for of in classes.values() for check in of.all_checks()]
@@ -160,10 +159,10 @@ def _missing_text(key: str) -> str:
 
 
 def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
-    """Yield the values below `node` that are outside of the range their dataclass gives."""
+    """Yield the values below `node` that are outside the range of their dataclass field."""
     schema = OmegaConf.get_type(node)
     limits = {f.name: f.metadata for f in fields(schema)} if schema is not None and is_dataclass(schema) else {}
-    # Hydra lets '+key=value' through; a class of the user's own may take more keys than the option it replaces
+    # Hydra accepts '+key=value'; a user's class may have more keys than our option
     closed = bool(limits) and _target(node) in (None, *own_targets())
     for name in map(str, node):
         if OmegaConf.is_missing(node, name):
@@ -171,7 +170,7 @@ def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
         key, value = f"{prefix}{name}", node[name]
         if closed and name not in limits:
             known = ", ".join(known for known in limits if known != TARGET) or "none"
-            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {known}")
+            yield Problem(key, f"is not a setting; {prefix.rstrip('.') or 'the configuration'} has {known}")
         elif isinstance(value, DictConfig):
             yield from _field_problems(value, f"{key}.")
         elif isinstance(value, ListConfig):
@@ -182,7 +181,7 @@ def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
 
 
 def _target(node: Any) -> str | None:
-    """The class that a node names; None: none."""
+    """Return the class that a node names, if it names one."""
     if not isinstance(node, DictConfig) or TARGET not in node or OmegaConf.is_missing(node, TARGET):
         return None
     return str(node[TARGET])
@@ -218,7 +217,7 @@ def _choice_text(value: Any, choices: Sequence[str]) -> str | None:
 
 
 def _check_option(group: str, get: Get) -> Iterator[Problem]:
-    """That the class which an option names is there, and that the option calls itself by no other's label."""
+    """Check that an option's class exists, and that a user's option does not have the label of one of ours."""
     target, label, own = get(f"{group}.{TARGET}"), f"{group}.{LABELS[group]}", own_labels(group)
     if target not in own.values():
         if reason := missing(target):
@@ -239,7 +238,7 @@ def _check_option(group: str, get: Get) -> Iterator[Problem]:
 
 
 def _check_saving(key: str, get: Get) -> Iterator[Problem]:
-    """That the class which takes part in saving is there, and that no key is given to ours, which have none."""
+    """Check that the class for saving exists, and that our own class gets no keys, since it has none."""
     node = get(key)
     target = _target(node)
     if target is None:
@@ -249,7 +248,7 @@ def _check_saving(key: str, get: Get) -> Iterator[Problem]:
             yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
     else:
         others = (str(name) for name in node if name != TARGET)
-        yield from (Problem(f"{key}.{name}", f"is no setting of {target}") for name in others)
+        yield from (Problem(f"{key}.{name}", f"is not a setting of {target}") for name in others)
 
 
 def _check_name(get: Get) -> Iterator[Problem]:
@@ -269,7 +268,7 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 
 def _check_explorer_dtype(get: Get) -> Iterator[Problem]:
-    """That explorers need not round what they are sent."""
+    """Check that explorers need not round the weights that they receive."""
     wire, held = get("sync.wire_dtype"), get("explorer.dtype")
     if held not in (wire, "fp32"):
         yield Problem(
@@ -280,7 +279,7 @@ def _check_explorer_dtype(get: Get) -> Iterator[Problem]:
 
 
 def _check_batch(classes: Mapping[str, Any], get: Get) -> Iterator[Problem]:
-    """That a step's sequences can be divided among the ranks."""
+    """Check that a step's sequences can be divided among the ranks."""
     sharing = classes["backend"].sharing_ranks(get)
     if sharing is None:
         return
@@ -338,7 +337,7 @@ def _check_mirror(get: Get) -> Iterator[Problem]:
 
 
 def _check_folder(key: str, get: Get) -> Iterator[Problem]:
-    """That a folder is there, or can be made."""
+    """Check that a folder exists or can be made."""
     folder = get(key)
     if folder is None:
         return
@@ -355,7 +354,7 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
 
 
 def _takes_no_files(folder: Path) -> bool:
-    """Whether a folder belongs to the kernel, which takes no files of anybody's, whoever asks."""
+    """Return whether a folder belongs to the kernel, which accepts no files from any user."""
     return any(folder.is_relative_to(place) for place in ("/proc", "/sys")) and not os.statvfs(folder).f_blocks
 
 

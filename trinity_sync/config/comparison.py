@@ -19,7 +19,7 @@ from trinity_sync.host.masking import masked
 from trinity_sync.host.references import resolved, shown_values, with_references
 
 ABSENT = "(absent)"
-"""Stands in `config_diff` for a key that one of the two configurations does not have."""
+"""In `config_diff`, marks a key that one of the two configurations does not have."""
 LOCATIONS = (
     "checkpoint.dir",
     "checkpoint.mirror",
@@ -37,9 +37,9 @@ LOCATIONS = (
     "tracker",
     "explorer.url",
 )
-"""Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
+"""Keys of where a run lives and how it is shown. Not part of `config_digest`."""
 EARLIER_LOCATIONS = LOCATIONS[:-1]
-"""Those that did not count in the digests of earlier releases."""
+"""The same for the digests of earlier releases."""
 NAMED_BY_PATH = (
     "model.path",
     "model.shapes",
@@ -49,15 +49,15 @@ NAMED_BY_PATH = (
     "task.validation.path",
     "task.reward.function_path",
 )
-"""Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
+"""Keys with a path whose last component alone counts in `config_digest`."""
 
 
 def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
-    """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
+    """Return the digest of a configuration's content, independent of where it runs: xxh3_128 hex of canonical JSON.
 
-    The configuration is resolved, and `LOCATIONS` and the classes that options of ours name are left out, since those
-    follow from the options; of a local path in `NAMED_BY_PATH` the last component counts. Canonical JSON is UTF-8 with
-    sorted keys and no blanks.
+    The configuration is resolved. `LOCATIONS` are left out, and our own classes, since they follow from the options.
+    Local paths of `NAMED_BY_PATH` count by their last component. Canonical JSON is UTF-8 with sorted keys and no
+    blanks.
 
     Args:
         places: keys that do not count.
@@ -104,21 +104,21 @@ class RunConfig:
 
 
 def without_places(cfg: DictConfig) -> DictConfig:
-    """Return what a configuration says, resolved as far as possible, without `LOCATIONS`."""
+    """Return a configuration without `LOCATIONS`, resolved as far as possible."""
     values = resolved(cfg)
     _drop_places(values)
     return OmegaConf.create(values)
 
 
 def bundled(cfg: DictConfig) -> DictConfig:
-    """Return what a configuration says, for another machine: as `shown`, but without secrets and `LOCATIONS`."""
+    """Return a configuration for another machine: like `shown`, but without secrets and `LOCATIONS`."""
     values = with_references(cfg)
     _drop_places(values)
     return OmegaConf.create(without_masked(values))
 
 
-def without_masked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without those that hold a secret."""
+def without_masked(values: dict[str, object]) -> dict[str, object]:
+    """Return settings without secrets."""
     return _kept(values, masked(values))
 
 
@@ -131,18 +131,18 @@ def _kept(values: dict[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_place(key: str) -> bool:
-    """Whether a key is one of `LOCATIONS`, or below one."""
+    """Return whether a key is one of `LOCATIONS` or below one."""
     return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
 
 
-def _drop_places(values: dict[str, Any], places: Sequence[str] = LOCATIONS) -> None:
+def _drop_places(values: dict[str, object], places: Sequence[str] = LOCATIONS) -> None:
     for key in places:
         *parents, last = key.split(".")
         _descend(values, parents).pop(last, None)
 
 
-def _plain_values(cfg: object) -> dict[str, Any]:
-    """What a configuration says, without the names that classes of ours happen to have."""
+def _plain_values(cfg: object) -> dict[str, object]:
+    """Return a configuration's values without our own class names."""
     values = _without_own_targets(cfg)
     assert isinstance(values, dict)
     saving = values.get("checkpoint") or {}
@@ -169,7 +169,7 @@ def _descend(values: dict[str, Any], parents: Sequence[str]) -> dict[Any, Any]:
 
 
 class Difference(NamedTuple):
-    """A key whose value differs; `ABSENT` stands for a key that is not there."""
+    """A key with two values; `ABSENT` stands for a missing key."""
 
     key: str
     old: object
@@ -177,8 +177,8 @@ class Difference(NamedTuple):
 
 
 def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values.
-    What cannot be resolved any more, such as a variable of the environment, counts as it is written.
+    """Return the keys with different resolved values, sorted by key; our own class names are ignored. Unresolvable
+    values, such as a missing environment variable, count as written.
     """
     before, after = (dict(_plain_leaves(_plain_values(resolved(cfg)), "")) for cfg in (old, new))
     keys = sorted(before.keys() | after.keys())
@@ -187,7 +187,7 @@ def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
 
 
 def shown_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """As `config_diff`, with values as they are for display, see `shown`."""
+    """Return `config_diff` with values for display, see `shown`."""
     before, after = (dict(_plain_leaves(_plain_values(shown_values(cfg)), "")) for cfg in (old, new))
     return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key, _, _ in config_diff(old, new)]
 

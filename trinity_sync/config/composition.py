@@ -1,4 +1,4 @@
-"""Composing a configuration outside of a Hydra entry: for resume, for tools and for tests."""
+"""Composes a configuration outside a Hydra entry: for resume, for tools and for tests. Also resolves relative paths."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def compose(
     Args:
         overrides: as on the command line, such as ``["sync=nccl", "trainer.steps=10"]``.
         config_name: the primary config.
-        config_dir: one more folder of option files, and maybe of the primary config, as `--config-dir` gives.
-        hydra: with Hydra's own settings, below the key `hydra`.
+        config_dir: one more folder of option files, as `--config-dir` gives.
+        hydra: include Hydra's own settings, below the key `hydra`.
 
     Raises:
-        HydraException, OmegaConfBaseException: an override names what is not there, or has the wrong type.
+        HydraException, OmegaConfBaseException: an override has an unknown name or a wrong type.
     """
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         if config_dir:
@@ -53,13 +53,10 @@ def compose(
 
 
 def completions(words: Sequence[str]) -> list[str]:
-    """What the last word of a command line of Hydra's may become: groups, their options, keys and values.
-
-    Args:
-        words: the arguments so far; the last one is not complete yet.
+    """Return the completions of the last word of a Hydra command line: groups, their options, keys and values.
 
     Raises:
-        HydraException, OmegaConfBaseException, SystemExit: those before it are wrong.
+        HydraException, OmegaConfBaseException, SystemExit: an earlier word is wrong.
     """
     options, _ = get_args_parser().parse_known_args(list(words[:-1]))
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
@@ -70,7 +67,7 @@ def completions(words: Sequence[str]) -> list[str]:
 
 
 def _look_in(folder: Path) -> None:
-    """What `hydra.main` does with `--config-dir`."""
+    """Add a folder of option files, as `hydra.main` does for `--config-dir`."""
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     loader.get_search_path().prepend("command-line", f"file://{folder.resolve()}", anchor="schema")
@@ -81,12 +78,13 @@ def _look_in(folder: Path) -> None:
 def inspected(
     *, place: Callable[[str], object], composed: Callable[[DictConfig], object] = lambda cfg: None
 ) -> Iterator[None]:
-    """Inside, what Hydra composes is inspected before it makes any use of it, by `compose` as by `hydra.main`. What is
-    looked at by one composition may not be what another comes to: options can depend on the time of day.
+    """Within the block, inspect each composition of Hydra (by `compose` or `hydra.main`) before it is used. Inspecting
+    one composition beforehand would not be enough: options can depend on the time of day.
 
     Args:
-        place: is given each place where `hydra.searchpath` has Hydra look for option files, before it looks there.
-        composed: is given each configuration, with Hydra's own settings. What they raise ends the composing.
+        place: called with each entry of `hydra.searchpath` before Hydra looks there.
+        composed: called with each configuration, with Hydra's own settings. An exception of either ends the
+            composition.
     """
     initialize_sources, load_configuration = ConfigRepository.initialize_sources, ConfigLoaderImpl.load_configuration
 
@@ -110,23 +108,23 @@ def inspected(
         ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
 
 
-def plain(node: DictConfig) -> dict[str, Any]:
-    """A node of the config as plain values, interpolations resolved: what is sent to other processes."""
+def plain(node: DictConfig) -> dict[str, object]:
+    """Return a node of the config as plain values, interpolations resolved."""
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
 def dtype_name(short: str) -> str:
-    """The config's dtype names (``bf16``) as safetensors names them (``BF16``)."""
+    """Return the safetensors name (``BF16``) of a dtype of the config (``bf16``)."""
     return {"bf16": "BF16", "fp32": "F32", "fp16": "F16"}[short]
 
 
-# Paths in a configuration. Relative ones count from the folder in which the run was started, also when it goes on.
+# -- paths. Relative ones count from the folder of the run's first start, also in a resume
 
 
 RESUME_FROM = "checkpoint.resume_from"
-"""Counts in the digest as it is given, so that it is put together where it is read."""
+"""Not in `PATHS`: the digest has it as given, so it is resolved where it is read."""
 PATHS = (
     "checkpoint.dir",
     "checkpoint.mirror",
@@ -140,20 +138,20 @@ PATHS = (
     "cluster.temp_dir",
 )
 _OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file, "algorithm.kl.reference": Path.exists}
-"""Of these, what may be a name as well, and which paths are none: a model on the hub, or one whose sizes are known."""
+"""Keys of `PATHS` that may also be a name, with the test that a path exists: a model on the hub, or one with known
+shapes.
+"""
 
 
 def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Return a configuration in which relative paths of a run are absolute where they would be looked for elsewhere,
-    and those that begin with ``~/`` everywhere.
+    """Return a copy with absolute paths: relative ones if the run was started in another folder, and those with ``~/``.
 
     Args:
-        cfg: composed; stays as it is.
-        folder: in which the run was started.
+        folder: of the run's first start.
     """
     found = copy.deepcopy(cfg)
     for key in PATHS:
-        with suppress(OmegaConfBaseException):  # the checks tell it
+        with suppress(OmegaConfBaseException):  # the checks report it
             value = OmegaConf.select(found, key)
             if isinstance(value, str) and (value.startswith("~") or folder.absolute() != Path.cwd()):
                 OmegaConf.update(found, key, _absolute(key, value, folder))
@@ -161,11 +159,11 @@ def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
 
 
 def from_here(overrides: Sequence[str], folder: Path) -> list[str]:
-    """Return overrides for a run that was started in another folder, with relative paths as they are meant here.
+    """Return overrides for a run of another folder, with relative paths resolved here.
 
     Args:
         overrides: as the user has just given them.
-        folder: in which the run was started.
+        folder: of the run's first start.
 
     Raises:
         HydraException: one cannot be parsed.
@@ -185,17 +183,17 @@ def _from(here: Path, text: str) -> str:
 
 
 def _absolute(key: str, value: str, folder: Path) -> str:
-    """What is no path stays: a URL, what a check refuses, and what is a name and not found in that folder."""
+    """Resolve a path. URLs, values that a check refuses, and names without a file in that folder stay."""
     if not value.strip() or "://" in value:
         return value
     if value.startswith("~"):
-        return os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
+        return os.path.expanduser(value)  # noqa: PTH111 - the name of an unknown user stays
     place = folder / value
     return value if is_name(key, place) else str(place)
 
 
 def is_name(key: str, place: Path) -> bool:
-    """Return whether a setting that may be a path or a name is a name: nothing is at the path."""
+    """Return whether the value of a key that takes a path or a name is a name: no file is at the path."""
     is_there = _OR_NAMES.get(key, lambda place: True)
     with suppress(OSError):
         return not is_there(place)

@@ -1,4 +1,6 @@
-"""Every setting with what its option file says of it: the comment above it, its default, and the type of the schema."""
+"""Describes every setting from its option file and the schema: comment, default and type. `trinity-sync explain`, shell
+completion and the tests of the docs read it.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ _BOUNDS = {"at_least": "at least", "more_than": "more than", "at_most": "at most
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A setting as one option has it.
+    """A setting of one option.
 
     Attributes:
         key: dotted.
-        comment: what it does, in a line.
-        type: of its value, in words; empty where no schema types it.
-        default: as YAML, in a line; ``???`` where one has to be given.
-        file: where comment and default stand.
-        option: the option that brings it, such as ``sync=nccl``; empty where no group does.
+        comment: its purpose, one line.
+        type: of its value, in words; empty if no schema types it.
+        default: YAML, one line; ``???`` if it is required.
+        file: of comment and default.
+        option: the option with this setting, such as ``sync=nccl``; empty for settings outside groups.
     """
 
     key: str
@@ -44,7 +46,7 @@ class Described:
 
 @cache
 def described() -> tuple[Described, ...]:
-    """All settings of our options, in the order of their files."""
+    """Return all settings of our options, in the order of their files."""
     found: list[Described] = []
     for file in sorted(conf_dir().rglob("*.yaml")):
         group = file.relative_to(conf_dir()).parent.as_posix()
@@ -54,7 +56,7 @@ def described() -> tuple[Described, ...]:
 
 
 def group_comments(group: str) -> dict[str, str]:
-    """The options of a group, each with the first line of its file; none where there is no such group."""
+    """Return the options of a group with the first comment line of each file; empty for an unknown group."""
     return {file.stem: _title(file) for file in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
@@ -68,8 +70,8 @@ def _of_option(file: Path, group: str) -> Iterator[Described]:
 
 
 def _read(file: Path, package: str, types_of: dict[str, type]) -> Iterator[tuple[str, str, str, Path]]:
-    """What a file sets, and what it lists in its defaults: key, comment, default and file of each. Notes in `types_of`
-    by which schema what is below a key is typed.
+    """Yield key, comment, default and file of each setting of an option file and of the base files in its defaults.
+    Adds the schema of each key prefix to `types_of`.
     """
     text = file.read_text()
     root = yaml.compose(text)
@@ -127,14 +129,14 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _kind(key: str, types_of: Mapping[str, type]) -> str:
-    """The type of a setting in words, from the schema that is nearest above it."""
+    """Return the type of a setting in words, from the nearest schema above it."""
     above = [place for place in types_of if not place or key.startswith(f"{place}.")]
     if not above:
         return ""
     place = max(above, key=len)
-    owner: Any = types_of[place]
-    field: Field[Any] | None = None
-    hint: Any = None
+    owner: object = types_of[place]
+    field: Field[object] | None = None
+    hint: object = None
     for name in key.removeprefix(place).lstrip(".").split("."):
         field = next((found for found in fields(owner) if found.name == name), None) if is_dataclass(owner) else None
         if field is None:

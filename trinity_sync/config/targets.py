@@ -1,4 +1,4 @@
-"""Building what the user names by `_target_`. Errors become the user's own words."""
+"""Builds objects that the user names by `_target_`, and turns their errors into messages with the key."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from trinity_sync.config.model_checks import KEY, ROWS, validates
 from trinity_sync.config.retention_policies import retention_policies
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.host.origin import ended, origin
+from trinity_sync.host.origin import end_text, origin
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.rewards import Judging
 
-# Named as text, since the packages of these classes lie above this one.
+# as text, since its package lies above this one
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 
 def check_inputs(cfg: DictConfig, task: object = None) -> object:
-    """Build once what a class of the user's own may refuse: backend, algorithm, retention policies, sync mode and task.
-    The task's file is read line by line, and its reward function imported, before Ray starts.
+    """Build everything once that a user's class may refuse: backend, algorithm, retention policies, sync mode and task.
+    Reads the task's file line by line and imports its reward function, before Ray starts.
 
     Args:
         cfg: a configuration that has passed `check`.
-        task: built of the same settings of a task before, with whatever seed; None: it is built.
+        task: already built from the same task settings, with any seed; None: it is built here.
 
     Returns:
         The task.
 
     Raises:
-        ConfigError: naming the key, and the file and line where there is one.
+        ConfigError: with the key, and file and line if there are any.
     """
     check_own_classes(cfg)
     retention_policies(cfg)
@@ -69,7 +69,7 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     """Build the task from all keys of its node and the seed.
 
     Args:
-        node: the part `task` of the configuration, or the same as plain values, as a process is sent it.
+        node: the part `task` of the configuration, or its plain values in another process.
         seed: of the run.
 
     Raises:
@@ -77,7 +77,7 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     """
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(values, dict)
-    values.pop("validation", None)  # which is for who asks, not for who has the prompts
+    values.pop("validation", None)  # the task itself does not need it
     _check_text(values, "task")
     parameters = _parameters(values.get(TARGET))
     ours = _judging(values, parameters)
@@ -86,15 +86,15 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
 
 
 def _parameters(target: object) -> Mapping[str, inspect.Parameter]:
-    """What a task's constructor takes; nothing where that cannot be told."""
+    """Return the parameters of a task's constructor; empty if they are unknown."""
     if isinstance(target, str) and missing(target) is None:
-        with suppress(TypeError, ValueError):  # as of what is not written in Python
+        with suppress(TypeError, ValueError):  # such as a class written in C
             return inspect.signature(load(f"task.{TARGET}", target)).parameters
     return {}
 
 
 def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, Judging]:
-    """Take our keys out of `task.reward`, for a task that takes a `judging`; in any other they are its own."""
+    """Take our keys out of `task.reward` for a task with a parameter `judging`; for other tasks they are its own."""
     reward = values.get("reward")
     if not isinstance(reward, dict) or "judging" not in parameters:
         return {}
@@ -105,8 +105,8 @@ def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, J
 
 
 def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Of a task named in an option of ours (``task._target_=...``), the keys of that option are still there: those
-    that it has no parameter for were not meant for it.
+    """Remove keys of one of our options if the user has replaced its class (``task._target_=...``) by one that has no
+    such parameters.
     """
     options = own_options("task").values()
     if not parameters or any(values[TARGET] == option[TARGET] for option in options):
@@ -118,13 +118,13 @@ def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, ins
 
 
 def validation_task(cfg: DictConfig | Config) -> Any:
-    """Build what has the prompts (`ValidatingTask`) or the rows that a run validates on; None where it does not.
+    """Build the task (`ValidatingTask`) or the rows that a run validates on; None: it does not validate.
 
     Args:
         cfg: a configuration that has passed `check`.
 
     Raises:
-        ConfigError: the file is not as the task wants it, or the task has no prompts for validation.
+        ConfigError: the file does not suit the task, or the task has no prompts for validation.
     """
     values = _task_values(cfg)
     if not validates(values):
@@ -142,7 +142,7 @@ def validation_items(cfg: DictConfig | Config, task: Any) -> list[Any]:
     """Return the prompts of a `validation_task`, or its rows for a validation by the loss."""
     asked = _task_values(cfg)["validation"]
     by_loss = ROWS in asked
-    found: list[Any] = task.validation_rows(asked[ROWS]) if by_loss else task.validation_prompts(asked["prompts"])
+    found: list[object] = task.validation_rows(asked[ROWS]) if by_loss else task.validation_prompts(asked["prompts"])
     return found
 
 
@@ -151,7 +151,7 @@ def _task_values(cfg: DictConfig | Config) -> dict[str, Any]:
 
 
 def _check_text(value: object, key: str) -> None:
-    """That nothing of a resolved value would be resolved once more by Hydra, and come to another thing to be built."""
+    """Refuse text that Hydra would resolve a second time and so might build something else."""
     if isinstance(value, dict | list):
         for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
             _check_text(inner, f"{key}.{part}")
@@ -159,20 +159,20 @@ def _check_text(value: object, key: str) -> None:
         raise ConfigError(f"{key} is {value}; a text with '${{' in it cannot be handed to a task")
 
 
-def instantiate_target(node: DictConfig, **kwargs: Any) -> Any:
-    """Build the object that a node names by `_target_`. The one place where Hydra's `instantiate` is called.
+def instantiate_target(node: DictConfig, **kwargs: object) -> object:
+    """Build the object that a node names by `_target_`. The only call of Hydra's `instantiate`.
 
     Args:
         node: a part of the configuration with the key `_target_`.
-        kwargs: further arguments of the class or function; they win over keys of the same name.
+        kwargs: further arguments; they replace keys of the same name.
 
     Raises:
-        TrinityError: what the class itself raised, unchanged.
-        ConfigError: the target cannot be imported, or refused its arguments; the message names key and target.
+        TrinityError: raised by the class itself, unchanged.
+        ConfigError: the target cannot be imported, or refuses its arguments; the message has key and target.
     """
     try:
         return instantiate(node, **kwargs)
-    except (Exception, SystemExit) as error:  # a module may end the program when it is imported
+    except (Exception, SystemExit) as error:  # a module may exit when it is imported
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, TrinityError):
@@ -189,5 +189,5 @@ def _target_text(node: DictConfig, error: BaseException) -> str:
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
-    reason = " ".join(ended(inner).split()) if origin(inner) is not None else " ".join(str(inner).split())
+    reason = " ".join(end_text(inner).split()) if origin(inner) is not None else " ".join(str(inner).split())
     return f"{key}._target_ is {target[1] if target else node.get('_target_')}, which cannot be used: {reason}"

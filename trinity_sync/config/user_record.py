@@ -1,5 +1,5 @@
-"""The record that this user made of a run on this host. Only this user can make one: the signatures need a key that no
-other user can read. A resume trusts the recorded values.
+"""This user's record of a run on this host, signed with a key that other users cannot read. A resume trusts recorded
+values.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from trinity_sync.config.lookup import ModuleSource
 
 FILE = "recorded.json"
-"""In `.hydra/` of a run: signatures, and the folders of modules. It holds no value of a setting."""
+"""In `.hydra/` of a run: signatures, and folders of modules; no values of settings."""
 OF_SWEEP = ".recorded.json"
-"""The same of a sweep, in its own folder: a folder with `.hydra/` is that of a run."""
+"""The same in a sweep's own folder: a folder with `.hydra/` is a run's."""
 
 _KEY_BYTES = 32
 _MOST_BYTES = 1 << 20
@@ -29,8 +29,12 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The record of one folder: the key of this user on this host (None: nothing is trusted), signatures in hex, and
-    the folder of each top-level module that was named, a hint until its signature is checked.
+    """The record of one folder.
+
+    Attributes:
+        key: of this user on this host; None: nothing is trusted.
+        signatures: in hex.
+        modules: folders of top-level modules, hints until their signature is checked.
     """
 
     key: bytes | None = None
@@ -39,7 +43,7 @@ class Recorded:
 
     @classmethod
     def read(cls, folder: Path) -> Recorded:
-        """Read the record of a folder; one that trusts nothing where there is no record that can be read."""
+        """Read the record of a folder; an unreadable one trusts nothing."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             path = folder / ".hydra" / FILE
             path = path if path.exists() else folder / OF_SWEEP
@@ -53,11 +57,11 @@ class Recorded:
         return NOTHING
 
     def holds(self, *what: object) -> bool:
-        """Whether this user recorded it."""
+        """Return whether this user recorded it."""
         return self.key is not None and _sign(self.key, what) in self.signatures
 
     def folder_of(self, module: str) -> Path | None:
-        """Return the folder in which a top-level module was when it was recorded; None: it was not."""
+        """Return the recorded folder of a top-level module, if there is one."""
         folder = self.modules.get(module)
         return Path(folder) if folder is not None and self.holds("folder", module, folder) else None
 
@@ -66,8 +70,8 @@ NOTHING = Recorded()
 
 
 def record(settings: Iterable[tuple[str, object]], modules: Mapping[str, ModuleSource]) -> str | None:
-    """Return a record of keys with their values, and of the top-level modules that these name; None where this user has
-    no safe place for a key.
+    """Return a signed record of keys with their values and of their top-level modules; None: this user has no safe
+    place for a key.
     """
     key = _user_key(make=True)
     if key is None:
@@ -85,12 +89,12 @@ def _sign(key: bytes, what: Iterable[object]) -> str:
 
 
 def _user_key(*, make: bool) -> bytes | None:
-    """The key of this user on this host; None where another user could read or replace it, or none can be made."""
+    """Return this user's key on this host; None: another user could read or replace it, or it cannot be made."""
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         above = next(place for place in (state, *state.parents) if place.exists())
         if not state.is_absolute() or above.stat().st_uid != os.geteuid():
-            return None  # as of root with the home of another user, whose state would be root's then
+            return None  # such as root with another user's home: the state would become root's
         path = state / "trinity-sync" / f"{socket.gethostname()}.key"
         if make:
             _make_key(path)
@@ -113,9 +117,9 @@ def _make_key(path: Path) -> None:
     with suppress(FileExistsError):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(handle, secrets.token_bytes(_KEY_BYTES))  # a run that reads the file before this records nothing
+            os.write(handle, secrets.token_bytes(_KEY_BYTES))  # a run that reads the file earlier records nothing
             os.fsync(handle)
-        except BaseException:  # also Ctrl-C: an empty file would be no key for ever
+        except BaseException:  # also on Ctrl-C: an empty file would never become a key
             path.unlink()
             raise
         finally:

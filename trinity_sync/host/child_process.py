@@ -1,7 +1,7 @@
-"""A process of one's own program for work that must not be felt here: a library that hangs, leaves threads behind, or
-changes what belongs to the whole process. Used for mirrors, trackers and rewards.
+"""Child processes that isolate the caller from a library that hangs, leaves threads behind or changes the whole
+process. Used for mirrors, trackers, rewards, tokenizers and digests.
 
-It is no `multiprocessing.Process`: that would begin with the program of its parent, once more.
+`multiprocessing.Process` does not serve here: it runs the parent's main module again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn, Self
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.interrupts import leave_to_driver, left_to_driver
@@ -31,20 +31,20 @@ from trinity_sync.host.logs import keep_short
 from trinity_sync.host.terminal import open_missing
 
 OWN_NAMES = "TRINITY_SYNC_OWN_NAMES"
-"""Variable with the names of variables, between blanks, that look like Ray's and are the user's."""
+"""Environment variable that lists, separated by blanks, the user's own variables that look like Ray's."""
 _PIECE = 1 << 16
 _CREDENTIALS = struct.Struct("iII")
 _CONTROL = socket.CMSG_SPACE(_CREDENTIALS.size)  # no room for file descriptors, which would be open here then
 
 
 class Channel:
-    """Our end of the connection to a child, whose end is a `multiprocessing.connection.Connection`.
+    """The parent's end of the connection to a child, whose end is a `multiprocessing.connection.Connection`.
 
-    The kernel names the sender of each piece, and only those of one process count: a fork of it, which has the
-    connection open as well, can neither answer for it nor break its messages.
+    The kernel names the sender of each piece, and pieces of other processes are dropped: a fork of the child, which has
+    the connection open as well, can neither answer for it nor damage its messages.
 
     Attributes:
-        sender: that process; None: the next one that sends something.
+        sender: pid of the child; None: the first process that sends.
         most_bytes: limit of one message; a longer one ends the connection.
     """
 
@@ -60,21 +60,21 @@ class Channel:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """File descriptors to wait for: one of them can be read when `poll` may have news."""
+        """File descriptors that become readable before `poll` returns True."""
         return self._end.fileno(), self._pidfd
 
     def ended(self, within_s: float) -> bool:
-        """Wait until the child has ended; tell whether it has."""
+        """Wait until the child has ended; return False at the timeout."""
         return _readable((self._pidfd,), within_s)
 
     def send(self, message: object, limit_s: float | None = None) -> None:
         """Send a message.
 
         Args:
-            limit_s: for the child to take it, seconds; None: the usual.
+            limit_s: for the child to read it, seconds; None: the channel's limit.
 
         Raises:
-            TimeoutError: the child has not taken all of it within the limit; nothing can be sent any more.
+            TimeoutError: the child has not read all of it in time; the connection cannot send any more.
             OSError: the connection is closed.
         """
         data = pickle.dumps(message)
@@ -89,11 +89,7 @@ class Channel:
             self._end.setblocking(False)
 
     def poll(self, within_s: float | None) -> bool:
-        """Wait until `recv` returns or raises at once; tell whether it does.
-
-        Args:
-            within_s: limit, seconds; None: there is none.
-        """
+        """Wait until `recv` would not block; return False at the timeout (seconds; None: no limit)."""
         until = math.inf if within_s is None else time.monotonic() + within_s
         while True:
             gone = self.ended(0.0)  # before the rest is read: nothing comes after
@@ -107,15 +103,10 @@ class Channel:
             _readable(self.descriptors, left)
 
     def recv(self) -> Any:
-        """Return the next message; without `poll` first, wait for it.
-
-        Raises:
-            EOFError: there is none, as the child has ended or closed the connection.
-        """
+        """Wait for the next message. EOFError: the child has ended or closed the connection."""
         return pickle.loads(self.recv_bytes())
 
     def recv_bytes(self) -> bytes:
-        """As `recv`, of bytes."""
         self.poll(None)
         if (whole := self._whole()) is None:
             raise EOFError("the connection was closed")
@@ -124,12 +115,11 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """Close our end."""
         self._end.close()
         self._close_pidfd()
 
     def _whole(self) -> slice | None:
-        """Where the first message is; None: there is no whole one."""
+        """Return the place of the first message in the data, None if it is incomplete."""
         if len(self._data) < 4:
             return None
         length = struct.unpack_from("!I", self._data)[0]
@@ -137,7 +127,7 @@ class Channel:
         return slice(4, 4 + length) if length <= min(len(self._data) - 4, self.most_bytes) else None
 
     def _read(self) -> bool:
-        """Take a piece; tell whether there was one."""
+        """Read a piece; return whether there was one."""
         try:
             data, control, _, _ = self._end.recvmsg(_PIECE, _CONTROL)
         except BlockingIOError:
@@ -153,23 +143,44 @@ class Channel:
         return bool(data)
 
 
+class Child(NamedTuple):
+    """A child process and the connection to it. As a context it ends with the block."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self.channel.close()
+
+    def status(self, within_s: float) -> int | None:
+        """Wait for the exit status; return None at the timeout."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(within_s)
+        return None
+
+    def end(self) -> None:
+        """Kill the process; any thread. A hung network disk can block the exit for ever, so the wait has a limit."""
+        self.process.kill()
+        self.status(_END_S)
+
+
 def start_child(
     module: str, log: Path | None, message_s: float = 10, further: Sequence[int] = (), with_driver: bool = True
-) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start ``serve(descriptor)`` of a module in a process of its own, which leaves signals to the driver. It finds
-    modules where this process does, and its environment is the user's.
+) -> Child:
+    """Start ``serve(descriptor)`` of a module in a child process, which ignores the signals that end a run. It has this
+    process's module path and the user's environment.
 
     Args:
-        module: dotted name; its `serve` gets the file descriptor of its end of the connection, and must end when that
-            is closed, that is, with this process.
-        log: the child's own words are appended to it, and it is kept short; None: they go to this process's standard
-            error.
-        message_s: limit for the child to take a message, in seconds; see `Channel`.
-        further: file descriptors that `serve` is given after its own.
-        with_driver: whether the kernel kills it at once when the driver is gone.
-
-    Returns:
-        The process, and our end of the connection.
+        module: dotted name; its `serve` gets the file descriptor of its end of the connection, and must return when
+            that is closed, that is, with this process.
+        log: gets the child's output, and is kept short; None: this process's standard error.
+        message_s: limit for the child to read a message, seconds.
+        further: file descriptors that `serve` gets after its own.
+        with_driver: the kernel kills the child when the driver ends.
 
     Raises:
         OSError: it could not be started.
@@ -200,32 +211,32 @@ def start_child(
             stderr=output,
             pass_fds=given,
             env=users_environment(),
-            # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors
-            # out between sessions first, and there it would yield to nobody.
+            # Ctrl-C is for the run, which lets a copy finish. The child stays in the session: Linux may share the
+            # processors between sessions first, so a low priority would not yield to the run.
             process_group=0,
         )
         channel = Channel(ours, child.pid, message_s)
         on_error.pop_all()
-        return child, channel
+        return Child(child, channel)
 
 
 def python(code: str) -> list[str]:
-    """Return the command that runs code where this process's modules are found. Programs that it starts do not inherit
-    that, as they would a PYTHONPATH.
+    """Return the command that runs code with this process's module path. Unlike PYTHONPATH, its own children do not
+    inherit the path.
     """
-    # others are names of import hooks, such as that of packages that are installed as editable, or cannot be reached
+    # entries that do not exist are names of import hooks, such as those of editable packages
     path = [str(Path(place).absolute()) if os.path.exists(place or ".") else place for place in sys.path]  # noqa: PTH110
     return [sys.executable, "-u", "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
 
 
 def own_names() -> dict[str, str]:
-    """Return a variable that has `users_environment` keep what the user has set, for the processes of a run."""
+    """Return the variable by which `users_environment` keeps the user's own settings in the processes of a run."""
     started = Path("/proc/self/environ").read_text(errors="replace").split("\0")
     return {OWN_NAMES: " ".join(filter(_looks_like_rays, (line.partition("=")[0] for line in started)))}
 
 
 def users_environment() -> dict[str, str]:
-    """Return the environment without the variables that Ray has added for its own processes."""
+    """Return the environment without the variables that Ray adds for its own processes."""
     own = os.environ.get(OWN_NAMES, "").split()
     return {name: value for name, value in os.environ.items() if name in own or not _looks_like_rays(name)}
 
@@ -241,35 +252,31 @@ def _readable(descriptors: Sequence[int], within_s: float) -> bool:
     return bool(poll.poll(None if within_s == math.inf else within_s * 1000))
 
 
-# A process that outlives the one that starts it: of a session of its own, nobody's child, without anything that its
-# starter has open.
+# Detached processes, which outlive the one that starts them, in a session of their own.
 
 
-#: Says what came of the start; once. Who started the process goes on then.
 Report = Callable[[bytes], None]
+"""Reports the result of the start, once, to the waiting starter."""
 
 
 class KilledError(RunError):
-    """A process ended before it said anything: somebody has killed it."""
+    """A process ended without a report or any output: it was killed."""
 
 
 def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> bytes:
-    """Start ``serve(given, report)`` of a module in a process of its own, and wait for its report.
+    """Start ``serve(given, report)`` of a module in a detached process, and return its report.
 
-    It is begun anew and not forked, so it has none of this process's sockets, threads or contexts of a GPU. The
-    terminal's signals do not reach it, and it holds none of this process's output.
+    The process is not a fork: it has none of this process's sockets, threads or GPU contexts, does not keep its output
+    open, and gets no signals of the terminal.
 
     Args:
-        module: dotted name. Its `serve` gets a `Report` besides.
-        who: what errors call it.
-        timeout_s: limit for the report, seconds. A process that is late is left alone.
-
-    Returns:
-        What it reported.
+        module: dotted name.
+        who: the process's name in errors.
+        timeout_s: limit for the report, seconds. A late process is not killed.
 
     Raises:
-        KilledError: it ended without a report, and without a word.
-        RunError: it ended without a report; says what it printed.
+        KilledError: it ended without a report and without output.
+        RunError: it ended without a report; contains its last line of output.
         WaitTimeout: there is no report.
     """
     try:
@@ -298,7 +305,7 @@ def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> 
 
 
 def become(module: str) -> None:
-    """Be that process; its first line."""
+    """Run the detached process; called by its first line."""
     given = sys.stdin.buffer.read()
     if os.fork():
         os._exit(0)
@@ -306,7 +313,7 @@ def become(module: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
     to_starter = os.dup(1)
-    os.dup2(2, 1)  # a library that prints does not report
+    os.dup2(2, 1)  # a library's output is not a report
 
     def report(said: bytes) -> None:
         nonlocal to_starter
@@ -315,7 +322,7 @@ def become(module: str) -> None:
             try:
                 with os.fdopen(to_starter, "wb") as pipe:
                     pipe.write(said)
-            except OSError:  # the starter is gone
+            except OSError:  # the starter has ended
                 pass
             to_starter = -1
 
@@ -323,7 +330,7 @@ def become(module: str) -> None:
 
 
 def _let_go_of_output() -> None:
-    """What is the starter's, that is a pipe, becomes ``/dev/null``; what is a log by now stays."""
+    """Replace the starter's pipes by ``/dev/null``; an output that is a log by now stays."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         if _is_pipe(number):
@@ -335,24 +342,23 @@ def _is_pipe(number: int) -> bool:
     return stat.S_ISFIFO(os.fstat(number).st_mode)
 
 
-# The end of a process together with all that it has started, in sessions of their own, too. Its keeper sees to it,
-# the parent of the process, which calls nobody's code.
+# A process that ends with all of its descendants, whatever their sessions. Its parent, the keeper, ends them.
 
 
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 _END_S = 20
-"""For the kernel to end what is killed; a keeper waits no longer."""
+"""Limit for the end of a killed process, seconds."""
 
 
 def go_on_kept(lifeline: int, forwarded: signal.Signals, not_kept: Sequence[int]) -> None:
-    """Go on in a fork of this process, which becomes its keeper. The fork leaves signals to the driver.
+    """Continue in a fork of this process, which becomes its keeper. The fork ignores signals that end a run.
 
-    The keeper ends as the fork does, after all that the fork has started. It ends everything at once when the other end
-    of the pipe is closed, as it is when the process that holds it has ended, however it did.
+    The keeper ends with the fork's exit status, after all descendants of the fork. It kills all of them when the other
+    end of the lifeline is closed, as by the end of the process that holds it.
 
     Args:
-        lifeline: file descriptor of the reading end.
-        forwarded: a signal that the keeper hands on.
+        lifeline: file descriptor of a pipe's reading end.
+        forwarded: a signal that the keeper forwards.
         not_kept: file descriptors that the keeper closes.
     """
     prctl = ctypes.CDLL(None).prctl
@@ -379,7 +385,7 @@ def _keep(child: int, lifeline: int, forwarded: signal.Signals) -> NoReturn:
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(lifeline, select.POLLHUP)
     poll.poll()
-    signal.signal(forwarded, signal.SIG_IGN)  # from now on the child may be no more
+    signal.signal(forwarded, signal.SIG_IGN)  # the child may have ended
     signal.alarm(_END_S)
     status = 0
     with contextlib.suppress(ChildProcessError):  # none is left
@@ -399,10 +405,10 @@ def _keep(child: int, lifeline: int, forwarded: signal.Signals) -> NoReturn:
 
 
 def _descendants(pid: int) -> set[int]:
-    """The children of a process, and theirs, as far as their parents live."""
+    """Return the children of a process and theirs, except for those whose parents have died."""
     children: dict[int, set[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has just ended
             parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, set()).add(int(entry.name))
     found: set[int] = set()

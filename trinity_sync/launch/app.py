@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra._internal.utils as hydra_internals
 from hydra.core.hydra_config import HydraConfig
@@ -36,7 +36,7 @@ from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.masking import hide, hide_typed
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
 from trinity_sync.launch.messages import CommandLine, explain, print_error
@@ -98,7 +98,7 @@ _session = _Session()
 
 @safe_streams()
 def run_main(
-    main: Callable[[], Any],
+    main: Callable[[], object],
     arguments: Sequence[str] | None = None,
     *,
     resume: Resume | None = None,
@@ -196,7 +196,7 @@ def job(cfg: DictConfig) -> float:
         if sweeps.is_of_queue(error):
             raise
         log_failure("the job", error)
-        print_error(f"{where}unexpected {told(error)} (traceback in {_log_of(run_dir)})")
+        print_error(f"{where}unexpected {error_text(error)} (traceback in {_log_of(run_dir)})")
     finally:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:
@@ -248,7 +248,7 @@ def _objective(run_dir: Path) -> float:
 class RunHooks(Callback):
     """Hydra's callback, named in `conf/config.yaml`."""
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Keep Hydra from overwriting the files of an existing run: the launcher refuses the folder, or saves a
         resume's settings after all checks. A folder in use is refused here.
         """
@@ -271,7 +271,7 @@ class RunHooks(Callback):
             except ConfigError as error:
                 _refuse(str(error))
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse a sweep that would overwrite a run or has an invalid job, before anything is written."""
         jobs: Sequence[ComposedJob] = ()
         try:

@@ -130,7 +130,7 @@ def has_gpus(address: str) -> bool:
         shut_down(None)
 
 
-def _join(address: str, **options: Any) -> None:
+def _join(address: str, **options: object) -> None:
     """Connect to an existing cluster. Raises ConfigError if there is none, or if it refuses this program."""
     import ray
     from ray.exceptions import AuthenticationError

@@ -104,7 +104,7 @@ def _explain_missing_option(error: MissingConfigException) -> str:
         return f"there is no configuration {option}.yaml in {config.conf_dir()}"
     if not known:
         known = _options(group)
-    return f"{group}={option} is no option; {group} has {', '.join(known)}{near(option, known)}"
+    return f"{group}={option} is not an option; {group} has {', '.join(known)}{near(option, known)}"
 
 
 def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> str:
@@ -116,7 +116,7 @@ def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> st
     if schema:  # a user's option may have more keys
         known = [name for name in dict.fromkeys([*(f.name for f in fields(schema)), *known]) if name != "_target_"]
         known += [] if parent else ["experiment"]
-    told = f"{key} is no setting"
+    told = f"{key} is not a setting"
     if known:
         told += f"; {parent or 'the configuration'} has {', '.join(known)}{near(last, known)}"
     return told + ("" if schema else f"; to add a key of your own, write +{key}=...")

@@ -59,26 +59,37 @@ _CLEAR_S = 60.0
 
 
 @dataclass(frozen=True)
+class _RayRequest:
+    """Everything that decides whether a kept Ray suits a run, except CPUs."""
+
+    settings: ClusterConfig
+    env: Mapping[str, str]
+    forked: bool
+    inherited: Mapping[str, str]  # environment of Ray's processes
+    folder: Path  # their working directory
+
+
+@dataclass(frozen=True)
 class OwnRay:
     """A local Ray that this program has started and is connected to.
 
     Attributes:
         folder: of its session.
-        wanted: the settings that it was started with.
+        request: what it was started for.
         cpus: logical CPUs that it offers.
         base: Ray's own processes, without workers.
         end: ends it.
     """
 
     folder: Path
-    wanted: Mapping[str, object]
+    request: _RayRequest
     cpus: int
     base: frozenset[psutil.Process]
     end: Callable[[], None]
 
-    def suits(self, wanted: Mapping[str, object], cpus: int) -> bool:
+    def suits(self, request: _RayRequest, cpus: int) -> bool:
         """Return whether a run with these settings and this need of CPUs can use it."""
-        return self.wanted == wanted and self.cpus >= cpus and self.lives()
+        return self.request == request and self.cpus >= cpus and self.lives()
 
     def lives(self) -> bool:
         """Return whether this program is still connected and all of Ray's own processes run."""
@@ -119,14 +130,13 @@ class OwnRay:
 
 @contextlib.contextmanager
 def own_ray(
-    settings: ClusterConfig, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, Any]
+    settings: ClusterConfig, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, object]
 ) -> Iterator[Path]:
     """Give a run a new or a kept Ray, and yield its session's folder. Errors as for `start_ray`."""
-    wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
     inherited = {name: value for name, value in os.environ.items() if name != AUTHENTICATION}
-    wanted |= {"environment": inherited, "folder": Path.cwd()}  # inherited by Ray's processes
+    request = _RayRequest(settings, dict(env), forked, inherited, Path.cwd())
     keeper = _keepers[-1] if _keepers else None
-    ray = (keeper.take(wanted, cpus) if keeper else None) or _start_own(settings, cpus, wanted, options)
+    ray = (keeper.take(request, cpus) if keeper else None) or _start_own(request, cpus, options)
     try:
         yield ray.folder
         if keeper is not None and _cleared(ray):
@@ -158,9 +168,9 @@ class _Keeper:
 
     ray: OwnRay | None = field(default=None)
 
-    def take(self, wanted: Mapping[str, object], cpus: int) -> OwnRay | None:
+    def take(self, request: _RayRequest, cpus: int) -> OwnRay | None:
         """Return the kept Ray; end it if it does not suit."""
-        if self.ray is not None and not self.ray.suits(wanted, cpus):
+        if self.ray is not None and not self.ray.suits(request, cpus):
             self.end()
         taken, self.ray = self.ray, None
         return taken
@@ -188,9 +198,10 @@ def _cleared(ray: OwnRay) -> bool:
     return False
 
 
-def _start_own(settings: ClusterConfig, cpus: int, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> OwnRay:
+def _start_own(request: _RayRequest, cpus: int, options: Mapping[str, object]) -> OwnRay:
+    settings = request.settings
     # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime environment.
-    local = {**wanted["env"], "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    local = {**request.env, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     cpus = settings.num_cpus or max(cpus, os.cpu_count() or 1)
     check_unconnected()
     with _ended_on_error() as stack:
@@ -200,7 +211,7 @@ def _start_own(settings: ClusterConfig, cpus: int, wanted: Mapping[str, Any], op
         with contextlib.ExitStack() as starting:
             starting.enter_context(environment(local | stack.enter_context(driver_lifeline(folder / _LIFELINE))))
             starting.enter_context(own_sigterm())
-            if wanted["forked"]:
+            if request.forked:
                 forks = stack.enter_context(fork_server(folder))
                 starting.enter_context(workers_forked())
                 starting.enter_context(environment(forks.env))
@@ -217,7 +228,7 @@ def _start_own(settings: ClusterConfig, cpus: int, wanted: Mapping[str, Any], op
             )
         stack.callback(shut_down, folder, released)
         base = frozenset(processes_of(folder))
-        return OwnRay(folder, wanted, cpus, base, stack.pop_all().close)
+        return OwnRay(folder, request, cpus, base, stack.pop_all().close)
 
 
 @contextlib.contextmanager
@@ -276,7 +287,7 @@ def _processes_looked_after() -> Iterator[None]:
     started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     start, gcs_port, own_node = services.start_ray_process, node.wait_for_persisted_port, services.get_node
 
-    def start_process(command: list[str], kind: str, *args: Any, **kwargs: Any) -> Any:
+    def start_process(command: list[str], kind: str, *args: object, **kwargs: object) -> object:
         with left_to_driver():
             info = start(list(map(_with_driver, command)), kind, *args, **kwargs)
         printed = next((text.removeprefix(_PRINTED) for text in command if text.startswith(_PRINTED)), "")
@@ -288,7 +299,7 @@ def _processes_looked_after() -> Iterator[None]:
             if (code := running.poll()) is not None:
                 raise _DiedError(f"its {kind} {_end_of(code, printed)}")
 
-    def wait_for_port(*args: Any, timeout_ms: int) -> Any:
+    def wait_for_port(*args: object, timeout_ms: int) -> object:
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
             try:
@@ -298,7 +309,7 @@ def _processes_looked_after() -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise
 
-    def wait_for_node(*args: Any) -> Any:
+    def wait_for_node(*args: object) -> object:
         answer = in_background(partial(own_node, *args), "Ray's start")  # Ray waits half a minute
         while not answer.done():
             look()
@@ -496,9 +507,9 @@ def workers_forked() -> Iterator[None]:
     """Within the block, make Ray start its workers by `worker_fork`; `ray.init` has no switch for it."""
     from ray._private.node import Node
 
-    start: Callable[..., Any] = Node.start_raylet
+    start: Callable[..., object] = Node.start_raylet
 
-    def start_raylet(self: Node, *args: Any, **kwargs: Any) -> Any:
+    def start_raylet(self: Node, *args: object, **kwargs: object) -> object:
         self._ray_params.setup_worker_path = worker_fork.__file__
         return start(self, *args, **kwargs)
 

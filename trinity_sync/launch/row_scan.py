@@ -11,10 +11,8 @@ load transformers; torch is not loaded there either.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -253,18 +251,13 @@ def _note(text: str) -> None:
 
 
 def _ask(request: _ScanRequest, path: str) -> _Found | _UnreadableModel:
-    child, channel = start_child(__name__, None, _MESSAGE_S)
-    try:
-        with contextlib.closing(channel):
-            channel.send(request)
-            return _answer(channel, path, len(request.rows))
-    except (EOFError, OSError) as error:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(1)
-        raise RunError(f"the process that looks through the rows of {path} has ended ({child.returncode})") from error
-    finally:
-        child.kill()
-        child.wait()
+    with start_child(__name__, None, _MESSAGE_S) as child:
+        try:
+            child.channel.send(request)
+            return _answer(child.channel, path, len(request.rows))
+        except (EOFError, OSError) as error:
+            status = child.status(1)
+            raise RunError(f"the process that looks through the rows of {path} has ended ({status})") from error
 
 
 def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel:

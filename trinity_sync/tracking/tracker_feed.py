@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import subprocess
 import threading
 import time
 import traceback
@@ -23,7 +22,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.child_process import Child, start_child
 from trinity_sync.host.interrupts import wait_until
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import in_background
@@ -225,14 +224,13 @@ class Apart:
 
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker, self._name = tracker, name
-        self._child: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
+        self._child: Child | None = None
         self._log: Path | None = None
 
     def start(self, run: TrackedRun) -> None:
         """Start the process, and the tracker in it; errors as the tracker's own."""
         self._log = run.folder / "logs" / f"tracker-{self._name}.log"
-        self._child, self._channel = start_child(__name__, self._log)
+        self._child = start_child(__name__, self._log)
         try:
             self._ask("start", self._tracker, run)
         except BaseException:
@@ -256,29 +254,23 @@ class Apart:
         """Close the tracker, and end the process."""
         try:
             self._ask("close")
-            assert self._child is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_LAST_S)
+            if self._child is not None:
+                self._child.status(_LAST_S)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """End the process, whatever it does; any thread."""
         if self._child is not None:
-            self._child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead network disk may hold it for ever
-                self._child.wait(_LAST_S)
+            self._child.end()
 
     def _ask(self, method: str, *arguments: object) -> None:
-        assert self._channel is not None, "`start` comes first"
-        assert self._child is not None
+        assert self._child is not None, "`start` comes first"
         try:
-            self._channel.send((method, arguments), _START_S if method == "start" else None)
-            kind, text = self._channel.recv()
+            self._child.channel.send((method, arguments), _START_S if method == "start" else None)
+            kind, text = self._child.channel.recv()
         except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_LAST_S)
-            status = self._child.returncode
+            status = self._child.status(_LAST_S)
             what = f"does not answer ({error})" if status is None else f"has ended ({status})"
             raise RunError(f"its process {what}; see {self._log}") from None
         if kind == "refused":

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
-import select
-import subprocess
-import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +19,14 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from multiprocessing.connection import Connection
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from trinity_sync.host.child_process import Child, start_child
 from trinity_sync.weights import shards
 from trinity_sync.weights.shards import CoverageError, matrix_view
 
@@ -60,19 +57,12 @@ class Fragment(NamedTuple):
 
 
 class TensorRows(NamedTuple):
-    """The known digests of one tensor's rows.
+    """The known digests of one tensor's rows."""
 
-    Attributes:
-        dtype: safetensors name.
-        shape: global shape.
-        runs: (first row, 16 bytes per row) of consecutive rows with a digest, ascending and not adjacent.
-        fragments: pieces of the other rows.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    runs: tuple[tuple[int, bytes], ...]
-    fragments: tuple[Fragment, ...]
+    dtype: str  # safetensors name
+    shape: tuple[int, ...]  # global
+    runs: tuple[tuple[int, bytes], ...]  # (first row, 16 bytes per row) of consecutive rows, ascending, not adjacent
+    fragments: tuple[Fragment, ...]  # pieces of the other rows
 
     def digest(self) -> bytes | None:
         """Return the 16-byte digest of the tensor; None where rows are missing."""
@@ -120,7 +110,6 @@ class RowBox(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Part and byte, unique among the pieces."""
         return self.part, self.at
 
     @property
@@ -132,14 +121,12 @@ class RowBox(NamedTuple):
         return self.start + self.width
 
     def cut(self, row: int, row_stop: int) -> RowBox:
-        """Return its part in these rows."""
         if row == self.row and row_stop == self.row + self.rows:
             return self
         at = self.at + (row - self.row) * self.width
         return RowBox(row, self.start, row_stop - row, self.width, self.part, at)
 
     def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Return its bytes, of shape (rows, width)."""
         return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
 
 
@@ -151,7 +138,6 @@ class TensorSpan(NamedTuple):
     ends: list[int]  # for each piece the bytes of digests up to its last row
 
     def cut(self, digests: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """Yield the place of each piece and its digests, from those of all rows."""
         start = 0
         for place, end in zip(self.places, self.ends, strict=True):
             yield place, digests[start:end]
@@ -212,22 +198,21 @@ class TensorPlan:
     def digest(
         self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[tuple[int, int], bytes]
     ) -> TensorRows:
-        """Digest the rows that `elsewhere` has no digests of."""
         if self._only is not None:  # a small tensor, of which there may be many
             only = self._only
             digests = elsewhere.get(only.place) or rows_digest(only.data(views))
             return TensorRows(*self._kind, ((only.row, digests),), ())
         threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
-        begun: list[tuple[int, bytes | Future[bytes]]] = []
+        pending: list[tuple[int, bytes | Future[bytes]]] = []
         for batch in self._batches:
             done = elsewhere.get(batch[0].place) if len(batch) == 1 else None
             if done is not None:
-                begun.append((batch[0].row, done))
+                pending.append((batch[0].row, done))
             elif threads is not None:
-                begun.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
+                pending.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
             else:
-                begun.append((batch[0].row, _batch_digest(batch, views)))
-        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in begun]
+                pending.append((batch[0].row, _batch_digest(batch, views)))
+        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in pending]
         fragments = tuple(self._fragment(piece, views) for piece in self._fragments)
         return TensorRows(*self._kind, joined(runs), fragments)
 
@@ -278,12 +263,6 @@ def joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
 # Digests of rows by other processes: threads cannot hash short rows concurrently, because xxhash keeps the interpreter
 # lock for less than 64 KiB.
 
-_PROGRAM = f"""
-import sys
-sys.path[0] = {str(Path(__file__).parents[2])!r}
-from trinity_sync.weights.tensor_rows import serve
-serve()
-"""
 _ANSWER_S = 60.0
 """Timeout of a process's answer; after it the caller digests the rows itself."""
 RowSpan = tuple[str, int, int, int]
@@ -299,7 +278,7 @@ class RowProcesses:
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Child] = []
 
     def digest(self, spans: Sequence[RowSpan], here: Callable[[int], bytes]) -> list[bytes]:
         """Return for each span the 16-byte digests of its rows, one after another.
@@ -308,18 +287,16 @@ class RowProcesses:
         """
         with self._lock:
             while len(self._processes) < self._count:
-                command = [sys.executable, "-c", _PROGRAM]
-                self._processes.append(
-                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-                )
+                self._processes.append(start_child(__name__, None))
             first, *shares = _shares(spans, 1 + len(self._processes))
             helpers = list(self._processes)
-            for process, share in zip(helpers, shares, strict=True):
-                _ask(process, spans[share.start : share.stop])
+            for child, share in zip(helpers, shares, strict=True):
+                with suppress(OSError):  # it has ended, and will not answer
+                    child.channel.send(list(spans[share.start : share.stop]))
             try:
                 found = [here(number) for number in first]
-                for process, share in zip(helpers, shares, strict=True):
-                    answer = _answer(process)
+                for child, share in zip(helpers, shares, strict=True):
+                    answer = _answer(child)
                     if answer is None:  # it died or was stopped, or could not map the segment
                         self._end()
                     found += [here(number) for number in share] if answer is None else answer
@@ -330,42 +307,31 @@ class RowProcesses:
 
     def close(self) -> None:
         """End the processes; a later `digest` starts them again."""
-        for process in list(self._processes):  # before the lock: a caller may have it while it waits for a hung process
-            process.kill()
+        for child in list(self._processes):  # before the lock: a caller may have it while it waits for a hung process
+            child.process.kill()
         with self._lock:
             self._end()
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            with suppress(OSError, ValueError):  # drains the pipes
-                process.communicate()
-            process.wait()
+        for child in self._processes:
+            child.end()
+            child.channel.close()
         self._processes.clear()
 
 
 def _shares(spans: Sequence[RowSpan], count: int) -> list[range]:
-    """Cut a list into runs of about the same number of bytes."""
     ends = list(accumulate(rows * width for _, _, rows, width in spans))
     total = ends[-1] if ends else 0
     cuts = [0, *(bisect_left(ends, total * share / count) for share in range(1, count)), len(spans)]
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
-def _ask(process: subprocess.Popen[bytes], spans: Sequence[RowSpan]) -> None:
-    assert process.stdin is not None
-    with suppress(OSError, ValueError):  # it died: there will be no answer
-        process.stdin.write(pickle.dumps(list(spans)))
-        process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[bytes]) -> list[bytes] | None:
-    assert process.stdout is not None
+def _answer(child: Child) -> list[bytes] | None:
     try:
-        if not select.select([process.stdout], [], [], _ANSWER_S)[0]:
+        if not child.channel.poll(_ANSWER_S):
             return None
-        found: list[bytes] = pickle.load(process.stdout)
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError):
+        found: list[bytes] = child.channel.recv()
+    except (EOFError, OSError):
         return None
     return found
 
@@ -384,16 +350,12 @@ def _digest(spans: Sequence[RowSpan], maps: dict[str, NDArray[np.uint8]]) -> lis
     return found
 
 
-def serve() -> None:
-    """Answer requests on the standard input until it ends."""
+def serve(descriptor: int) -> None:
+    """Answer requests as the child process until the connection to its parent is closed."""
     maps: dict[str, NDArray[np.uint8]] = {}
-    while True:
-        try:
-            spans = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(_digest(spans, maps), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+    with Connection(descriptor) as connection, suppress(Exception):  # the parent digests the rows of a failed request
+        while True:
+            connection.send(_digest(connection.recv(), maps))
 
 
 # xxh3_128 of many short rows of one length at a time, in numpy.
@@ -437,7 +399,6 @@ def _steps(length: int) -> int:
 
 
 def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
-    """Digest rows of 9 to 16 bytes."""
     length = matrix.shape[1]
     first, last = _word(matrix, 0), _word(matrix, length - 8)
     mixed = first ^ last ^ (_SECRET[4] ^ _SECRET[5])
@@ -455,7 +416,6 @@ def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> No
 
 
 def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
-    """Digest rows of more than 16 bytes."""
     rows, length = matrix.shape
     low, high = np.full(rows, _wrapped(length * _PRIME_1)), np.zeros(rows, np.uint64)
     for step in reversed(range(_steps(length))):  # from the middle of the row outwards
@@ -475,7 +435,6 @@ def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None
 
 
 def _word(matrix: NDArray[np.uint8], at: int) -> Words:
-    """Return 8 bytes of each row, from byte `at` on."""
     rows, length = matrix.shape
     return np.ndarray((rows,), "<u8", matrix, at, (length,))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host import interrupts
-from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.child_process import Channel, Child, start_child
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import run_when_idle
@@ -140,7 +139,7 @@ class RunMirror:
             if error.final:
                 raise self._unusable(error) from error
             if best is not None:
-                consequence = f"; going on from step {local_step}, which is here" if local_step >= least else ""
+                consequence = f"; resuming from local step {local_step}" if local_step >= least else ""
                 self.say(f"the mirror cannot be asked for a newer checkpoint{consequence}")
                 return None
             raise RunError(
@@ -464,31 +463,28 @@ def call(
     """
     tick()
     try:
-        child, channel = start_child(__name__, log)
+        started = start_child(__name__, log)
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
-    with contextlib.closing(channel), child:
-        try:
-            _send(channel, (place, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
-            heard = time.monotonic()
-            while stop is None or not stop.is_set():
-                tick()
-                if channel.poll(_BEAT_S):
-                    heard = time.monotonic()
-                    match _receive(channel, child):
-                        case "done", result:
-                            return cast(T, result)
-                        case "failed", str(text), bool(final):
-                            raise MirrorError(without_secrets(text, place, settings.options), final=final)
-                        case "say", str(text):
-                            say(text)
-                        case "progress", int(done), int(total):
-                            progress(done, total)
-                elif time.monotonic() - heard > settings.timeout_s:
-                    raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
-            raise MirrorError("the run ended meanwhile", final=True)
-        finally:
-            child.kill()
+    with started as child:
+        _send(child.channel, (place, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
+        heard = time.monotonic()
+        while stop is None or not stop.is_set():
+            tick()
+            if child.channel.poll(_BEAT_S):
+                heard = time.monotonic()
+                match _receive(child):
+                    case "done", result:
+                        return cast(T, result)
+                    case "failed", str(text), bool(final):
+                        raise MirrorError(without_secrets(text, place, settings.options), final=final)
+                    case "say", str(text):
+                        say(text)
+                    case "progress", int(done), int(total):
+                        progress(done, total)
+            elif time.monotonic() - heard > settings.timeout_s:
+                raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
+        raise MirrorError("the run ended meanwhile", final=True)
 
 
 def _send(channel: Channel, message: tuple[object, ...], limit_s: float) -> None:
@@ -500,15 +496,14 @@ def _send(channel: Channel, message: tuple[object, ...], limit_s: float) -> None
         pass  # it died at once; `_receive` finds its end
 
 
-def _receive(channel: Channel, child: subprocess.Popen[bytes]) -> tuple[object, ...]:
-    with contextlib.suppress(EOFError):
-        message: tuple[object, ...] = channel.recv()
-        return message
+def _receive(child: Child) -> tuple[object, ...]:
     try:
-        status = child.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        raise MirrorError(f"the copying process has hung up and not ended within {_END_S} s") from None
-    raise MirrorError(f"the copying process ended with {status}")
+        message: tuple[object, ...] = child.channel.recv()
+    except EOFError:
+        if (status := child.status(_END_S)) is None:
+            raise MirrorError(f"the copying process has hung up and not ended within {_END_S} s") from None
+        raise MirrorError(f"the copying process ended with {status}") from None
+    return message
 
 
 def try_again(

@@ -46,7 +46,6 @@ from trinity_sync.weights.staging import Copying
 
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
-    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
     from trinity_sync.backends.engine_types import MegatronEngineProtocol
 
@@ -442,7 +441,7 @@ def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
     missing = [name for name in wanted if not _has(folder, name)]
     if missing:
         present = [name for name in (*writer.ALL, HUGGING_FACE) if _has(folder, name)]
-        raise RunError(f"{local_path} has no {', '.join(missing)}; what is there is {', '.join(present) or 'nothing'}")
+        raise RunError(f"{local_path} has no {', '.join(missing)}; it has {', '.join(present) or 'nothing'}")
     _check_layout(manager, folder)
 
 

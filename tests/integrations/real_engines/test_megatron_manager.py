@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from tests.backends.megatron_ranks import make_models
-from tests.integrations.megatron_workers import file_hashes, start
-from tests.integrations.ranks import LIMIT, START_LIMIT, every, outcomes
+from tests.integrations.real_engines.megatron_workers import file_hashes, start
+from tests.integrations.real_engines.ranks import LIMIT, START_LIMIT, every, outcomes
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker, step_dir
 from trinity_sync.integrations.verl.program_run import VerlRun
@@ -235,7 +235,7 @@ def test_contents_that_are_left_out_are_not_written_and_not_loaded(
     assert every(ranks, "weights_after_a_step", "tp2") == weights
     every(ranks, "use", "tp2", run.namespace)
     for error in outcomes(ranks, "by_engine", "tp2", "load_checkpoint", str(place)):
-        assert "has no optimizer/dist_ckpt; what is there is model/dist_ckpt, extra/dist_ckpt" in str(error)
+        assert "has no optimizer/dist_ckpt; it has model/dist_ckpt, extra/dist_ckpt" in str(error)
     for error in outcomes(ranks, "by_engine", "tp2", "load_checkpoint", actor_path(root, step + 1)):
         assert f"{actor_path(root, step + 1)} is not there" in str(error)
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.integrations.ranks import LIMIT, every, merged, outcomes
+from tests.integrations.real_engines.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker, step_dir, versions_dir, write_tracker
 from trinity_sync.checkpoint.reading import open_weights
@@ -403,7 +403,7 @@ def test_a_rank_whose_file_is_missing_stops_all_ranks(ranks: list[Any], run: Ver
         assert "rank 0: RunError" in str(error)
         assert "rank 1: RunError" in str(error)
         assert "has no model_world_size_2_rank_1.pt, optim_world_size_2_rank_1.pt" in str(error)
-        assert "what is there is model_world_size_2" in str(error)
+        assert "it has model_world_size_2" in str(error)
 
 
 def test_what_is_pickled_in_a_checkpoint_does_not_run(

@@ -135,8 +135,8 @@ def test_the_default_configuration_passes() -> None:
         ("live=loud", "auto, panel, line, off"),
         ("name=a/b", "it becomes a folder"),
         ("name='..'", "it becomes a folder"),
-        ("+sync.colour=red", "is no setting; sync has mode, interval"),
-        ("+colour=red", "is no setting; the configuration has name, seed"),
+        ("+sync.colour=red", "is not a setting; sync has mode, interval"),
+        ("+colour=red", "is not a setting; the configuration has name, seed"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(override: str, right: str) -> None:
@@ -566,7 +566,7 @@ def test_two_policies_of_one_class_stand_side_by_side_and_name_their_own_keys() 
 
 def test_a_field_that_a_policy_of_ours_does_not_have_is_refused() -> None:
     message = refused("+retention.policies.keep_last.count=3")
-    assert "retention.policies.keep_last.count is no setting; retention.policies.keep_last has n" in message
+    assert "retention.policies.keep_last.count is not a setting; retention.policies.keep_last has n" in message
 
 
 # backend.overrides is open
