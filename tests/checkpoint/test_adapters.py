@@ -183,7 +183,7 @@ def test_nothing_of_a_base_is_left_out_where_no_manifest_knows_it(tmp_path: Path
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*tensors, draft}
     del tensors[KEPT]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=r"is no whole \w+, which .* describes: it has no model\.norm\.weight"):
+    with pytest.raises(WeightsError, match=r"is not a whole \w+, which .* describes: it has no model\.norm\.weight"):
         export_checkpoint(step, tmp_path / "less", form="merged", base=base)
 
 
@@ -220,13 +220,13 @@ def test_a_base_that_is_gone_is_a_wrong_command(tmp_path: Path, base: Path, caps
     base.rename(tmp_path / "moved")
     command = ["ckpt", "export", str(step), "--output", str(tmp_path / "out"), "--merged"]
     assert main(command) == 2
-    assert f"{base} is no folder; name it with --base DIR" in capsys.readouterr().err
+    assert f"{base} is not a folder; name it with --base DIR" in capsys.readouterr().err
     assert main([*command, "--base", str(tmp_path / "moved")]) == 0
 
 
 def test_a_base_of_another_shape_is_refused_where_no_digest_is_known(tmp_path: Path, base: Path) -> None:
     step = committed(tmp_path, base, base=None)
-    with pytest.raises(ConfigError, match="nothing tells which it is"):
+    with pytest.raises(ConfigError, match="the manifest does not name it"):
         export_checkpoint(step, tmp_path / "out", form="merged")
     body = json.loads((base / "config.json").read_text())
     wider = type(written.small_model("tied"))(

@@ -212,7 +212,7 @@ def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp
     life.disk = replace(life.disk, policies=(KeepLast(1),))
     pruned, warnings = life.disk.prune([])
     assert [gone.step for gone in pruned] == [2, 4]
-    assert [text for text in warnings if "beside the step folders" in text]
+    assert [text for text in warnings if "next to the step folders" in text]
 
 
 def test_weights_are_published_though_somebody_holds_the_step(left: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_digest_of_other_dtypes_is_not_held_against_the_base() -> None:
         ConfigError, match=r"go on with the sync\.wire_dtype and sync\.keep_fp32 .* \(BF16, in fp32 norm\)"
     ):
         check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=WireFormat("F32")))
-    with pytest.raises(ConfigError, match="an adapter goes on upon its own base only"):
+    with pytest.raises(ConfigError, match="an adapter continues on its own base only"):
         check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=WireFormat("BF16", frozenset(["norm"]))))
 
 

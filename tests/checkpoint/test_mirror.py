@@ -286,7 +286,7 @@ def test_a_copy_that_is_damaged_is_passed_over_with_a_word(
     assert Mirror(lambda: Storage(filled), OWNER, said.append).download(tmp_path / "back") == 20
     assert [info.step for info in catalog.scan(tmp_path / "back")] == [20]
     assert catalog.verify(step_dir(tmp_path / "back", 20)).ok
-    assert any("the mirror's copy of step 30 is passed over" in text for text in said)
+    assert any("the mirror's copy of step 30 is skipped" in text for text in said)
     assert list((tmp_path / "back" / STAGING).iterdir()) == []
 
 
@@ -390,7 +390,7 @@ def test_what_another_run_copied_is_not_fetched(filled: str, tmp_path: Path) -> 
     foreign(filled, 40, "another run's")
     said: list[str] = []
     assert Mirror(lambda: Storage(filled), OWNER, said.append).download(tmp_path / "back") == 30
-    assert any(f"step 40 is passed over: it is of another run, {THEIRS}" in text for text in said)
+    assert any(f"step 40 is skipped: it is of another run, {THEIRS}" in text for text in said)
 
 
 def test_the_tracker_there_names_no_step_of_another_run(here: Path, there: str) -> None:

@@ -106,9 +106,12 @@ def test_megatrons_checkpoints_hold_what_save_pretrained_would_write(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mtp.layers.0.weight", "lists mtp.layers.0.weight, which no model that is known here has"),
-        ("decoder.layers.mlp.shared_experts.linear_fc1.weight", "of layer 0 is no tensor of a model that is known"),
-        ("decoder.layers.mlp.experts.experts.linear_fc3.weight", "of layer 0 of expert 0 is no tensor of a model"),
+        ("mtp.layers.0.weight", "lists mtp.layers.0.weight, which no known model has"),
+        ("decoder.layers.mlp.shared_experts.linear_fc1.weight", "of layer 0 is not a tensor of a known model"),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc3.weight",
+            "of layer 0 of expert 0 is not a tensor of a known model",
+        ),
     ],
 )
 def test_names_that_cannot_be_mapped_are_refused(tmp_path: Path, name: str, told: str) -> None:
@@ -126,7 +129,7 @@ def test_layers_or_experts_that_are_stored_in_one_piece_are_refused(
     tmp_path: Path, sizes: tuple[int, int, int], told: str
 ) -> None:
     write(tmp_path, "experts", as_megatron(model_of("experts")), sizes)
-    with pytest.raises(WeightsError, match=f"is stored in {told}, which is not read"):
+    with pytest.raises(WeightsError, match=f"is stored in {told}, which cannot be read"):
         open_weights(tmp_path)
 
 

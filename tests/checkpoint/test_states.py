@@ -75,7 +75,7 @@ def test_what_cannot_be_read_now_can_be_skipped_on_purpose(tmp_path: Path) -> No
     found = catalog.newest_good(tmp_path, on_skip=said.append, skip_unreadable=True)
     assert found is not None
     assert found.step == 10
-    assert "step 20 is passed over" in said[0]
+    assert "step 20 is skipped" in said[0]
 
 
 def test_damage_counts_more_than_what_else_cannot_be_read(tmp_path: Path) -> None:

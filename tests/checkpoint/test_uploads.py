@@ -358,7 +358,7 @@ def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(her
     commit(here, 10)
     best = catalog.newest_good(here)
     assert mirror.fetch_newer(here, best) is None
-    assert "going on from step 10, which is here" in said[-1]
+    assert "resuming from local step 10" in said[-1]
     assert not mirror.settings.marked
     there.unlink()
     assert mirror.fetch_newer(here, best) is None
@@ -407,7 +407,7 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     assert back.fetch_newer(tmp_path / "back", None, progress=lambda *amount: seen.append(amount)) == 20
     (total,) = {total for _, total in seen}
     assert seen[-1] == (total, total)
-    assert any("copy of step 30 is passed over" in text for text in said)
+    assert any("copy of step 30 is skipped" in text for text in said)
     assert catalog.verify(step_dir(tmp_path / "back", 20)).ok
 
 

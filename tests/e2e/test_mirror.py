@@ -55,12 +55,12 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_mirror(
     (step_dir(there, 6) / "trainer_state.json").write_text("{}")
     refused = resume(folder, "trainer.steps=9")
     assert refused.code == 2, "two steps of training would be lost"
-    assert "the mirror's copy of step 6 is passed over" in refused.output
+    assert "the mirror's copy of step 6 is skipped" in refused.output
     assert "steps 4, 6 were committed" in refused.output
     assert server.url in refused.output
     again = resume(folder, "--skip-unreadable", "trainer.steps=9")
     assert again.code == 0, again.output
-    assert "the mirror's copy of step 6 is passed over" in again.output
+    assert "the mirror's copy of step 6 is skipped" in again.output
     assert "fetching the checkpoint of step 4" in again.output
     assert again.digests == uninterrupted.digests
     assert faults(again) == []

@@ -140,5 +140,5 @@ def test_an_export_has_the_head_that_was_trained_whatever_the_config_names(tmp_p
 
 
 def test_an_export_of_what_is_no_model_of_transformers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^Linear is no model of transformers, so it cannot be exported to Hugg"):
+    with pytest.raises(ConfigError, match=r"^Linear is not a model of transformers, so it cannot be exported to Hugg"):
         model_files.class_of(torch.nn.Linear(1, 1))

@@ -403,7 +403,7 @@ def test_a_rank_whose_file_is_missing_stops_all_ranks(ranks: list[Any], run: Ver
         assert "rank 0: RunError" in str(error)
         assert "rank 1: RunError" in str(error)
         assert "has no model_world_size_2_rank_1.pt, optim_world_size_2_rank_1.pt" in str(error)
-        assert "what is there is model_world_size_2" in str(error)
+        assert "it has model_world_size_2" in str(error)
 
 
 def test_what_is_pickled_in_a_checkpoint_does_not_run(

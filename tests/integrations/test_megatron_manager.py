@@ -235,7 +235,7 @@ def test_contents_that_are_left_out_are_not_written_and_not_loaded(
     assert every(ranks, "weights_after_a_step", "tp2") == weights
     every(ranks, "use", "tp2", run.namespace)
     for error in outcomes(ranks, "by_engine", "tp2", "load_checkpoint", str(place)):
-        assert "has no optimizer/dist_ckpt; what is there is model/dist_ckpt, extra/dist_ckpt" in str(error)
+        assert "has no optimizer/dist_ckpt; it has model/dist_ckpt, extra/dist_ckpt" in str(error)
     for error in outcomes(ranks, "by_engine", "tp2", "load_checkpoint", actor_path(root, step + 1)):
         assert f"{actor_path(root, step + 1)} is not there" in str(error)
 

@@ -90,7 +90,7 @@ def test_a_group_on_several_machines_listens_where_they_get_to(group: None, monk
     assert this_program().address == "203.0.113.1"
     monkeypatch.setattr(socket, "socket", Routes({"127.0.0.1": "127.0.0.1"}))
     with pytest.raises(
-        RunError, match=r"no address is known by which 127\.0\.0\.1, 203\.0\.113\.9 reach .* MASTER_ADDR"
+        RunError, match=r"no address is known at which 127\.0\.0\.1, 203\.0\.113\.9 reach .* MASTER_ADDR"
     ):
         this_program()
 

@@ -252,7 +252,7 @@ class Chain:
             trial.problems.append(
                 f"{LOSS}: the resume began after step {start}; the newest that is whole is {self._expected}"
             )
-        if (self._passed_over or 0) > start and f"step {self._passed_over} is passed over" not in launch.text:
+        if (self._passed_over or 0) > start and f"step {self._passed_over} is skipped" not in launch.text:
             trial.problems.append(f"the resume did not say that it passed over step {self._passed_over}")
         self._ledger.began = start
         self._expected = self._passed_over = None

@@ -72,7 +72,7 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(
     good, bad = saved(tmp_path, 10), saved(tmp_path, 20)
     (bad / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
     assert Start.find(config(), tmp_path, resume=Resume()) == Start(10, True, tmp_path, good)
-    assert "step 20 is passed over" in capsys.readouterr().err
+    assert "step 20 is skipped" in capsys.readouterr().err
 
 
 LORA = ("backend.ranks=2", "model.lora.rank=4")

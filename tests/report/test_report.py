@@ -10,7 +10,7 @@ import pytest
 from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.errors import ConfigError
-from trinity_sync.report import render_table, write_report
+from trinity_sync.report import render_json, render_table, write_report
 from trinity_sync.report.figures import COLUMNS
 from trinity_sync.report.run_charts import step_parts
 from trinity_sync.report.run_data import Run, load, smooth, steps_to
@@ -348,6 +348,13 @@ def test_a_wide_table_has_every_column_and_the_spreads(sweep: Path) -> None:
     assert "p5 13.5" in spreads
     assert "Pause" not in render_table(sweep, 200)
     assert "p95 5.98 ms" not in render_table(sweep, 100)
+
+
+def test_the_report_has_the_rows_of_the_task(tmp_path: Path) -> None:
+    rows = {"rows": 5000, "too_long": 12, "longest": 2048, "policy": "filter"}
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.event(synthetic.event("rows", **rows))
+    assert json.loads(render_json(tmp_path))["rows"] == rows
 
 
 def test_the_summary_on_disk_and_the_page_agree(finished: Path) -> None:

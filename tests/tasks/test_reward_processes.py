@@ -364,7 +364,7 @@ OTHER = [
 
 @pytest.mark.parametrize("data", OTHER)
 def test_other_values_are_no_answer(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no answer"):
+    with pytest.raises(ValueError, match="not an answer"):
         decoded(b'["x", [' + data + b"]]")
 
 
@@ -423,7 +423,7 @@ def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdi
             signal_all(judge, signal.SIGTERM)
         judging_process = in_background(partial(verdicts, judge, "", ""), "judge")
         if not idle:
-            wait_for(lambda: judge._workers[0].under_way is not None)
+            wait_for(lambda: judge._workers[0].current is not None)
             signal_all(judge, signal.SIGTERM)
         assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
 
@@ -560,7 +560,7 @@ def test_a_reward_is_warmed_up_where_it_judges() -> None:
 
 def test_a_function_that_cannot_be_imported_there_ends_the_run_whatever_the_policy() -> None:
     judge = RewardProcesses(Unloadable(), Judging("zero"), "my.reward")  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"my\.reward cannot be had in its process: ModuleNotFoundError"):
+    with pytest.raises(RunError, match=r"my\.reward cannot be loaded in its process: ModuleNotFoundError"):
         verdicts(judge, "fine")
 
 

@@ -327,7 +327,7 @@ def test_the_log_tells_the_whole_run_in_order(tmp_path: Path, caplog: pytest.Log
     told = [record.getMessage() for record in caplog.records if record.name == "trinity_sync"]
     begins = ("run ", "starting Ray", "version 0 published", "explorer-0 loaded version 0", "step 1 done: loss 0.500")
     ends = (
-        "checkpoint of step 1 begun",
+        "checkpoint of step 1 started",
         "checkpoint of step 1 committed",
         "fault in retention: no",
         "run failed after",

@@ -18,11 +18,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         "explorer-1 generated for step 4 with version 3 in 500 ms",
     ),
     ("phase", {"what": "starting Ray"}, "starting Ray"),
-    ("save", {"step": 3}, "checkpoint of step 3 begun"),
+    ("save", {"step": 3}, "checkpoint of step 3 started"),
     (
         "rows",
         {"rows": 5000, "too_long": 12, "longest": 2048, "policy": "filter"},
-        "5000 rows looked through, the longest of 2048 tokens: 12 too long (task.too_long=filter)",
+        "5000 rows read, the longest of 2048 tokens; 12 too long (task.too_long=filter)",
     ),
     (
         "publish",
@@ -35,16 +35,20 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         {"version": 12, "explorer": "explorer-0", "total_s": 0.15, "paused_s": 0.1, "bytes": 5000, "digest": None},
         "explorer-0 loaded version 12: 5 kB in 150 ms, paused 100 ms",
     ),
-    ("skip", {"version": 3, "reason": "every slot was being read"}, "version 3 left out: every slot was being read"),
+    (
+        "skip",
+        {"version": 3, "reason": "every slot was being read"},
+        "version 3 not published: every slot was being read",
+    ),
     (
         "skipped_update",
         {"step": 12, "count": 2},
-        "step 12: 2 of its updates skipped, the gradient is not finite",
+        "step 12: 2 of its updates skipped: the gradient is not finite",
     ),
     (
         "failed_rewards",
         {"step": 12, "count": 2, "error": "the reward function f failed"},
-        "step 12: 2 of the responses could not be judged, the first: the reward function f failed",
+        "step 12: 2 responses could not be judged; first error: the reward function f failed",
     ),
     (
         "agreement",
@@ -55,10 +59,10 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     (
         "filled_batch",
         {"step": 12, "count": 3, "drawn": 40},
-        "step 12: 3 of its prompts have samples without a difference, as too few of the 40 that were answered have one "
+        "step 12: 3 of its prompts have equal rewards, because too few of the 40 answered prompts have different ones "
         "(algorithm.filter_groups)",
     ),
-    ("all_rejected", {"step": 12}, "step 12: nothing learnt, rollout_rs leaves out each of its tokens"),
+    ("all_rejected", {"step": 12}, "step 12: nothing trained: rollout_rs rejected all of its tokens"),
     (
         "commit",
         {"step": 12, "kind": "full", "bytes": 5_000_000, "total_s": 3.1, "blocked_s": 0.02, "digest": "ab12"},

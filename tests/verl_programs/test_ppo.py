@@ -122,7 +122,7 @@ def test_a_killed_program_goes_on_and_the_rollout_has_the_weights_of_each_step(t
     assert_moved(program, range(1, 3))
     shutil.rmtree(versions)
     assert program.run() == 0, program.said()
-    assert f"trinity-sync: going on from {step_dir(program.checkpoints, newest)}" in program.said()
+    assert f"trinity-sync: resuming from {step_dir(program.checkpoints, newest)}" in program.said()
     assert has_no_monitor(program.checkpoints, END_S)
     assert_whole(program.checkpoints, [*range(1, STEPS + 1)])
     assert_moved(program, range(newest, STEPS + 1))

@@ -177,7 +177,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_in_a_line(
     assert program.run() == 0, program.said()
     assert_goes_on(program, uninterrupted, [2])
     said = [line for line in program.said().splitlines() if line.startswith("trinity-sync: ")]
-    assert any("step 4 is passed over" in line and torn.name in line for line in said), said
+    assert any("step 4 is skipped" in line and torn.name in line for line in said), said
 
 
 @pytest.mark.all
@@ -196,7 +196,7 @@ def test_verl_goes_on_from_ours_and_we_from_verls(prepared: Path, uninterrupted:
     ours = make(prepared, verls, PLUGIN)
     assert ours.run() == 0, ours.said()
     assert_goes_on(ours, uninterrupted, [4])
-    assert "which verl wrote: it is not verified" in ours.said()
+    assert "verl wrote it, so it is not verified" in ours.said()
 
 
 @pytest.mark.all
@@ -216,7 +216,7 @@ def test_another_number_of_ranks_is_refused_by_what_was_saved_and_changes_nothin
     alone = replace(program, ranks=1, overrides=())
     assert alone.run() != 0
     assert "global_step_4 has no model_world_size_1_rank_0.pt" in alone.said()
-    assert "what is there is model_world_size_2, which a group of so many ranks loads" in alone.said()
+    assert "it has model_world_size_2; load it with so many ranks" in alone.said()
     assert_whole(program.checkpoints, [2, 4])
     again = replace(program, overrides=())
     assert again.run() == 0, again.said()

@@ -454,9 +454,8 @@ def test_each_token_bears_the_version_that_made_it(
 ) -> None:
     """Also where the front end has not handed on yet what was made long before."""
     monkeypatch.setattr(engine, "_on_update", on_update)
-    monkeypatch.setattr(
-        engine, "_sampling", partial(engine._sampling, length=96, ends=[], in_pieces=on_update == "keep")
-    )
+    monkeypatch.setattr(engine, "_response_length", 96)
+    monkeypatch.setattr(engine, "_ends", [])
     begun, made_by_engine = threading.Event(), itertools.count()
     processor = engine._llm.output_processor
     process = processor.process_outputs
@@ -501,7 +500,7 @@ def test_what_is_made_ends_when_the_weights_are_lost_until_a_version_is_taken(
     loader.load(None)
     engine._control.pause("keep")
     made = in_background(partial(generated, engine), "generate")
-    while not engine._asked:
+    while not engine._requests:
         assert not made.done()
     engine.give_up()
     with pytest.raises(RunError, match="its weights were lost in an update"):

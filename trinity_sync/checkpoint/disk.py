@@ -218,7 +218,7 @@ class CheckpointDisk:
         try:
             recovery.clean_versions(self.root, attempt=self.attempt, keep=wanted, now=now)
         except (OSError, RunError) as error:
-            warnings.append(f"weights beside the step folders could not be removed: {error}")
+            warnings.append(f"weights next to the step folders could not be deleted: {error}")
         return pruned, warnings
 
     def empty_trash(self) -> list[str]:

@@ -124,10 +124,10 @@ def export_checkpoint(
         raise ConfigError(f"--base={base} is for --merged: an adapter is exported without its base")
     if weights.config is None and not weights.adapter:
         raise ConfigError(
-            f"no {CONFIG} of the model was found in or beside {folder}; name the folder of the model that was trained"
+            f"no {CONFIG} of the model was found in or next to {folder}; name the folder of the model that was trained"
         )
     if weights.adapter and weights.adapter_config is None:
-        raise ConfigError(f"no {CONFIG_FILE} was found in or beside {folder}, without which peft cannot load it")
+        raise ConfigError(f"no {CONFIG_FILE} was found in or next to {folder}, without which peft cannot load it")
     wire = _wire(opened, weights)
     target = WireFormat(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
@@ -330,7 +330,7 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
     noted = manifest.base if manifest is not None else None
     place = given or (Path(noted.path) if noted is not None else None)
     if place is None or not place.is_dir():
-        what = "nothing tells which it is" if place is None else f"{place} is no folder"
+        what = "the manifest does not name it" if place is None else f"{place} is not a folder"
         digest = "" if noted is None else f" with the digest {noted.digest}"
         raise ConfigError(
             f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
@@ -369,7 +369,7 @@ def _whole(weights: Weights) -> Weights:
     absent = sorted(saved - set(weights))
     if absent:
         raise WeightsError(
-            f"{weights.folder} is no whole {type(model).__name__}, which its config.json describes: it has no "
+            f"{weights.folder} is not a whole {type(model).__name__}, which its config.json describes: it has no "
             f"{listed(absent)}; save the model with save_pretrained of this transformers, and name that folder"
         )
     return weights.without(model.state_dict().keys() - saved)

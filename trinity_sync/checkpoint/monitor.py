@@ -264,7 +264,7 @@ class Writers:
         """Wait until no commit of the step is running: a commit moves the staging folder away."""
         await self._changes.wait(
             lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
-            lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
+            lambda: ("the checkpoint monitor", f"commit step {step}"),
             self._timeout_s,
         )
 

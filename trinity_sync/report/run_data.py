@@ -14,7 +14,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import resolved, shown_values
 from trinity_sync.tracking import json_lines
-from trinity_sync.tracking.events import Event, FaultEvent, event_step, read_events
+from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
 from trinity_sync.tracking.summary import Summary, put_to_steps, summarise, wall_seconds
@@ -241,8 +241,9 @@ def _has_spans(line: Record) -> bool:
 
 
 def _read_events(path: Path) -> list[Event]:
-    """Read the faults, and the events of a step or of a version: a report needs no others."""
-    return [event for event in read_events(path) if isinstance(event, FaultEvent) or _is_step(event_step(event))]
+    """Read the events that a report needs: faults, counts of rows, and events of a step or of a version."""
+    events = read_events(path)
+    return [event for event in events if isinstance(event, FaultEvent | RowsEvent) or _is_step(event_step(event))]
 
 
 def _is_step(step: int | None) -> bool:

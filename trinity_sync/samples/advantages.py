@@ -1,4 +1,4 @@
-"""Group-relative advantages: each sample judged against the others of its prompt. Called by the driver once a step."""
+"""Group-relative advantages, and the filter of groups without a difference. Called by the driver once a step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trinity_sync.errors import RunError
 from trinity_sync.samples.batch import SampleBatch
 
 Judge = Callable[[SampleBatch], NDArray[np.float64]]
-"""Makes the advantages of a batch, one per sample: `group_advantages` with the settings of a run."""
+"""Computes the advantages of a batch, one per sample: `group_advantages` with the settings of a run."""
 
-#: Added to the standard deviation, which may be almost nothing.
 _EPSILON = 1e-4
+"""Added to the standard deviation, which may be close to 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
-    """What is taken from the rewards of long responses (Yu et al., "DAPO", 2025), as verl's reward manager of that name
-    does it: nothing up to `longest - buffer` tokens, from there evenly more, and `penalty` at `longest`.
+    """The penalty on long responses (Yu et al., "DAPO", 2025), as in verl's reward manager of that name: 0 up to
+    `longest - buffer` tokens, then linear, and `penalty` at `longest`.
 
     Attributes:
         longest: tokens of the longest response.
@@ -34,7 +34,7 @@ class Overlong:
     penalty: float
 
     def penalties(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return what is taken from the rewards of responses of so many tokens."""
+        """Return the penalty of each response, by its length in tokens."""
         beyond = np.maximum(lengths - (self.longest - self.buffer), 0)
         return np.asarray(beyond / self.buffer * self.penalty, np.float64)
 
@@ -44,14 +44,14 @@ def group_advantages(
 ) -> NDArray[np.float64]:
     """Compute GRPO's advantages (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + 1e-4)`` within each group.
 
-    A group is what has step and prompt in common, in whatever order the batch has it. The standard deviation is the
-    unbiased one, as `torch.std` and verl have it. A group whose rewards are all equal gets exactly 0, and so does a
-    group of one. A sample without a reward gets exactly 0, and the others of its group what they would get without it.
+    The samples of a group have step and prompt in common, in any order. The standard deviation is unbiased, as in
+    `torch.std` and verl. A group of equal rewards, or of one sample, gets exactly 0. A sample without a reward gets
+    exactly 0 and does not count for its group.
 
     Args:
-        batch: samples with rewards that are finite, or NaN where there is none.
+        batch: samples with finite rewards, or NaN for none.
         normalise: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025).
-        overlong: rewards bear this penalty; None: none. The rewards of the batch stay as they are.
+        overlong: penalty on the rewards; None: none. The batch is not changed.
 
     Returns:
         float64 of shape (samples,), in the order of the batch.
@@ -69,21 +69,20 @@ def group_advantages(
 
 
 def relative_rewards(batch: SampleBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Measure rewards from that of one member of the group: so equal rewards are exact zeros, whatever sums round to.
+    """Subtract the reward of one sample of each group, so that equal rewards give exact zeros, without rounding.
 
     Returns:
-        For each sample the reward from there on (0 where it has none), whether it has one, and the number of its group.
+        For each sample the difference (0 without a reward), whether it has a reward, and the number of its group.
     """
     _, group = batch.groups()
     judged = ~np.isnan(batch.rewards)
     reference = np.zeros(int(group.max(initial=-1)) + 1)
-    reference[group[judged][::-1]] = batch.rewards[judged][::-1]  # of several the last one stays, which is the first
+    reference[group[judged][::-1]] = batch.rewards[judged][::-1]  # reversed: the first wins
     return np.where(judged, batch.rewards - reference[group], 0.0), judged, group
 
 
-# DAPO's dynamic sampling (Yu et al., "DAPO", 2025): groups whose samples are all worth the same teach nothing, so
-# they are left out of the batch, and further prompts are answered until the step has enough others. Called by the
-# driver.
+# DAPO's dynamic sampling (Yu et al., "DAPO", 2025): groups of equal rewards teach nothing, so they are left out, and
+# further prompts are answered until the step has enough other groups.
 
 
 KEYS = "algorithm.filter_groups"
@@ -91,14 +90,14 @@ KEYS = "algorithm.filter_groups"
 
 @dataclass(frozen=True)
 class Drawn:
-    """All that was drawn for a step, where only some of it is trained on.
+    """Everything drawn for a step that trains on a part of it.
 
     Attributes:
         samples: of all groups, those of the batch included.
-        groups: how many groups these are.
-        flat: how many of them have no difference.
-        filled: how many of these are in the batch after all.
-        surplus: how many that have a difference are not in the batch.
+        groups: number of all groups.
+        flat: number of groups without a difference.
+        filled: flat groups in the batch.
+        surplus: other groups that are not in the batch.
     """
 
     samples: SampleBatch
@@ -110,12 +109,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What becomes of the groups that were drawn for a step.
+    """The choice among the groups drawn for a step.
 
     Attributes:
-        batch: what is trained on.
-        drawn: all of it.
-        used: how many of the step's prompts are done with; those after them are to be answered again, by the next step.
+        batch: the samples to train on.
+        drawn: all samples.
+        used: prompts used up; the next step answers those after them again.
     """
 
     batch: SampleBatch
@@ -125,14 +124,14 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter:
-    """Which groups are left out.
+    """Leaves out groups without a difference.
 
     Attributes:
         wanted: groups that a step trains on.
-        metric: what has to differ within a group, by verl's names: ``reward`` (the task's, less the penalty on long
-            responses), ``score`` (the task's alone), ``acc`` (whether a response is right).
-        batches: how many times `wanted` prompts are answered for a step, at most.
-        fill: whether a step without enough groups takes others; else it ends the run.
+        metric: the value that must differ within a group, by verl's names: ``reward`` (the task's, less the penalty on
+            long responses), ``score`` (the task's alone), ``acc`` (whether a response is right).
+        batches: most rounds of `wanted` prompts for one step.
+        fill: a step with too few groups takes flat ones; otherwise it ends the run.
         overlong: the penalty on long responses; None: there is none.
     """
 
@@ -144,20 +143,15 @@ class GroupFilter:
 
     @property
     def most(self) -> int:
-        """Prompts that are answered for a step, at most."""
+        """Most prompts that are answered for a step."""
         return self.wanted * self.batches
 
     def differing(self, batch: SampleBatch) -> NDArray[np.bool_]:
-        """Tell of each group whether its samples differ, those left out that could not be judged.
-
-        Args:
-            batch: whole groups.
-
-        Returns:
-            One entry per group, in the order of `SampleBatch.groups`.
+        """Tell which groups of a batch have a difference, in the order of `SampleBatch.groups`. Samples that could not
+        be judged do not count.
 
         Raises:
-            RunError: the task does not say what `metric` is.
+            RunError: the task does not give the `metric`.
         """
         relative, _, group = relative_rewards(replace(batch, rewards=self._values(batch)))
         return np.asarray(np.bincount(group, relative != 0) > 0)
@@ -176,14 +170,14 @@ class GroupFilter:
         return batch.rewards
 
     def choose(self, step: int, drawn: SampleBatch) -> Chosen | None:
-        """Choose the groups of a step: the first that differ, in the order of their prompts.
+        """Choose the first groups with a difference, in the order of their prompts.
 
         Args:
             step: the step.
             drawn: whole groups, sorted, of the step's first prompts.
 
         Returns:
-            None: too few differ, and more may be drawn.
+            None: there are too few, and more may be drawn.
 
         Raises:
             RunError: as `check_filled`.
@@ -204,7 +198,7 @@ class GroupFilter:
         )
 
     def check_filled(self, step: int, missing: int, made: int) -> None:
-        """Check that a step may take groups that do not differ, where it needs some.
+        """Check that a step with too few groups may take flat ones.
 
         Raises:
             RunError: it may not.

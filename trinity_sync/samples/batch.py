@@ -1,8 +1,7 @@
-"""Many samples, or many pairs, as a few numpy arrays: what explorers return and trainer ranks are given through Ray.
+"""Many samples or pairs as a few numpy arrays, for the way from explorers to trainer ranks through Ray.
 
-Pickling 512 `Sample` objects costs milliseconds and tens of kilobytes of overhead; columns cost a few arrays, which Ray
-moves without a copy and hands out read-only. The accessors per sequence return arrays of their own, fit to be written
-to.
+Pickling 512 `Sample` objects costs milliseconds and tens of kilobytes of overhead. Ray passes columns without a copy,
+read-only. The accessors per sequence return copies, which may be written to.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TokenRows:
         return self.ids[self.offsets[index] : self.offsets[index + 1]].astype(np.int64)
 
     def positions(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return where the tokens of these rows stand in `ids`, row after row."""
+        """Return the positions of the rows' tokens in `ids`, row after row."""
         return positions(self.offsets, rows)
 
     def take(self, rows: NDArray[np.integer]) -> TokenRows:
@@ -73,7 +72,7 @@ class TokenRows:
 class SampleBatch:
     """Samples by column; all arrays have one entry per sample unless said otherwise.
 
-    Samples of one prompt share a row of `prompt_rows`, so a long prompt travels once and not once per sample.
+    Samples of one prompt share a row of `prompt_rows`, so a long prompt is sent once.
 
     Attributes:
         steps, prompts, samples: int64; the trainer step, the prompt's number within it, the sample's within its group.
@@ -83,11 +82,11 @@ class SampleBatch:
         exact: float64; NaN where the task does not say.
         errors: why a response could not be judged; empty where it was.
         finished: bool; the end-of-sequence token was reached.
-        texts: the responses as the reward saw them.
+        texts: the responses, as given to the reward.
         prompt_of: int64; the sample's row in `prompt_rows`.
         prompt_rows: tokens of the prompts; has as many rows as there are distinct prompts.
         responses: tokens of the responses, one row per sample, the end-of-sequence token included.
-        spans: which version made which of these tokens.
+        spans: the versions of these tokens.
         log_probs: float32, one entry per token of `responses`, in the same order.
     """
 
@@ -157,11 +156,11 @@ class SampleBatch:
         )
 
     def sorted(self) -> SampleBatch:
-        """Return the same samples by step, then prompt, then sample: the order in which they are trained on."""
+        """Return the samples by step, then prompt, then sample: the order of training."""
         return self.take(np.lexsort((self.samples, self.prompts, self.steps)))
 
     def take(self, rows: NDArray[np.integer]) -> SampleBatch:
-        """Return these samples, in this order, with the prompts that they need."""
+        """Return these samples, in this order, with their prompts."""
         kept, prompt_of = np.unique(self.prompt_of[rows], return_inverse=True)
         return SampleBatch(
             steps=self.steps[rows],
@@ -227,10 +226,10 @@ class SampleBatch:
         return self.prompt_rows.lengths[self.prompt_of] + self.responses.lengths
 
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Find the samples that have step and prompt in common.
+        """Group the samples by step and prompt.
 
         Returns:
-            The first sample of each group, by step and prompt, and the number of each sample's group in that order.
+            The first sample of each group, in the order of step and prompt, and each sample's group in that order.
         """
         pairs = np.stack([self.steps, self.prompts], axis=1)
         _, firsts, group = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
@@ -252,11 +251,11 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Prompts and responses to learn from, by column. The supervised counterpart of `SampleBatch`.
+    """Prompts and responses of supervised training, by column.
 
     Attributes:
         prompt_rows, responses: tokens, one row per pair.
-        learnt: bool, one entry per token of `responses`, in the same order.
+        learnt: bool, marks the tokens of `responses` that count.
     """
 
     prompt_rows: TokenRows
@@ -274,10 +273,10 @@ class PairBatch:
 
         Args:
             prompts, responses: tokens.
-            learnt: which of each response are learnt; None: all.
+            learnt: marks the tokens of each response that count; None: all.
 
         Raises:
-            ValueError: there are more prompts than responses, or fewer; or not as many marks as tokens.
+            ValueError: the numbers of prompts and responses, or of marks and tokens, differ.
         """
         if len(prompts) != len(responses):
             raise ValueError(f"{len(prompts)} prompts do not pair with {len(responses)} responses")
@@ -292,7 +291,7 @@ class PairBatch:
 
     @property
     def token_count(self) -> int:
-        """Tokens that are learnt."""
+        """Tokens that count."""
         return int(self.learnt.sum())
 
     @property
@@ -309,19 +308,19 @@ class PairBatch:
         return self.responses.row(index)
 
     def learnt_of(self, index: int) -> NDArray[np.bool_]:
-        """Return a copy of which tokens of the response are learnt."""
+        """Return a copy of the marks of the response's tokens."""
         return self.learnt[self.responses.offsets[index] : self.responses.offsets[index + 1]].copy()
 
 
-# Which replica generates which prompts: a fixed rule, so that a repeated run makes the same calls.
+# The prompts of each replica: a fixed rule, so that a repeated run makes the same calls.
 
 
 def assign(n_prompts: int, replicas: int) -> list[range]:
     """Divide prompt numbers into contiguous blocks, one per replica; sizes differ by at most one, larger ones first.
 
     Args:
-        n_prompts: prompts of a step; fewer than replicas leave some without any.
-        replicas: how many replicas there are, at least 1.
+        n_prompts: prompts of a step; with fewer than replicas, some have none.
+        replicas: at least 1.
 
     Raises:
         ValueError: a negative number of prompts, or no replica.
@@ -333,11 +332,11 @@ def assign(n_prompts: int, replicas: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-# Which version made which tokens: spans of the tokens of samples, for engines that change their weights in between.
+# The versions of tokens, for engines that load while they generate.
 
 
 Span = tuple[int, int, int]
-"""``[start, end, version]``: tokens from start up to end (without it) of a response, and the step of their version."""
+"""``[start, end, version]``: the tokens of a response from start up to, not including, end; step of their version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +359,7 @@ class VersionSpans:
 
     @classmethod
     def whole(cls, lengths: NDArray[np.integer], step: int) -> VersionSpans:
-        """Build for samples of which each was made by one version, the same for all.
+        """Build for samples of a single version.
 
         Args:
             lengths: tokens of each response.
@@ -374,7 +373,7 @@ class VersionSpans:
 
     @property
     def oldest(self) -> NDArray[np.int64]:
-        """The step of the oldest version of each sample: what its staleness goes by."""
+        """The step of the oldest version of each sample, which determines its staleness."""
         if not len(self):
             return np.zeros(0, np.int64)
         oldest: NDArray[np.int64] = np.minimum.reduceat(self.rows[:, 2], self.offsets[:-1])
@@ -382,7 +381,7 @@ class VersionSpans:
 
     @property
     def mixed(self) -> NDArray[np.bool_]:
-        """Whether more than one version made the sample."""
+        """Whether each sample has more than one version."""
         return np.diff(self.offsets) > 1
 
     def of_sample(self, index: int) -> tuple[Span, ...]:
@@ -391,7 +390,7 @@ class VersionSpans:
         return tuple((start, end, step) for start, end, step in rows)
 
     def staleness(self, index: int, step: int) -> NDArray[np.int64]:
-        """Return how stale each token of one sample is where the trainer updates at `step`, in steps."""
+        """Return the staleness of each token of a sample at the update of `step`, in steps."""
         rows = self.rows[self.offsets[index] : self.offsets[index + 1]]
         return np.repeat(step - 1 - rows[:, 2], rows[:, 1] - rows[:, 0])
 
@@ -408,18 +407,15 @@ class VersionSpans:
         )
 
 
-# How old a sample is when it is trained on. Called by the driver before each update.
-
-
 def staleness(version_step: int, update_step: int) -> int:
-    """Count the steps completed before an update, minus the step whose version made the sample; 0 is on-policy.
+    """Return the staleness of a sample at an update, in steps; 0 is on-policy.
 
     Args:
         version_step: step of the sample's version.
         update_step: the step that trains on the sample.
 
     Raises:
-        ValueError: the version cannot exist before the update.
+        ValueError: the version is not older than the update.
     """
     if version_step >= update_step:
         raise ValueError(f"version {version_step} cannot exist before the update of step {update_step}")

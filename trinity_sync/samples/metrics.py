@@ -21,11 +21,10 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
 
     Returns:
         ``batch/samples``, ``batch/tokens`` (of responses) and, of samples: ``reward/mean``, ``std``, ``min``, ``max``
-        over those that have a reward, where any has, ``reward/exact`` where the task says it of each that it could
-        judge, ``reward/failed`` (how many it could not), ``reward/flat_groups`` (share of prompts all of whose samples
-        have one reward, of which a group's advantages learn nothing), ``response_length/mean``, ``max`` and
-        ``truncated`` (share that did not end by itself), ``prompt_length/mean`` and ``max`` (over prompts); lengths in
-        tokens.
+        (over those with a reward, if there are any), ``reward/exact`` (if the task gives it for all judged samples),
+        ``reward/failed`` (number that could not be judged), ``reward/flat_groups`` (share of groups of equal rewards),
+        ``response_length/mean``, ``max`` and ``truncated`` (share that did not end by itself), ``prompt_length/mean``
+        and ``max`` (over prompts); lengths in tokens.
     """
     counts = {"batch/samples": float(len(batch)), "batch/tokens": float(batch.token_count)}
     if not isinstance(batch, SampleBatch) or not len(batch):
@@ -49,13 +48,12 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
 
 
 def drawn_metrics(drawn: Drawn) -> dict[str, float]:
-    """Measure all that was drawn for a step, where only some of it is trained on.
+    """Measure everything drawn for a step that trains on a part of it.
 
     Returns:
-        What `batch_metrics` says of these samples but their number, to stand in place of what it says of the batch:
-        the rewards of groups that were chosen for a difference are no measure of the policy. And how many groups were
-        drawn (``filter_groups/drawn``), are without a difference (``flat``), in the batch all the same (``filled``),
-        and are left out with one (``surplus``).
+        `batch_metrics` of all samples, without their number. They replace those of the batch: rewards of groups chosen
+        for their difference do not measure the policy. And ``filter_groups/drawn``, ``flat``, ``filled``, ``surplus``,
+        see `Drawn`.
     """
     of_all = batch_metrics(drawn.samples)
     return {
@@ -68,7 +66,7 @@ def drawn_metrics(drawn: Drawn) -> dict[str, float]:
 
 
 def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
-    """Measure rewards, all of which are numbers; nothing where there is none."""
+    """Measure rewards that are all numbers; empty without rewards."""
     if not len(rewards):
         return {}
     return {
@@ -80,7 +78,6 @@ def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _flat_groups(batch: SampleBatch) -> float:
-    """The share of prompts all of whose samples have the same reward."""
     relative, _, group = relative_rewards(batch)
     return float((np.bincount(group, relative != 0) == 0).mean())
 
@@ -98,20 +95,20 @@ def excerpt(
     *,
     validation: bool = False,
 ) -> list[Line]:
-    """Write out all samples of a batch's first groups.
+    """Return all samples of a batch's first groups in full.
 
     Args:
         batch: the samples.
-        advantages: one per sample, where there are any.
-        groups: how many groups, at most.
-        prompt: gives the prompt of a step and a number within it.
+        advantages: one per sample; None: there are none.
+        groups: most groups.
+        prompt: returns the prompt of a step and a number within it.
         validation: the samples are of a validation.
 
     Returns:
-        For each sample, in the order of the batch: ``validation``; ``for_step`` (for which its prompt was given out),
-        ``prompt`` and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``,
-        ``reward`` (None: it is left out of training), ``exact``, ``advantage``, ``finished``, ``tokens`` (of the
-        response), ``version`` (of several, the oldest) and ``spans`` (``[start, end, version]`` of its tokens).
+        For each sample, in the order of the batch: ``validation``; ``for_step`` (the step of its prompt), ``prompt``
+        and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``, ``reward`` (None: it
+        is not trained on), ``exact``, ``advantage``, ``finished``, ``tokens`` (of the response), ``version`` (of
+        several, the oldest) and ``spans`` (``[start, end, version]`` of its tokens).
     """
     firsts, group = batch.groups()
     texts = cache(lambda step, number: prompt(step, number).text)
@@ -144,12 +141,12 @@ def excerpt(
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTimes:
-    """When a validation takes place.
+    """The steps whose versions are validated.
 
     Attributes:
         interval: steps between validations, 0 for the last step only.
         last: the run's last step, which is always validated.
-        at_start: whether what a run begins with is validated.
+        at_start: whether the weights at the start of the run are validated.
     """
 
     interval: int
@@ -157,7 +154,6 @@ class ValidationTimes:
     at_start: bool
 
     def due(self, step: int) -> bool:
-        """Tell whether the version of a step is validated."""
         return step == self.last or bool(self.interval and step % self.interval == 0)
 
 
@@ -199,15 +195,15 @@ def validation_metrics(batch: SampleBatch) -> dict[str, float]:
     """Measure the samples of a validation.
 
     Args:
-        batch: as many samples of each prompt, at least one.
+        batch: equally many samples of each prompt, at least one.
 
     Returns:
-        ``val/prompts``, ``val/samples`` (how many), ``val/failed`` (how many samples could not be judged);
-        ``val/reward/mean``, ``std``, ``min``, ``max`` of those that have a reward, if there is one;
+        ``val/prompts``, ``val/samples`` and ``val/failed`` (numbers; failed samples could not be judged);
+        ``val/reward/mean``, ``std``, ``min``, ``max`` of samples with a reward, if there are any;
         ``val/response_length/mean`` and ``max`` (in tokens) and ``val/truncated`` (share that did not end by itself).
-        Where the task says which samples are right: ``val/exact``, their share of those that were judged, and
-        ``val/pass@k`` for k of 2, 4, 8 and so on below the samples of a prompt, and for these; of prompts all of whose
-        samples were judged, if there is one.
+        If the task tells which samples are right: ``val/exact``, their share of the judged samples, and ``val/pass@k``
+        over prompts whose samples were all judged, for k = 2, 4, 8 and so on up to the samples of a prompt, and for
+        that number.
     """
     lengths = batch.response_lengths
     _, group = batch.groups()
@@ -233,18 +229,18 @@ def validation_metrics(batch: SampleBatch) -> dict[str, float]:
 
 
 def pass_at(k: int, right: NDArray[np.int64], made: int) -> float:
-    """Estimate without bias how often one of k samples of a prompt is right: 1 - C(made - right, k) / C(made, k), the
-    mean over prompts (Chen et al.: "Evaluating Large Language Models Trained on Code", 2021).
+    """Estimate without bias the probability that one of k samples of a prompt is right: 1 - C(made - right, k) /
+    C(made, k), the mean over prompts (Chen et al.: "Evaluating Large Language Models Trained on Code", 2021).
 
     Args:
         k: at most `made`.
-        right: of each prompt, how many of its samples are right.
+        right: the number of right samples of each prompt.
         made: samples of each prompt.
     """
     return float(np.mean([1.0 - comb(made - count, k) / comb(made, k) for count in right.tolist()]))
 
 
 def _sizes(made: int) -> list[int]:
-    """The k of ``pass@k``; that of one sample is ``val/exact``."""
+    """Return the k of ``pass@k``; k = 1 is ``val/exact``."""
     powers = [1 << exponent for exponent in range(1, made.bit_length()) if 1 << exponent < made]
     return [*powers, made] if made > 1 else []

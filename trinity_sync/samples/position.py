@@ -1,5 +1,5 @@
-"""Where a run is in its data: by the number of the prompt, so that a resume with another number of prompts per step
-goes on with those that come next. Pure; for both schedules, and for pairs as for prompts.
+"""The position of a run in its data, by prompt numbers, so that a resume with another number of prompts per step goes
+on with the next ones. For both schedules, and for pairs as for prompts.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 
 class GroupId(NamedTuple):
-    """One prompt of the task: the step for which it was given out, and its number within that step."""
+    """A prompt of the task: the step that it was given out for, and its number within that step."""
 
     step: int
     prompt: int
 
 
 class Numbering(NamedTuple):
-    """Which prompts of the data a step is for.
+    """The prompts of each step.
 
     Attributes:
         step: a step.
@@ -30,31 +30,31 @@ class Numbering(NamedTuple):
     per_step: int
 
     def number(self, group: GroupId) -> int:
-        """The number of a prompt in the order of the data."""
+        """Return the number of a prompt in the order of the data."""
         return self.first + (group.step - self.step) * self.per_step + group.prompt
 
     def group(self, number: int) -> GroupId:
-        """For which step a prompt is, and where it stands there."""
+        """Return the step of a prompt, and its number there."""
         steps, prompt = divmod(number - self.first, self.per_step)
         return GroupId(self.step + steps, prompt)
 
     def first_of(self, step: int) -> int:
-        """The number of a step's first prompt."""
+        """Return the number of a step's first prompt."""
         return self.number(GroupId(step, 0))
 
     def after(self, step: int, used: int) -> Numbering:
-        """The same for the steps after one that used so many prompts, which may be more than it is meant to have."""
+        """Return the numbering of the steps after one that used so many prompts, more or fewer than `per_step`."""
         return self if used == self.per_step else Numbering(step + 1, self.first_of(step) + used, self.per_step)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data.
+    """The position of a run in its data.
 
     Attributes:
-        numbering: how steps and prompts go together.
-        next: what is given out next.
-        waiting: what was given out before, and is not trained on yet, ascending.
+        numbering: the prompts of each step.
+        next: the next prompt to give out.
+        waiting: prompts given out before and not trained on yet, ascending.
     """
 
     numbering: Numbering
@@ -63,12 +63,12 @@ class Position:
 
     @classmethod
     def at(cls, step: int, count: int) -> Position:
-        """That of a run which trains on `count` prompts in each step and always has, with `step` to come."""
+        """Return the position before `step` of a run that has always trained on `count` prompts a step."""
         return cls(Numbering(1, 0, count), GroupId(step, 0))
 
     @classmethod
     def of_json(cls, saved: Mapping[str, Any]) -> Position:
-        """Read what `to_json` gave, also of releases that did not save the numbering."""
+        """Read the JSON values of `to_json`, also of releases that did not save the numbering."""
         step, first = saved.get("numbered_from", (1, 0))
         return cls(
             Numbering(step, first, saved["groups_per_step"]),
@@ -77,7 +77,7 @@ class Position:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return it as JSON values, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         step, first, count = self.numbering
         return {
             "groups_per_step": count,
@@ -87,10 +87,10 @@ class Position:
         }
 
     def with_count(self, step: int, count: int) -> Position:
-        """The same prompts to come, none missed and none repeated, for steps of so many.
+        """Return the position for steps of another size, without missing or repeating a prompt.
 
         Args:
-            step: the step that comes next.
+            step: the next step.
             count: prompts of each step from then on.
         """
         if count == self.numbering.per_step:
@@ -101,15 +101,15 @@ class Position:
         return Position(new, new.group(following), sorted(map(new.group, waiting)))
 
     def in_step(self, step: int, count: int) -> tuple[Position, int, int]:
-        """For a run whose steps have the prompts of their own numbers, and no others.
+        """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only.
 
         Args:
-            step: the step that comes next.
+            step: the next step.
             count: prompts of each step from then on.
 
         Returns:
-            The position, how many prompts are missed by it, and how many are trained on twice: both 0 unless a
-            schedule saved it that trains on prompts as they become ready.
+            The position, the number of prompts that it misses, and the number trained on twice. Both are 0 unless
+            `trainer.schedule=free` saved this position.
         """
         old = self.numbering
         first, following = old.first_of(step), old.number(self.next)

@@ -1,14 +1,14 @@
-"""The queue between explorers that never stop and a trainer that takes whole batches: which groups of samples are to be
-made next, which are on their way, and which the trainer gets. A pure state machine with an injected clock.
+"""The queue between explorers and a trainer that do not wait for each other: the groups of samples to generate next,
+those being generated, and those that the trainer takes. A pure state machine with an injected clock.
 
-A *group* is all samples of one prompt; it is trained on whole, is never split, and is as stale as its oldest token.
-Groups are numbered (step, prompt) as the task gives them out, and each is trained on exactly once, though not always in
-the step whose number it bears: an update takes the oldest that are ready, so one explorer that is slow holds nobody up.
+A *group* is all samples of one prompt. It is trained on as a whole, and is as stale as its oldest token. The task
+numbers groups by (step, prompt). Each is trained on exactly once, but not always in the step of its number: an update
+takes the oldest ready groups, so a slow explorer does not delay the others.
 
-    waiting -> out (an explorer makes it) -> ready -> taken
+    waiting -> out (an explorer generates it) -> ready -> taken
 
-A group goes back to waiting when its explorer is gone or keeps the trainer waiting, and when it turned over-stale. One
-that is *flat* teaches nothing: it is laid aside, and done with, unless too few others are found for the next update.
+A group goes back to waiting when its explorer is dead or delays the trainer, and when it is over-stale. A *flat* group
+teaches nothing: it is put aside, and is used only if the next update finds too few others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ReadyGroup(NamedTuple, Generic[T]):
-    """A group that the trainer may take: the step of the (oldest) version that made it, which group, its samples."""
+    """A group that the trainer may take; `version_step` is of its oldest version."""
 
     version_step: int
     group: GroupId
@@ -33,7 +33,7 @@ class ReadyGroup(NamedTuple, Generic[T]):
 
 
 class UpdateGroups(NamedTuple, Generic[T]):
-    """What an update takes: its groups; flat ones, where it lacks others; and flat ones that it leaves out."""
+    """The groups of an update: other ones, flat ones in place of missing ones, and flat ones that are left out."""
 
     groups: list[ReadyGroup[T]]
     filled: list[ReadyGroup[T]]
@@ -42,17 +42,17 @@ class UpdateGroups(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRules:
-    """What the queue goes by.
+    """The rules of the queue.
 
     Attributes:
-        groups_per_step: groups that one update takes.
-        max_staleness: the largest staleness at which a group is trained on.
-        wait: admit a group only if it will be within the bound at its place in the line; else as soon as it would be
-            if it were the next, and drop it when it is not.
-        max_open: groups that may be out or ready at a time, at least `groups_per_step`.
-        overdue_s: how long a group that is out may keep the trainer waiting before another explorer makes it too.
-        most_made: groups, flat ones included, of which an update that lacks others takes flat ones, at least
-            `groups_per_step`; None: no group is flat.
+        groups_per_step: groups of an update.
+        max_staleness: largest staleness of a group that is trained on, in steps.
+        wait: hand out a group only if it will be within the bound at its place in the line. Otherwise hand it out if it
+            would be within the bound as the next one, and drop it later if it is not.
+        max_open: most groups that are out or ready, at least `groups_per_step`.
+        overdue_s: seconds for which a group may delay the trainer before another explorer generates it, too.
+        most_made: groups, flat ones included, after which an update takes flat ones, at least `groups_per_step`; None:
+            no group is flat.
     """
 
     groups_per_step: int
@@ -79,17 +79,17 @@ class GroupQueue(Generic[T]):
 
     Args:
         rules: see `QueueRules`.
-        step: the first update that takes groups; the task's groups from this step on are made.
+        step: the first update.
         clock: seconds, monotonic.
-        position: what `position` gave when that step was to come, to go on from there, also with other rules; None:
-            nothing of the steps from `step` on was taken, and everything before.
+        position: `position` of an earlier queue before that update, perhaps with other rules; None: begin with the
+            prompts of `step`.
 
     Attributes:
-        step: the next update that takes groups.
+        step: the next update.
         newest: the newest version that explorers can load, None before the first.
-        dropped: groups that were thrown away as over-stale.
-        aside: flat groups that were made since the last update, and not taken.
-        numbering: which prompts of the data the groups of a step are.
+        dropped: number of over-stale groups.
+        aside: flat groups delivered since the last update.
+        numbering: the prompts of each step.
     """
 
     def __init__(
@@ -112,26 +112,26 @@ class GroupQueue(Generic[T]):
 
     @property
     def ready(self) -> int:
-        """Groups that the trainer may take."""
+        """Number of groups that the trainer may take."""
         return len(self._ready)
 
     def publish(self, version_step: int) -> None:
-        """Note that a version is there for explorers to load."""
+        """Note a version that explorers can load."""
         if self.newest is None or version_step > self.newest:
             self.newest = version_step
 
     def hand_out(self, explorer: str, most: int) -> list[GroupId]:
-        """Give an idle explorer at most so many groups to make with the newest version; none: it has to wait."""
+        """Give an idle explorer at most so many groups to generate with the newest version; none: it has to wait."""
         self._reclaim()
-        handed: list[GroupId] = []
-        while len(handed) < most and self._admits():
+        groups: list[GroupId] = []
+        while len(groups) < most and self._admits():
             group = heapq.heappop(self._waiting) if self._waiting else self._following()
             self._out[group] = _Out(explorer, self._clock())
-            handed.append(group)
-        return handed
+            groups.append(group)
+        return groups
 
     def deliver(self, group: GroupId, version_step: int, samples: T, *, flat: bool = False) -> bool:
-        """Take a group that is made. False where it is not needed: another explorer was faster, or it is over-stale."""
+        """Accept a group. False: another explorer was faster, or it is over-stale."""
         if self._out.pop(group, None) is None:
             if group not in self._waiting:
                 return False
@@ -148,13 +148,13 @@ class GroupQueue(Generic[T]):
         return True
 
     def give_back(self, explorer: str) -> None:
-        """Note that the explorer will not make what it was handed."""
+        """Take back all groups of an explorer."""
         for group in [group for group, out in self._out.items() if out.explorer == explorer]:
             del self._out[group]
             heapq.heappush(self._waiting, group)
 
     def take(self) -> UpdateGroups[T] | None:
-        """Take the groups of the next update, the oldest versions first; None while too few are within the bound."""
+        """Return the groups of the next update, oldest versions first; None while too few are within the bound."""
         for group, ready in list(self._ready.items()):
             if self._over_stale(ready.version_step):
                 del self._ready[group]
@@ -167,14 +167,14 @@ class GroupQueue(Generic[T]):
         groups = heapq.nsmallest(wanted, self._ready.values(), key=lambda ready: ready[:2])
         for ready in groups:
             del self._ready[ready.group]
-        aside, self.aside = sorted(self.aside, key=lambda made: made[:2]), []
+        aside, self.aside = sorted(self.aside, key=lambda flat: flat[:2]), []
         missing = wanted - len(groups)
         self._starved_since = None
         self.step += 1
         return UpdateGroups(groups, aside[:missing], aside[missing:])
 
     def _all_made(self) -> bool:
-        """Tell whether no more groups are made for the next update than there are, flat ones included."""
+        """Tell whether `most_made` groups, flat ones included, are there for the next update."""
         most = self._rules.most_made
         return most is not None and len(self._ready) + len(self.aside) >= most
 
@@ -183,14 +183,14 @@ class GroupQueue(Generic[T]):
         return sorted({out.explorer for out in self._out.values()})
 
     def overdue_in(self) -> float | None:
-        """Return the seconds until a group that is out becomes overdue; None while the trainer waits for none."""
+        """Return the seconds until a group becomes overdue; None while the trainer does not wait for one."""
         if self._starved_since is None or not self._out:
             return None
         first = min(max(out.since, self._starved_since) for out in self._out.values())
         return max(0.0, first + self._rules.overdue_s - self._clock())
 
     def position(self) -> dict[str, object]:
-        """Tell where the run is in the task's groups, as JSON: what was given out and not taken, what comes next."""
+        """Return the position in the task's groups as JSON values; see `Position`."""
         return Position(self.numbering, self._next, sorted([*self._waiting, *self._out, *self._ready])).to_json()
 
     def _admits(self) -> bool:
@@ -198,7 +198,7 @@ class GroupQueue(Generic[T]):
         if self.newest is None or ahead >= self._rules.max_open:
             return False
         if ahead + len(self.aside) >= max(self._rules.max_open, self._rules.most_made or 0):
-            return False  # all are flat while the trainer trains
+            return False  # all groups may be flat while the trainer trains
         place = ahead // self._rules.groups_per_step if self._rules.wait else 0
         return staleness(self.newest, self.step + place) <= self._rules.max_staleness
 

@@ -1,6 +1,7 @@
-"""A prompt, and what became of one sample of it. The forms in which tasks, tests and reports see single items.
+"""A single prompt and a single sample, for tasks, tests and reports; and the random numbers and index arithmetic of
+both.
 
-Explorers and trainer pass whole batches: `trinity_sync.samples.batch`.
+Explorers and trainer exchange whole batches: `trinity_sync.samples.batch`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Prompt:
 
     Attributes:
         index: its number within the step, from 0. With seed, step and sample it determines the random numbers.
-        text: what the model is asked; of a chat, the content of the last message.
-        messages: the whole chat, to be rendered by the tokenizer's chat template; None where `text` is the prompt.
-        answer: what the reward goes by, or None.
-        fields: further columns of a data file, for rewards that want them.
+        text: the prompt; of a chat, the content of the last message.
+        messages: the whole chat, for the tokenizer's chat template; None: `text` is the prompt.
+        answer: the right answer, for the reward, or None.
+        fields: further columns of a data file, for the reward.
     """
 
     index: int
@@ -45,14 +46,14 @@ class Sample:
         sample: number of the sample within the prompt's group.
         prompt_ids: tokens of the prompt.
         response_ids: tokens of the response, the end-of-sequence token included where it was reached.
-        log_probs: natural log-probability of each response token under the sampler's temperature, before truncation.
+        log_probs: natural log-probability of each response token at the sampler's temperature, before truncation.
         version: (attempt, step) of the weights; of several, the oldest.
-        reward: what the task gave; None where the response is left out of training, since it could not be judged.
-        exact: 1.0 for a right answer, 0.0 for a wrong one, None where the task does not say.
-        text: the response as the reward saw it.
+        reward: None: the response could not be judged and is not trained on.
+        exact: 1.0 for a right answer, 0.0 for a wrong one, None if the task does not tell.
+        text: the response, as given to the reward.
         finished: whether the end-of-sequence token was reached.
-        spans: ``[start, end, step of the version]`` of stretches of the response's tokens; empty: `version` made all.
-        error: why the response could not be judged; empty: it was.
+        spans: ``[start, end, step of the version]`` of the response's tokens; empty: `version` made all.
+        error: why the response could not be judged; empty: it was judged.
     """
 
     step: int
@@ -75,11 +76,11 @@ class Sample:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Samples are trained on in the order of these: step, prompt, sample."""
+        """Sort key of the order of training."""
         return self.step, self.prompt, self.sample
 
 
-# Random numbers that are functions of where they are used, not of what was drawn before. For tasks and explorers.
+# Random numbers that depend on their place of use only, not on earlier draws. For tasks and explorers.
 
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -91,7 +92,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(enum.IntEnum):
-    """What a key is for; keeps the streams of one seed apart."""
+    """Separates the random numbers of one seed by their use."""
 
     SAMPLING = 0
     PROMPTS = 1
@@ -123,7 +124,7 @@ def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]
 
     Args:
         seed: any integer; taken modulo 2**64.
-        purpose: what the keys are for.
+        purpose: use of the keys.
         numbers: the further steps of the path, each an integer or an array of integers, broadcast against each other.
 
     Returns:
@@ -135,16 +136,16 @@ def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]
     return key
 
 
-# How the samples that are asked for are drawn.
+# How samples are drawn.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """What may differ from one request for samples to the next.
+    """The settings of one request for samples.
 
     Attributes:
-        purpose: what the random numbers are for, which keeps those of training and of validation apart.
-        temperature: in place of `explorer.temperature`; None: that one.
+        purpose: separates the random numbers of training and validation.
+        temperature: None: `explorer.temperature`.
     """
 
     purpose: Purpose = Purpose.SAMPLING
@@ -152,21 +153,21 @@ class Drawing:
 
 
 FOR_TRAINING = Drawing()
-"""As the keys of `explorer` say."""
+"""By the keys of `explorer`."""
 
 
-# Rows of different lengths, end to end in one array: where each begins, and how some of them are picked out.
+# Rows of different lengths, end to end in one array.
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return where each row begins, and last where the last one ends: int64 of shape (rows + 1,)."""
+    """Return the begin of each row and the end of the last: int64 of shape (rows + 1,)."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def positions(offsets: NDArray[np.int64], rows: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return where the items of these rows stand, row after row.
+    """Return the positions of the items of some rows, row after row.
 
     Args:
         offsets: of all rows, see `offsets_of`.

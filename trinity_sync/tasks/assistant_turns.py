@@ -1,9 +1,9 @@
-"""Which characters of a conversation the assistant says: those that are learnt.
+"""Find the characters of a conversation that the assistant says: those that are trained on.
 
-The template's own ``{% generation %}`` marks tell, where it has them. Else a turn begins where the text of the messages
-before it, with the generation prompt, and the text of the whole conversation part; it ends where the text of the
-messages up to it ends. Only messages of the conversation are rendered, from its first on, so that a template is never
-asked for a chat that it refuses.
+The template's ``{% generation %}`` marks tell, if it has them. Otherwise a turn begins where the text of the messages
+before it, with the generation prompt, and the text of the whole conversation diverge; it ends where the text of the
+messages up to it ends. Only beginnings of the conversation are rendered, so that a template never gets a chat that it
+refuses.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from trinity_sync.tasks.chat_template import ChatTemplate, MarkedText, common_st
 from trinity_sync.tasks.conversations import Conversation
 
 _NO_BEGINNING = "\ue000"
-"""A character of no script and no template: of private use."""
+"""A character of private use, in no script and no template."""
 _MARKS = "give the model a chat template with {% generation %} marks"
 
 
 def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignore_mismatch: bool) -> MarkedText:
-    """The text of a conversation, and the parts of it that the assistant says, each with what ends it.
+    """Return the text of a conversation, and the assistant's parts of it, each with its end token.
 
     Args:
         template: of the model's tokenizer.
-        conversation: at least one message is the assistant's.
-        ignore_mismatch: accept turns that have another text in the conversation than as its last one.
+        conversation: with at least one message of the assistant.
+        ignore_mismatch: accept a turn whose text in the conversation differs from its text as the last message.
 
     Raises:
-        RunError: the template does not tell where a turn begins or ends; names the place in the file.
+        RunError: the template does not show where a turn begins or ends; names the place in the file.
     """
     more: dict[str, Any] = {"tools": conversation.tools}
     if conversation.thinking is not None:
@@ -55,7 +55,7 @@ def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignor
 def _without_calls(
     template: ChatTemplate, messages: Sequence[Mapping[str, object]], place: int, more: Mapping[str, Any]
 ) -> str | None:
-    """The text of a conversation in which a message calls no tools; None: the template does not take that."""
+    """Return the text of a conversation without a message's tool calls; None: the template refuses it."""
     other = {key: value for key, value in messages[place].items() if key != "tool_calls"}
     try:
         return template.render([*messages[:place], other, *messages[place + 1 :]], ask=False, **more)
@@ -64,7 +64,7 @@ def _without_calls(
 
 
 class _Rendered:
-    """A conversation whose turns are found by rendering its beginnings."""
+    """Finds the turns of a conversation by rendering its beginnings."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, more: Mapping[str, Any]) -> None:
         self._template, self._more = template, more
@@ -81,7 +81,7 @@ class _Rendered:
         return MarkedText(self._whole, learnt)
 
     def _text(self, count: int, *, ask: bool = False) -> str:
-        """The text of so many first messages."""
+        """Return the text of the first `count` messages."""
         if count == 0:
             raise RunError(
                 f"{self._where}: message 1 is the assistant's: the prompt has no token, and the chat template does not "
@@ -96,7 +96,7 @@ class _Rendered:
             ) from error
 
     def _before(self, place: int, asked: str) -> str:
-        """The text of the messages before a turn, with which what asks for it and the whole begin."""
+        """Return the text before a turn, with which `asked` and the whole text begin."""
         before = self._text(place)
         # some templates end a chat that does not ask with an end-of-text token
         for text in (before, before.removesuffix(self._template.end_of_text)):
@@ -108,7 +108,7 @@ class _Rendered:
         )
 
     def _begin(self, place: int, asked: str) -> int:
-        """Where a turn begins, behind what of the generation prompt is there."""
+        """Return the begin of a turn, after the part of the generation prompt that the whole text has."""
         begin = self._begin_in(self._whole, place, asked)
         if begin < len(asked):
             self._before(place, asked)
@@ -120,12 +120,12 @@ class _Rendered:
         begin, message = common_start(asked, text), self._messages[place]
         if not isinstance(content := message.get("content"), str):
             return begin
-        # what the assistant says may begin as the rest of the generation prompt does
+        # the message may begin with the same characters as the rest of the generation prompt
         other = [*self._messages[:place], {**message, "content": _NO_BEGINNING + content}]
         return min(begin, common_start(asked, self._template.render(other, ask=False, **self._more)))
 
     def _end(self, place: int, begin: int, asked: str, ignore_mismatch: bool) -> int:
-        """Where a turn ends, behind what ends it."""
+        """Return the end of a turn, after its end token."""
         count = place + 1
         if count == len(self._messages):
             return len(self._whole)
@@ -133,7 +133,7 @@ class _Rendered:
         said = turn[self._begin_in(turn, place, asked) :]
         if self._whole.startswith(said, begin):
             return begin + len(said)
-        # some templates end a turn otherwise where nothing follows it
+        # some templates end the last turn in another way
         turn = self._text(count, ask=True).removesuffix(asked[len(self._before(place, asked)) :])
         said = turn[self._begin_in(turn, place, asked) :]
         ends = (begin + len(said) - gone for gone in range(len(said)) if self._whole.startswith(said[gone:], begin))

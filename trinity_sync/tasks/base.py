@@ -1,4 +1,4 @@
-"""What a task is, and what its verdicts are. Called by the rollout engines, through `tasks.judging`."""
+"""Tasks and their verdicts on responses. Rollout engines call them through `tasks.rewards.judge`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trinity_sync.samples.position import Numbering
 from trinity_sync.samples.record import Prompt
 
 _SHOWN = 200
-"""Characters of a wrong result that are quoted."""
+"""Longest quotation of a wrong result, in characters."""
 _MOST_CALLS = 5
-"""For one response; each follows a signal."""
+"""Calls of a reward for one response; each repetition follows a signal."""
 
 
 class RewardResult(NamedTuple):
-    """What a response is worth.
+    """The value of a response.
 
     Attributes:
         reward: any finite number; GRPO compares it within the prompt's group only.
-        exact: 1.0 where the response is right as a whole, 0.0 where it is not, None where the task does not say.
+        exact: 1.0 if the whole response is right, 0.0 if not, None if the task does not tell.
     """
 
     reward: float
@@ -37,21 +37,21 @@ class Task(Protocol):
 
     Both methods are pure: the same arguments give the same result in every process and after a resume. The driver asks
     for prompts; each explorer has an instance of its own and asks for rewards. The constructor gets the keys of the
-    `task` node of the configuration, and `seed`. A task that judges by a function given to it may say so in an
-    attribute `reward_name`, which errors then quote. One with an attribute `reward_judge`, a `Judge`, is judged by
-    that, and `reward` is not called: a `tasks.reward_processes.RewardProcesses` judges in processes of its own.
+    `task` node of the configuration, and `seed`.
 
-    One whose prompts have an order may have more methods. With ``prompts_from(first, count)``, which returns so many
-    from number `first` on (from 0, without end), a run that goes on with another number of prompts per step neither
-    misses any nor repeats them; ``prompts(step, count)`` are those from ``(step - 1) * count`` on. With ``all_rows()``,
-    each place and prompt of the file, and ``leave_out(rows)``, which has it go on without the rows of these numbers,
-    prompts are looked through before a run starts.
+    Optional attributes: `reward_name`, the name of the reward function in errors; `reward_judge`, a `Judge` that is
+    called in place of `reward`, such as `tasks.reward_processes.RewardProcesses`, which judges in separate processes.
+
+    Optional methods: ``prompts_from(first, count)`` returns so many prompts from number `first` on (from 0, without
+    end), so that a run resumed with another number of prompts per step misses and repeats none; ``prompts(step,
+    count)`` are then those from ``(step - 1) * count`` on. ``all_rows()`` returns place and prompt of each row of a
+    file, and ``leave_out(rows)`` removes the rows of these numbers; with both, prompts are checked before a run starts.
     """
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return the prompts of a trainer step (from 1), numbered from 0 by `Prompt.index`. With
-        `algorithm.filter_groups` a task without ``prompts_from`` is asked for more of a step, and has to give the same
-        first ones then.
+        """Return the prompts of a trainer step (from 1), numbered from 0 by `Prompt.index`. For
+        `algorithm.filter_groups` a task without ``prompts_from`` gets larger counts, too, and must return the same
+        first prompts then.
         """
         ...
 
@@ -59,24 +59,24 @@ class Task(Protocol):
         """Judge a response.
 
         Args:
-            prompt: what was asked.
+            prompt: the prompt.
             text: the response, decoded without the end-of-sequence token.
-            finished: whether the model ended the response itself, rather than running into the length limit.
+            finished: the model ended the response itself, not the length limit.
         """
         ...
 
 
 def prompts_of(task: Task, numbering: Numbering, step: int, at: int = 0) -> list[Prompt]:
-    """The prompts of a step, of a run that may have had other numbers of them per step before.
+    """Return the prompts of a step.
 
     Args:
         task: of the run.
-        numbering: which prompts a step has, and how many.
+        numbering: the prompts of each step, also after a change of their number.
         step: a step.
-        at: the number within the step from which on they are; above 0 where a step has more than it is meant to have.
+        at: number of the first prompt within the step; above 0 to get more than `numbering.per_step`.
 
     Raises:
-        RunError: more are asked for, and the task gives other first ones then.
+        RunError: for a larger count the task returns other first prompts.
     """
     count = numbering.per_step
     prompts_from: Callable[[int, int], list[Prompt]] | None = getattr(task, "prompts_from", None)
@@ -99,23 +99,19 @@ def _asked(prompt: Prompt) -> tuple[object, ...]:
 
 @runtime_checkable
 class ValidatingTask(Task, Protocol):
-    """A task that has prompts to validate on, without which `task.validation` is refused.
+    """A task with prompts for validation; others refuse `task.validation`.
 
-    Where it reads a file, it is built once more with `task.validation.path` as its `path`, and asked for that one's.
-    Its constructor does not get the node `validation`.
+    A task that reads a file is built a second time with `task.validation.path` as its `path`, for the validation. Its
+    constructor does not get the node `validation`.
     """
 
     def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return prompts that are the same at every validation, numbered from 0.
-
-        Args:
-            count: how many, at most; None: all that there are.
-        """
+        """Return the same prompts for every validation, numbered from 0: at most `count`, all for None."""
         ...
 
 
 class Response(NamedTuple):
-    """What is to be judged; see `Task.reward`."""
+    """A response to judge; see `Task.reward`."""
 
     prompt: Prompt
     text: str
@@ -123,12 +119,12 @@ class Response(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a response.
+    """The result of judging a response.
 
     Attributes:
-        reward: plain float; NaN: it has none, and is left out of training.
+        reward: plain float; NaN: none, so the response is not trained on.
         exact: as in `RewardResult`.
-        error: why it could not be judged, as a sentence that names function, prompt and step; empty: it was.
+        error: why it could not be judged, with function, prompt and step; empty: it was judged.
     """
 
     reward: float
@@ -137,17 +133,17 @@ class Verdict(NamedTuple):
 
 
 class Judge(Protocol):
-    """Gives the verdicts on responses; `tasks.reward_processes.RewardProcesses` is one."""
+    """Judges responses in place of `Task.reward`, such as `tasks.reward_processes.RewardProcesses`."""
 
     def warm_up(self) -> None:
-        """Begin whatever takes time, and return. `judge` waits for it."""
+        """Start slow preparations in the background. `judge` waits for them."""
         ...
 
     def judge(self, responses: Sequence[Response], *, step: int) -> list[Verdict]:
         """Judge responses to prompts of a step, in their order.
 
         Raises:
-            RunError: one could not be judged, and that is to end the run.
+            RunError: one could not be judged, and the settings end the run then.
         """
         ...
 
@@ -156,8 +152,8 @@ class Failure(NamedTuple):
     """Why a response could not be judged.
 
     Attributes:
-        what: goes on after the name of the function, as in ``returned nan; it must return a finite number``.
-        origin: where in the user's code, if it is known.
+        what: the predicate after the function's name, as in ``returned nan; it must return a finite number``.
+        origin: place in the user's code, if known.
     """
 
     what: str
@@ -165,14 +161,14 @@ class Failure(NamedTuple):
 
 
 class RewardFunction(Protocol):
-    """What `Task.reward` is when it is called."""
+    """The type of `Task.reward`."""
 
     def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult: ...
 
 
 def judged_here(reward: RewardFunction, response: Response) -> RewardResult | Failure:
-    """As `judged`, in a process that goes on after signals. A signal to all processes may have ended a program that the
-    call had started, so the call is repeated.
+    """Call `judged` in a process that survives signals. Repeat the call after a signal, which may have ended a program
+    that the reward had started.
     """
     for _ in range(_MOST_CALLS):
         before = signals_left()
@@ -183,7 +179,7 @@ def judged_here(reward: RewardFunction, response: Response) -> RewardResult | Fa
 
 
 def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure:
-    """Call what judges, and make two plain floats of its result, or one and None."""
+    """Call a reward; return its result as plain floats."""
     try:
         return _checked(reward(*response))
     except (Exception, SystemExit) as error:
@@ -201,7 +197,7 @@ def _checked(result: object) -> RewardResult | Failure:
 
 
 def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError:
-    """Make the error that a failure is where it ends the run. It names the function, the prompt and the step."""
+    """Make the error by which a failure ends the run; it names the function, the prompt and the step."""
     error = RunError(f"the reward function {name}, called for prompt {prompt.index} of step {step}, {failure.what}")
     if failure.origin is not None:
         give_origin(error, failure.origin)
@@ -209,7 +205,7 @@ def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError
 
 
 def _scalar(value: Any) -> Any:
-    """A scalar of numpy, or a tensor of one value, as Python's own."""
+    """Return a numpy scalar or a tensor of one value as a Python number."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
@@ -220,6 +216,6 @@ def _is_finite(value: object) -> bool:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # of a class of somebody's
+    except Exception:  # a user's class may fail to print
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,5 +1,5 @@
-"""A tokenizer's chat template: texts of chats, the parts of a text that the template marks as the assistant's, and the
-tokens of such parts. Under the encoders; nothing heavy is imported, the tokenizer is handed in.
+"""A tokenizer's chat template: texts of chats, the parts that the template marks as the assistant's, and their tokens.
+The caller passes the tokenizer; transformers is not imported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 class MarkedText(NamedTuple):
-    """A text with parts that are learnt.
+    """A text with marked parts, which are trained on.
 
     Attributes:
-        text: all of it.
-        learnt: first character and the one after the last of each part, in order.
+        learnt: begin and end character of each part, in order.
     """
 
     text: str
@@ -32,18 +31,18 @@ class MarkedText(NamedTuple):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with arguments of the user's own.
+    """A tokenizer's chat template with the user's arguments.
 
     Args:
-        tokenizer: whose template it is; it may have none.
-        arguments: what the template is given beside the messages (`task.chat_template`).
+        tokenizer: with or without a template.
+        arguments: further arguments of the template (`task.chat_template`).
 
     Attributes:
-        present: whether there is one.
+        present: whether the tokenizer has a template.
         end_of_text: the text of the tokenizer's end-of-text token; empty: it has none.
 
     Raises:
-        ConfigError: there are arguments, and no template; or one that the template does not read.
+        ConfigError: there are arguments but no template, or one that the template does not read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> None:
@@ -75,15 +74,15 @@ class ChatTemplate:
                 )
 
     def render(self, messages: Sequence[Mapping[str, object]], *, ask: bool, **more: object) -> str:
-        """The text of a chat.
+        """Return the text of a chat.
 
         Args:
             messages: with ``role`` and ``content``.
             ask: end with the generation prompt, which makes the model answer.
-            more: further arguments of the template, of this chat alone.
+            more: further arguments of the template for this chat.
 
         Raises:
-            ValueError: the template does not take the chat, or leaves out all texts of the user's.
+            ValueError: the template refuses the chat, or leaves out all texts of the user.
         """
         chat = [dict(message) for message in messages]
         with _refusals():
@@ -94,11 +93,12 @@ class ChatTemplate:
         return text
 
     def marked(self, messages: Sequence[Mapping[str, object]], tools: Any, **more: object) -> MarkedText | None:
-        """The text of a chat with the parts between the template's ``{% generation %}`` marks; None: it has no marks.
+        """Return the text of a chat with the parts between the template's ``{% generation %}`` marks; None: it has
+        none.
 
         Args:
             messages, more: as for `render`.
-            tools: what the template is told of tools, a list or None; it chooses among several templates.
+            tools: a list for the template, or None; chooses among several templates.
         """
         template = self._tokenizer.get_chat_template(None, tools)
         if not _GENERATION.search(template):
@@ -116,12 +116,12 @@ class ChatTemplate:
         return MarkedText(text, parts)
 
     def tokens(self, rendered: Sequence[str]) -> list[list[int]]:
-        """The tokens of the texts of chats, whose special tokens are in them."""
+        """Return the tokens of rendered chats, which contain their special tokens."""
         return list(self._tokenizer(list(rendered), add_special_tokens=False)["input_ids"]) if rendered else []
 
     def marked_tokens(self, rendered: Sequence[MarkedText]) -> list[tuple[list[int], list[bool]]]:
-        """The tokens of the texts of chats, and which of them are learnt. A token that begins before a part and ends in
-        it is learnt; one that begins in a part and ends after it is not.
+        """Return the tokens of rendered chats, with a mark for each. A token across the begin of a part is marked; one
+        across its end is not.
         """
         if not rendered:
             return []
@@ -136,9 +136,9 @@ class ChatTemplate:
         return found
 
     def _token_at(self, rows: Any, row: int, text: str, place: int) -> int:
-        """Number of the first token that has a character at a place or after it."""
+        """Return the number of the first token with a character at a place or after it."""
         ids = rows["input_ids"][row]
-        if not getattr(rows, "is_fast", False):  # tokenizers written in Python do not know the places of their tokens
+        if not getattr(rows, "is_fast", False):  # tokenizers in Python do not give the places of tokens
             return common_start(ids, self.tokens([text[:place]])[0])
         found = (rows.char_to_token(row, character) for character in range(place, len(text)))
         return next((token for token in found if token is not None), len(ids))
@@ -153,23 +153,23 @@ def _refusals() -> Iterator[None]:
 
 
 def has_words(text: str, said: str) -> bool:
-    """Whether a text has at least one of the words that are said, if any are; templates may leave out some."""
+    """Tell whether a text has at least one of the given words, or none are given; templates may leave out some."""
     words = said.split()
     return not words or any(word in text for word in words)
 
 
 def common_start(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many characters or tokens two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def _variables(template: str) -> set[str] | None:
-    """The names that a template reads from outside; None: that cannot be told."""
+    """Return the names of a template's arguments; None: unknown."""
     from jinja2 import Environment, TemplateError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
-    except TemplateError:  # it has tags that only its library knows
+    except TemplateError:  # tags of its own library
         return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tasks.rows import Row, RowFile, chat_message
+from trinity_sync.tasks.rows import FileExamples, Row, RowFile, chat_message
 
 
 class Conversation(NamedTuple):
@@ -15,8 +15,8 @@ class Conversation(NamedTuple):
 
     Attributes:
         messages: the turns, with ``role`` and ``content``.
-        tools: what the template is told of tools; None: nothing.
-        thinking: what the template is given as ``enable_thinking``; None: nothing.
+        tools: argument of the template; None: not given.
+        thinking: the template's argument ``enable_thinking``; None: not given.
         where: place in the file, as in ``train.jsonl:17``.
     """
 
@@ -26,8 +26,8 @@ class Conversation(NamedTuple):
     where: str
 
 
-class ConversationsTask:
-    """One conversation per line or row; shuffled anew in each pass over the file.
+class ConversationsTask(FileExamples[Conversation]):
+    """One conversation per line or row; each pass over the file has another order.
 
     Args:
         path: the file; see `RowFile`.
@@ -35,10 +35,10 @@ class ConversationsTask:
         tools_key: field of the tools, a list; a row may lack it.
         enable_thinking_key: field of ``enable_thinking``, true or false; a row may lack it.
         seed: the run's seed; the conversations are a pure function of the file, the seed and the step.
-        max_length: longest conversation in tokens; the trainer goes by it.
-        too_long: what becomes of longer ones; see `trinity_sync.launch.row_scan`.
+        max_length: longest conversation in tokens, for the trainer.
+        too_long: treatment of longer ones; see `trinity_sync.launch.row_scan`.
         chat_template: arguments of the tokenizer's chat template.
-        ignore_input_ids_mismatch: whether turns may have other tokens one by one than in the whole conversation.
+        ignore_input_ids_mismatch: accept turns whose tokens differ from those in the whole conversation.
 
     Raises:
         ConfigError: the file is not as described; names file and line.
@@ -59,28 +59,7 @@ class ConversationsTask:
     ) -> None:
         self._messages_key, self._tools_key, self._thinking_key = messages_key, tools_key, enable_thinking_key
         columns = (messages_key, tools_key, enable_thinking_key)
-        self._file = RowFile(path, seed=seed, shuffle=True, columns=columns)
-        self._conversations = {row.number: self._conversation(row) for row in self._file.rows}
-
-    def pairs(self, step: int, count: int) -> list[Conversation]:
-        """Return the conversations of a trainer step (from 1)."""
-        return self.pairs_from((step - 1) * count, count)
-
-    def pairs_from(self, first: int, count: int) -> list[Conversation]:
-        """Return conversations by their number in the order of the data, from 0."""
-        return [self._conversations[row.number] for row in self._file.following(first, count)]
-
-    def all_rows(self) -> list[tuple[str, Conversation]]:
-        """Return each row of the file, with its place."""
-        return [(self._file.where(row), self._conversations[row.number]) for row in self._file.rows]
-
-    def validation_rows(self, count: int | None) -> list[Conversation]:
-        """Return the first conversations of the file, all for None."""
-        return [self._conversations[row.number] for row in self._file.rows[:count]]
-
-    def leave_out(self, rows: Collection[int]) -> None:
-        """Give these out no more, numbered from 0 as `all_rows` has them."""
-        self._file.leave_out(rows)
+        super().__init__(RowFile(path, seed=seed, shuffle=True, columns=columns), self._conversation)
 
     def _conversation(self, row: Row) -> Conversation:
         where = self._file.where(row)
@@ -105,5 +84,5 @@ class ConversationsTask:
 
 
 def _says(message: Mapping[str, object]) -> bool:
-    """Whether a message has a text, or calls tools instead."""
+    """Tell whether a message has a text or calls tools."""
     return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))

@@ -1,4 +1,4 @@
-"""The default task: copy a random number. Small enough to be learnt in seconds on one CPU core, and judged exactly."""
+"""The default task: copy a random number. A model learns it in seconds on one CPU core, and rewards are exact."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from trinity_sync.tasks.base import RewardResult
 class CopyDigits:
     """Prompts such as ``61=``; the right response is ``61`` and then the end of the text.
 
-    The reward is the share of correct positions, the end of the text being one of them: of ``61`` and the end, ``60``
-    and the end earns 2/3.
+    The reward is the share of correct positions, the end of the text included: ``60`` and the end earns 2/3.
 
     Args:
         digits: digits of the number, leading zeros included; at least 1.
         seed: the run's seed; the numbers are a pure function of seed, step and the prompt's index.
-        response_length: longest response in tokens, as the explorers are told; None is not checked.
+        response_length: longest response in tokens; None: unknown.
 
     Raises:
         ConfigError: no digits, or responses too short for the answer.
@@ -40,8 +39,8 @@ class CopyDigits:
         return self._prompts(path(self.seed, Purpose.PROMPTS, step, np.arange(count)))
 
     def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return prompts from random numbers of their own; where there are few numbers, training has the same ones."""
-        assert count is not None, "there is no end of them"
+        """Return prompts from separate random numbers; with few digits, training may have the same prompts."""
+        assert count is not None, "the task has infinitely many prompts"
         return self._prompts(path(self.seed, Purpose.VALIDATION_PROMPTS, np.arange(count)))
 
     def _prompts(self, keys: NDArray[np.uint64]) -> list[Prompt]:
@@ -50,7 +49,7 @@ class CopyDigits:
         return [Prompt(index=index, text=f"{number}=", answer=number) for index, number in enumerate(numbers)]
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        assert isinstance(prompt.answer, str), "of this task's own prompts"
+        assert isinstance(prompt.answer, str), "prompts of this task have a text"
         right = sum(map(str.__eq__, text, prompt.answer))
         right += finished and len(text) == self.digits
         return RewardResult(right / (self.digits + 1), float(right == self.digits + 1))

@@ -1,5 +1,5 @@
-"""Prompts as tokens, by a model's own tokenizer and chat template: the same for the look at all rows before a run and
-for those who generate. Nothing heavy is imported; the tokenizer is handed in.
+"""Prompts, pairs and conversations as tokens of a model, for the check of all rows before a run, for explorers and for
+supervised training. The caller passes the tokenizer; transformers is not imported.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class PromptEncoder:
-    """Prompts to tokens, checked.
+    """Turns prompts into tokens and checks them.
 
     Args:
         tokenizer: of the model.
         response_length: longest response, in tokens.
         prompt_length: longest prompt, in tokens; None: as long as the positions allow.
         positions: of the model, in tokens; None: unknown.
-        truncate: cut what is too long on its left, rather than refuse it.
+        truncate: cut the left end of longer prompts instead of refusing them.
         chat_template: arguments of the tokenizer's chat template.
         embedded: rows of the model's embedding; None: unknown.
 
     Attributes:
         limit: longest prompt, in tokens; None: any.
-        cut: words on what is cut off.
+        cut: the end that is cut off, in words.
 
     Raises:
         ConfigError: no prompt would fit, or see `ChatTemplate`.
@@ -72,7 +72,7 @@ class PromptEncoder:
 
     @classmethod
     def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
-        """The encoder that the keys of `task` ask for; those of a user's own class need not be ours."""
+        """Make the encoder from the keys of `task`; a user's own task may lack some."""
         return cls(
             tokens.tokenizer,
             response_length=task["response_length"],
@@ -84,7 +84,7 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: Prompt, where: str) -> list[int]:
-        """The tokens of a prompt.
+        """Return the tokens of a prompt.
 
         Args:
             prompt: a text, or a chat.
@@ -102,14 +102,14 @@ class PromptEncoder:
         raise RunError(f"{where} has {len(ids)} tokens; {self.limit_text}")
 
     def lengths(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[int]:
-        """How many tokens prompts have, whatever the limit is: many at a time, which is much faster.
+        """Return the numbers of tokens of prompts, also above the limit. Much faster than one call for each.
 
         Raises:
-            RunError: as `encode`, but for the length; of the first that is wrong.
+            RunError: as `encode`, except for the length; of the first wrong prompt.
         """
         try:
             rows = self._many(prompts)
-        except Exception:  # one at a time, so as to say which it is
+        except Exception:  # one at a time, to name the wrong one
             rows = [self._one(prompt, where) for prompt, where in zip(prompts, places, strict=True)]
         for prompt, where, ids in zip(prompts, places, rows, strict=True):
             self._check(prompt, where, ids)
@@ -117,7 +117,7 @@ class PromptEncoder:
 
     @property
     def limit_text(self) -> str:
-        """Words on what the limit comes from."""
+        """The origin of the limit, in words."""
         if self.limit == self._prompt_length:
             return f"task.prompt_length allows {self.limit}"
         return (
@@ -125,7 +125,7 @@ class PromptEncoder:
         )
 
     def remedy(self, longest: int) -> str:
-        """Words on which setting would let prompts of so many tokens in."""
+        """Return the setting that would admit prompts of so many tokens."""
         room = None if self._positions is None else self._positions - self._response_length
         return f"task.prompt_length={longest}" if room is None or longest <= room else "a smaller task.response_length"
 
@@ -162,8 +162,8 @@ class PromptEncoder:
             raise RunError(f"{where} {text}")
 
     def _has_unknown(self, prompt: Prompt) -> bool:
-        """Whether the unknown token in a prompt stands for what the tokenizer does not know. Some tokenizers begin each
-        text with that same token, and their chat templates write it.
+        """Tell whether the unknown token in a prompt stands for unknown text. Some tokenizers begin each text with it,
+        and their chat templates write it.
         """
         unknown = self._tokenizer.unk_token_id
         if unknown not in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id, self._tokenizer.pad_token_id):
@@ -174,7 +174,7 @@ class PromptEncoder:
         return any(ids.count(unknown) > said for ids, said in zip(encoded, written, strict=True))
 
     def _unknown(self, text: str) -> str:
-        """Say which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
+        """Name the characters without a token, in a sentence; empty: there are none."""
         unknown = [repr(character) for character in dict.fromkeys(text) if not self._has(character)]
         return f"the tokenizer has no token for {', '.join(unknown)}" if unknown else ""
 
@@ -187,26 +187,25 @@ class PromptEncoder:
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """How many tokens a model has positions for; None: its config does not say."""
+    """Return a model's number of positions, in tokens; None: its config does not tell."""
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
 
 
-# Pairs and conversations as tokens, and which of them are learnt. Nothing heavy is imported; the tokenizer is handed
-# in.
+# Pairs and conversations.
 
 
 _TAIL = 3
-"""Tokens at the end of an answer among which its end token is; templates put a line break behind it."""
+"""The last tokens of an answer, one of which is its end token: templates write a line break after it."""
 
 
 class Encoded(NamedTuple):
-    """What is learnt, and after what.
+    """The tokens of a pair or conversation.
 
     Attributes:
-        prompt: tokens before the first that is learnt.
-        response: the tokens from there on.
-        learnt: whether each of these is learnt.
+        prompt: tokens before the first that counts.
+        response: all later tokens.
+        learnt: marks the tokens of `response` that count.
     """
 
     prompt: list[int]
@@ -215,21 +214,21 @@ class Encoded(NamedTuple):
 
 
 class PairEncoder:
-    """Pairs and conversations to tokens, checked.
+    """Turns pairs and conversations into tokens and checks them.
 
     Args:
         tokenizer: of the model.
         max_length: longest sequence, in tokens.
         positions: of the model, in tokens; None: unknown.
-        truncate: cut what is too long on its right, rather than refuse it.
+        truncate: cut the right end of longer sequences instead of refusing them.
         chat_template: arguments of the tokenizer's chat template.
-        ignore_mismatch: learn turns as the whole conversation has them, also where they have another text as its last.
-        ends: tokens that end a text, the one that is taught first; None: the tokenizer's.
+        ignore_mismatch: train on turns as in the whole conversation, even if they differ from their text as its last.
+        ends: tokens that end a text; the first is added to responses; None: the tokenizer's.
         embedded: rows of the model's embedding; None: unknown.
 
     Attributes:
         limit: longest sequence, in tokens.
-        cut: words on what is cut off.
+        cut: the end that is cut off, in words.
 
     Raises:
         ConfigError: see `ChatTemplate`.
@@ -261,7 +260,7 @@ class PairEncoder:
 
     @classmethod
     def of_task(cls, task: Mapping[str, Any], tokens: ModelTokens) -> Self:
-        """The encoder that the keys of `task` ask for."""
+        """Make the encoder from the keys of `task`."""
         return cls(
             tokens.tokenizer,
             max_length=task["max_length"],
@@ -274,10 +273,10 @@ class PairEncoder:
         )
 
     def encode(self, examples: Sequence[TextPair | Conversation]) -> list[Encoded]:
-        """The tokens of examples.
+        """Return the tokens of examples.
 
         Raises:
-            RunError: one has no token to learn, nothing before it, too many tokens, or cannot be encoded; names its
+            RunError: one has no token that counts, nothing before it, too many tokens, or cannot be encoded; names its
                 place in the file.
         """
         return [
@@ -285,10 +284,10 @@ class PairEncoder:
         ]
 
     def lengths(self, examples: Sequence[TextPair | Conversation], places: Sequence[str] = ()) -> list[int]:
-        """How many tokens examples have, whatever the limit is.
+        """Return the numbers of tokens of examples, also above the limit.
 
         Raises:
-            RunError: as `encode`, but for the length.
+            RunError: as `encode`, except for the length.
         """
         found = self._all(examples)
         usable = self._fitted if self._truncate else self._parted
@@ -297,7 +296,7 @@ class PairEncoder:
         return [len(ids) for ids, _ in found]
 
     def unended(self, example: TextPair | Conversation) -> str | None:
-        """Words on an answer that is learnt without a token that ends a text; None: it has one."""
+        """Return a warning about an answer without an end token; None: it has one."""
         ids, learnt = self._all([example])[0]
         tail = [token for token, mark in zip(ids, learnt, strict=True) if mark][-_TAIL:]
         if not tail or not self._ends or not set(tail).isdisjoint(self._ends):
@@ -310,13 +309,13 @@ class PairEncoder:
 
     @property
     def limit_text(self) -> str:
-        """Words on what the limit comes from."""
+        """The origin of the limit, in words."""
         if self.limit == self._max_length:
             return f"task.max_length allows {self.limit}"
         return f"the model has {self.limit} positions"
 
     def remedy(self, longest: int) -> str:
-        """Words on which setting would let sequences of so many tokens in."""
+        """Return the setting that would admit sequences of so many tokens."""
         fits = self._positions is None or longest <= self._positions
         return f"task.max_length={longest}" if fits else "a model with more positions"
 
@@ -339,7 +338,7 @@ class PairEncoder:
         return Encoded(ids[:first], ids[first:], learnt[first:])
 
     def _all(self, examples: Sequence[TextPair | Conversation]) -> list[tuple[list[int], list[bool]]]:
-        """Tokens of each, and which are learnt."""
+        """Return the tokens of each, and marks of those that count."""
         try:
             return self._tokens(examples)
         except RunError:
@@ -347,7 +346,7 @@ class PairEncoder:
         except Exception as error:
             if len(examples) == 1:
                 raise RunError(f"{examples[0].where} cannot be tokenised: {error}") from error
-            return [found for example in examples for found in self._all([example])]  # so as to say which it is
+            return [found for example in examples for found in self._all([example])]  # to name the wrong one
 
     def _tokens(self, examples: Sequence[TextPair | Conversation]) -> list[tuple[list[int], list[bool]]]:
         of_pairs = iter(self._pairs([one for one in examples if isinstance(one, TextPair)]))

@@ -19,14 +19,14 @@ class JsonlTask(FilePrompts):
         path: the file; see `RowFile`.
         prompt_key: field of the prompt, a text or a list of chat messages.
         answer_key: field of the answer, of any type but null.
-        shuffle: whether the order is shuffled anew in each pass over the file.
-        reward: ``f(prompt, response) -> number``; `trinity_sync.tasks.rewards` has some. One with a parameter
-            ``finished`` is told by that whether the model ended the response itself.
+        shuffle: shuffle each pass over the file in another order.
+        reward: ``f(prompt, response) -> number``, such as those of `trinity_sync.tasks.rewards`. A parameter
+            ``finished`` tells whether the model ended the response itself.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
-        prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
-        judging: how responses are judged; None: as `Judging` has it.
-        too_long: what becomes of longer prompts; see `trinity_sync.launch.row_scan`.
-        chat_template: arguments of the tokenizer's chat template; the explorers go by them.
+        prompt_length, response_length: longest prompt and response in tokens, for the explorers.
+        judging: None: the defaults of `Judging`.
+        too_long: treatment of longer prompts; see `trinity_sync.launch.row_scan`.
+        chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:
         ConfigError: the file is not as described; names file and line. Or the function is not.
@@ -56,7 +56,7 @@ class JsonlTask(FilePrompts):
         super().__init__(RowFile(path, seed=seed, shuffle=shuffle), prompt_key)
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Return what the reward function gives for the response, called in this process."""
+        """Call the reward function in this process."""
         return self._function(prompt, text, finished)
 
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:

@@ -1,5 +1,5 @@
-"""A process in which responses are judged: the program that `tasks.reward_processes` starts. One thread; the user's
-function may hang in it, crash, fork, or end it.
+"""The program of a reward process, which `tasks.reward_processes` starts. It has one thread; the user's function may
+hang, crash, fork or exit in it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from trinity_sync.host.origin import ASK, Origin, ended, keep_origin, tell_stack
 from trinity_sync.tasks.base import Failure, RewardResult, judged
 
 Answer = RewardResult | Failure | None
-"""To a response; None: the function is there."""
+"""Of a response; None: the function is imported."""
 
 
 def serve(descriptor: int, stack: int, lifeline: int) -> None:
-    """Answer one question after another, until the connection is closed.
+    """Answer one request after another, until the connection is closed.
 
     Args:
-        descriptor: of the connection. The first message tells which process answers. Each question comes with a number:
-            first the function, pickled, then responses.
+        descriptor: of the connection. The first message identifies this process. Each request has a number: first the
+            pickled function, then responses.
         stack: an empty file, for `tell_stack`.
         lifeline: see `go_on_kept`.
     """
-    for inherited in (descriptor, stack, lifeline):  # by no program that the function starts
+    for inherited in (descriptor, stack, lifeline):  # not to programs that the function starts
         os.set_inheritable(inherited, False)
     connection = Connection(descriptor)
     go_on_kept(lifeline, ASK, not_kept=[descriptor])
@@ -46,28 +46,29 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     process = os.getpid()
     with contextlib.suppress(EOFError, OSError):
-        connection.send_bytes(b"")  # before anybody else's code runs
+        connection.send_bytes(b"")  # before the user's code runs
         number, pickled = connection.recv()
         with _ended_by_signals(counted):
             reward = _loaded(pickled)
         answer: Answer = reward if isinstance(reward, Failure) else None
-        while os.getpid() == process:  # else the function has forked, and this process was not asked
+        while os.getpid() == process:  # a fork of the function must not answer
             connection.send_bytes(encoded(number, answer))
             _flush()
             number, response = connection.recv()
             with _ended_by_signals(counted):
                 answer = judged(reward, response)
     _flush()
-    os._exit(0)  # whatever the function has left running
+    os._exit(0)  # also ends threads of the function
 
 
 @contextlib.contextmanager
 def _ended_by_signals(counted: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Have signals end this process in the block, and after it as long as a program of the function runs: they may end
-    that, too, and a verdict without it is wrong. Otherwise they do not, which saves the time to import the function.
+    """Let signals end this process in the block, and after it while a program of the function runs: the signals may end
+    that program, too, and make a verdict wrong. Otherwise the process survives them, which saves importing the function
+    again.
 
     Args:
-        counted: the handlers otherwise. One that the function has put in their place stays.
+        counted: the usual handlers. A handler of the function stays.
     """
     _exchange(counted, dict.fromkeys(counted, signal.SIG_DFL))
     yield
@@ -84,7 +85,7 @@ def _exchange(before: Mapping[signal.Signals, Any], after: Mapping[signal.Signal
 
 
 def encoded(number: str, answer: Answer) -> bytes:
-    """Put an answer into bytes. What a response has done to this process may be in them, so `decoded` runs no code."""
+    """Serialise an answer. A response may have manipulated this process, so `decoded` executes nothing."""
     return json.dumps([number, answer], default=astuple).encode()
 
 
@@ -92,7 +93,7 @@ def decoded(data: bytes) -> tuple[str, Answer]:
     """Return number and answer.
 
     Raises:
-        ValueError: it is no answer.
+        ValueError: the bytes are not an answer.
     """
     match json.loads(data):
         case [str(number), None]:
@@ -103,11 +104,11 @@ def decoded(data: bytes) -> tuple[str, Answer]:
             return number, Failure(what)
         case [str(number), [str(what), [str(place), str(traceback)]]]:
             return number, Failure(what, Origin(place, traceback))
-    raise ValueError("it is no answer")
+    raise ValueError("not an answer")
 
 
 def _loaded(pickled: bytes) -> Any:
-    """Return the function; a `Failure`: it cannot be had."""
+    """Return the function, or a `Failure`."""
     try:
         reward = pickle.loads(pickled)
         getattr(reward, "warm_up", lambda: None)()

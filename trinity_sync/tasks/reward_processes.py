@@ -1,6 +1,5 @@
-"""Rewards in processes of their own: what the user's function does to its process, the explorer does not feel.
-
-Each explorer has its own of these processes, which end with it.
+"""Rewards in separate processes, so that the user's function cannot harm the explorer. Each explorer has its own
+processes, which end with it.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from trinity_sync.tasks.base import Failure, Response, RewardFunction, RewardRes
 from trinity_sync.tasks.rewards import Judging
 
 _START_S = 300.0
-"""For a process to import the function."""
+"""Limit of a process's import of the function."""
 _SIGNALS = 3
-"""Ends by a signal, per process and batch, that are no failure: the signal went to all processes of the run."""
+"""Deaths by signal, per process and batch, that do not count as failures: the signal went to the whole run."""
 
 
 class RewardProcesses:
-    """A `Judge` that starts its processes when they are first needed, and each again that ends.
+    """A `Judge` that starts its processes when they are needed, and restarts those that end.
 
-    May be pickled; the copy has processes of its own. One thread at a time.
+    A pickled copy has its own processes. One thread at a time.
 
     Args:
-        reward: judges; it is pickled. One with a method `warm_up` has it called once in each process.
-        judging: how.
-        name: what errors call it.
+        reward: the function; it is pickled. Its method `warm_up`, if there is one, is called once in each process.
+        judging: settings of the processes.
+        name: of the function, for errors.
 
     Raises:
-        ConfigError: the function cannot be sent to another process.
+        ConfigError: the function cannot be pickled.
     """
 
     def __init__(self, reward: RewardFunction, judging: Judging, name: str) -> None:
@@ -63,11 +62,11 @@ class RewardProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run."""
+        """The pids of the running processes."""
         return [worker.pid for worker in self._workers]
 
     def warm_up(self) -> None:
-        """Start the processes; they import the function meanwhile."""
+        """Start the processes, which import the function in the background."""
         for worker in [worker for worker in self._workers if worker.lost]:
             self._workers.remove(worker)
             worker.close()
@@ -88,33 +87,33 @@ class RewardProcesses:
                 self.warm_up()
                 for worker in self._workers:
                     if left and worker.idle:
-                        place = left.popleft()
-                        worker.ask(place, responses[place], self._judging.timeout_s)
+                        following = left.popleft()
+                        worker.ask(following, responses[following], self._judging.timeout_s)
                 for worker in self._heard():
-                    asked = worker.under_way
+                    place = worker.current
                     result = worker.answer()
                     if result is None and (result := worker.ended()) is not None:
                         self._workers.remove(worker)
                         if worker.signalled and signals:
                             signals -= 1
-                            left.extendleft([] if asked is None else [asked])
+                            left.extendleft([] if place is None else [place])
                             continue
                         if not worker.up:
                             raise self._useless(result)
-                    if result is not None and asked is not None:
-                        verdicts[asked] = self._verdict(result, responses[asked], step)
+                    if result is not None and place is not None:
+                        verdicts[place] = self._verdict(result, responses[place], step)
         except BaseException:
-            self.close()  # they are in the middle of something that nobody waits for any more
+            self.close()  # they may be busy with responses that are no longer needed
             raise
         return [verdicts[number] for number in range(len(responses))]
 
     def close(self) -> None:
-        """End the processes; `judge` would start others."""
+        """End the processes; `judge` starts new ones."""
         while self._workers:
             self._workers.pop().close()
 
     def _heard(self) -> list[RewardWorker]:
-        """Wait until a process has answered, or has had its time; return those."""
+        """Wait until a process has answered or is overdue; return those."""
         poll = select.poll()
         waited = [worker for worker in self._workers if not worker.idle]
         for worker in waited:
@@ -141,47 +140,47 @@ class RewardProcesses:
             story.warning("%s%s", error, f"\n{failure.origin.traceback}" if failure.origin is not None else "")
 
     def _useless(self, failure: Failure) -> RunError:
-        error = RunError(f"the reward function {self._name} cannot be had in its process: {failure.what}")
+        error = RunError(f"the reward function {self._name} cannot be loaded in its process: {failure.what}")
         if failure.origin is not None:
             give_origin(error, failure.origin)
         return error
 
 
-# One process that judges, as its explorer sees it.
+# The explorer's side of one process.
 
 
 _END_S = 2.0
-"""For a process to say where it stands, or to be gone once its connection is closed."""
+"""Limit of a process's stack dump, and of its end after its connection is closed."""
 _MOST_BYTES = 1 << 19
-"""Of one answer: a traceback has 20,000 characters at most."""
+"""Largest answer: a traceback has 20,000 characters at most."""
 
 
 class RewardWorker:
-    """Starts the process, which is the keeper of the one that judges. Both end when this object does, or this process.
+    """Starts a keeper process, which starts the one that judges. Both end with this object, and with this process.
 
     Args:
-        reward: what judges, pickled.
-        start_s: limit until that is imported there, seconds.
+        reward: the pickled function.
+        start_s: limit of its import, seconds.
 
     Attributes:
-        under_way: place of the response that it was asked about and has not answered; None: there is none.
-        up: whether it has the function.
+        current: index of the response that it is judging; None: there is none.
+        up: whether it has imported the function.
     """
 
     def __init__(self, reward: bytes, start_s: float) -> None:
         self._stack = os.memfd_create("stack")
         theirs, self._lifeline = os.pipe()
         try:
-            further = [self._stack, theirs]  # the second ends it, and not without what it has started
+            further = [self._stack, theirs]  # closing the second ends the process and all that it has started
             self._child, self._channel = start_child(reward_process.__name__, None, further=further, with_driver=False)
         finally:
             os.close(theirs)
         self._channel.most_bytes = _MOST_BYTES
-        self._channel.sender = None  # a child of the child; the first that it says is no answer
+        self._channel.sender = None  # a grandchild; its first message is not an answer
         self.pid = self._child.pid
         _WORKERS.add(self)
         self._finalizer = weakref.finalize(self, _end, self._child, self._channel, (self._lifeline, self._stack))
-        self.under_way: int | None = None
+        self.current: int | None = None
         self.up = False
         self._broken = False
         self._failed: Failure | None = None
@@ -189,27 +188,26 @@ class RewardWorker:
 
     @property
     def idle(self) -> bool:
-        """Whether it waits to be asked."""
-        return self.up and self.under_way is None
+        """Whether it can judge a response now."""
+        return self.up and self.current is None
 
     @property
     def deadline(self) -> float:
-        """When its next answer has to be there, by `time.monotonic`."""
+        """Limit of its next answer, by `time.monotonic`."""
         return self._since + self._limit
 
     @property
     def overdue(self) -> bool:
-        """Whether its time is over."""
         return time.monotonic() >= self.deadline
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended while it was idle, or said what it was not asked."""
+        """Whether it has ended or sent something while it was idle."""
         return self.idle and (self._broken or self._channel.poll(0.0))
 
     @property
     def signalled(self) -> bool:
-        """Whether a signal that ends runs has ended it; known after `ended`."""
+        """Whether a signal that ends runs has ended it; call `ended` first."""
         return -(self._child.returncode or 0) in ENDING
 
     @property
@@ -221,33 +219,33 @@ class RewardWorker:
         """Have it judge a response.
 
         Args:
-            place: what `under_way` calls it.
-            response: what to judge.
-            limit: for the answer, seconds.
+            place: index of the response, for `current`.
+            response: to judge.
+            limit: of the answer, seconds.
         """
-        self.under_way = place
+        self.current = place
         self._send(response, limit)
 
     def _send(self, question: object, limit: float) -> None:
-        self._number = secrets.token_hex(8)  # which no earlier response can have known
+        self._number = secrets.token_hex(8)  # an earlier response cannot know it
         self._limit, self._since = limit, time.monotonic()
         try:
-            self._channel.send((self._number, question), None if self.up else limit)  # Python may be slow to start
+            self._channel.send((self._number, question), None if self.up else limit)  # Python may start slowly
         except OSError:
             self._broken = True
 
     def answer(self) -> RewardResult | Failure | None:
-        """Take the answer to the response under way; None: it is not there."""
+        """Return the answer to the current response; None: there is none yet."""
         try:
             while not self._broken and self._channel.poll(0.0):
                 data = self._channel.recv_bytes()
                 if not data and not self.up:
                     continue
                 number, answer = reward_process.decoded(data)
-                if number != self._number:  # the answer to no question, or once more to an earlier one
+                if number != self._number:  # unrequested, or an earlier answer again
                     continue
                 if self.up and answer is not None:
-                    self.under_way = None
+                    self.current = None
                     return answer
                 self.up = answer is None
                 self._failed = answer if isinstance(answer, Failure) else None
@@ -256,8 +254,8 @@ class RewardWorker:
         return None
 
     def ended(self) -> Failure | None:
-        """Why it does not go on: it has ended, has not got the function, or is overdue, and then is ended here; None:
-        it goes on.
+        """Return why it cannot go on: it has ended, could not import the function, or is overdue, and then is ended
+        here. None: it goes on.
         """
         if self._failed is not None:
             self.close()
@@ -286,7 +284,7 @@ class RewardWorker:
         self._finalizer()
 
     def disown(self) -> None:
-        """In a process that was forked of the one which it belongs to: hold nothing by which it would live on."""
+        """Close its descriptors in a forked process, which would keep it alive."""
         if self._finalizer.detach() is not None:
             self._channel.close()
             os.close(self._lifeline)
@@ -305,11 +303,11 @@ os.register_at_fork(after_in_child=_disown_all)
 
 def _end(child: Popen[bytes], channel: Channel, descriptors: tuple[int, int]) -> None:
     channel.close()
-    for descriptor in descriptors:  # one of them keeps it alive
+    for descriptor in descriptors:  # the lifeline among them
         os.close(descriptor)
-    with contextlib.suppress(TimeoutExpired):  # a dead network disk may hold it for ever
+    with contextlib.suppress(TimeoutExpired):  # a dead network disk may block it for ever
         child.wait(_END_S)
-    child.kill()  # a keeper that stands still; what it keeps ends with it
+    child.kill()  # a hung keeper; its child ends with it
 
 
 def _how(code: int) -> str:

@@ -1,7 +1,8 @@
-"""Reward functions for tasks with a known answer. Named by `task.reward._target_`; a user's own have the same form.
+"""Reward functions for tasks with a known answer, checks of a user's function, and the call that judges responses.
 
-Each takes the prompt and the response and returns 1.0 (right) or 0.0 (wrong). Keyword arguments are set by keys beside
-`_target_`. The answer is `Prompt.answer`: a text, or a number, which then counts as the text that JSON writes for it.
+Each function takes the prompt and the response and returns 1.0 (right) or 0.0 (wrong). The config names it in
+`task.reward._target_`, with its keyword arguments in the same node. The answer is `Prompt.answer`: a text, or a number,
+which counts as its JSON text.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Failure, Judge, Response, RewardResult, Task, Verdict, error_of, judged_here
 
-# A sign belongs to the number unless it follows a digit, a letter or a closing bracket: there it is an operator or a
-# hyphen. Exponents are bounded, so that no response can ask for arithmetic that never ends.
+# A sign after a digit, a letter or a closing bracket is an operator or a hyphen, not a part of the number. Exponents
+# are limited, so that no response causes endless arithmetic.
 _NUMBER = re.compile(
     r"""(?:(?<![\w)\]])[-+])?
         (?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)
@@ -33,7 +34,7 @@ _EXACT = Context(prec=1000)
 
 
 def exact_match(prompt: Prompt, response: str, *, ignore_case: bool = False) -> float:
-    """Return 1 where the response is the answer, blanks at both ends aside, else 0.
+    """Return 1 if the response equals the answer, without blanks at both ends, else 0.
 
     Raises:
         TypeError: the answer is neither a text nor a number.
@@ -43,12 +44,11 @@ def exact_match(prompt: Prompt, response: str, *, ignore_case: bool = False) -> 
 
 
 def contains_answer(prompt: Prompt, response: str, *, ignore_case: bool = False) -> float:
-    """Return 1 where the answer stands in the response as words of its own: ``7`` in ``it is 7.``, not in ``17``; else
-    0.
+    """Return 1 if the response contains the answer as whole words (``7`` in ``it is 7.``, not in ``17``), else 0.
 
     Raises:
         TypeError: the answer is neither a text nor a number.
-        ValueError: the answer is blank, so every response would contain it.
+        ValueError: the answer is blank: every response contains it.
     """
     right = _answer_text(prompt).strip()
     if not right:
@@ -59,10 +59,10 @@ def contains_answer(prompt: Prompt, response: str, *, ignore_case: bool = False)
 
 
 def numeric_match(prompt: Prompt, response: str, *, tolerance: float = 0.0) -> float:
-    """Return 1 where the last number in the response is the last number in the answer, else 0.
+    """Return 1 if the last number in the response is the last number in the answer, else 0.
 
-    So an answer may be written out to its end, as ``... so 3 + 4 = 7. #### 7``. Numbers are decimal, with an optional
-    sign, commas between thousands, and an exponent; they are compared exactly (``7``, ``7.0`` and ``0.7e1`` are equal).
+    An answer may thus include its derivation, as ``... so 3 + 4 = 7. #### 7``. Numbers are decimal, with an optional
+    sign, commas between thousands, and an exponent; the comparison is exact (``7``, ``7.0`` and ``0.7e1`` are equal).
 
     Args:
         prompt: the last number of its answer is the right one.
@@ -94,20 +94,16 @@ def _last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-# A function in a Python file of the user's: what can be told of it without running the file.
+# Checks of a function in a user's Python file, without running the file.
 
 
 def check_function_file(path: Path, name: str, arguments: Collection[str]) -> None:
-    """See whether a file defines a function that can be called with certain keyword arguments. Of one that comes to its
-    name in another way, as by an import, nothing more is said.
-
-    Args:
-        path: of the file.
-        name: of the function.
-        arguments: the keyword arguments.
+    """Check that a file defines a function with certain keyword arguments. A name that is bound in another way, such as
+    by an import, passes.
 
     Raises:
-        ConfigError: the file cannot be read or has no such name, or the function is asynchronous or takes others.
+        ConfigError: the file cannot be read or has no such name, or the function is asynchronous or has other
+            parameters.
     """
     try:
         module = ast.parse(path.read_bytes(), str(path))
@@ -153,11 +149,11 @@ def _may_bind(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-# Reward functions of the user's: what they have to be, told before a run, and how they are called.
+# Reward functions of users, checked before a run.
 
 
 RewardNumber = Callable[..., float]
-"""``f(prompt, response) -> number``; one that has a parameter ``finished`` is told it by that name."""
+"""``f(prompt, response) -> number``; may have a keyword parameter ``finished``."""
 
 
 class FunctionReward:
@@ -170,22 +166,22 @@ class FunctionReward:
         name: dotted, of the function.
 
     Raises:
-        ConfigError: the function is asynchronous, cannot be called so, or has a parameter that is a key of ours.
+        ConfigError: the function is asynchronous, does not take these arguments, or has a parameter with the name of
+            one of our keys.
     """
 
     def __init__(self, function: RewardNumber) -> None:
         self.name = name_of(function)
         self._function = function
-        self._tells_finished = False
+        self._takes_finished = False
         signature = _signature(function, self.name)
-        if signature is None:
-            return
-        self._tells_finished = _takes_finished(function, signature)
-        self._check(signature)
+        if signature is not None:
+            self._takes_finished = _takes_finished(function, signature)
+            self._check(signature)
 
     def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        told = {"finished": finished} if self._tells_finished else {}
-        return RewardResult(self._function(prompt, text, **told))
+        more = {"finished": finished} if self._takes_finished else {}
+        return RewardResult(self._function(prompt, text, **more))
 
     def _check(self, signature: inspect.Signature) -> None:
         check_plain(self._function, self.name)
@@ -195,7 +191,7 @@ class FunctionReward:
                 "rewards are judged and does not reach it, so call the parameter something else"
             )
         try:
-            signature.bind(None, "", **({"finished": True} if self._tells_finished else {}))
+            signature.bind(None, "", **({"finished": True} if self._takes_finished else {}))
         except TypeError as error:
             raise ConfigError(
                 f"task.reward._target_ is {self.name}{signature}, which cannot be called with a prompt and a response: "
@@ -204,15 +200,15 @@ class FunctionReward:
 
 
 def check_plain(function: Callable[..., object], name: str) -> None:
-    """See that calling a function gives its result.
+    """Check that a function is neither asynchronous nor a generator.
 
     Raises:
-        ConfigError: it is asynchronous, or a generator.
+        ConfigError: it is.
     """
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
-    for called in (inner, getattr(inner, "__call__", None)):  # noqa: B004 - of an object that can be called
+    for called in (inner, getattr(inner, "__call__", None)):  # noqa: B004 - the method of a callable object
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             raise ConfigError(f"task.reward._target_ is {name}, which is asynchronous; make it a plain function")
         if inspect.isgeneratorfunction(called):
@@ -220,14 +216,14 @@ def check_plain(function: Callable[..., object], name: str) -> None:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the dotted name of a function, below what has filled in its arguments."""
+    """Return the dotted name of a function, without its `partial`."""
     while isinstance(function, partial):
         function = function.func
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _signature(function: RewardNumber, name: str) -> inspect.Signature | None:
-    """Return what is left to be given; None: nobody knows, as of functions that are not written in Python."""
+    """Return the signature without the arguments of a `partial`; None: unknown, as of functions written in C."""
     inner: Callable[..., object] = function
     while isinstance(inner, partial):
         inner = inner.func
@@ -246,34 +242,32 @@ def _signature(function: RewardNumber, name: str) -> inspect.Signature | None:
 
 def _takes_finished(function: Callable[..., object], signature: inspect.Signature) -> bool:
     found = signature.parameters.get("finished")
-    # A value that the settings give stays: `partial` makes it a default.
+    # a value from the config stays: `partial` makes it a default
     given = isinstance(function, partial) and "finished" in function.keywords
     return found is not None and found.kind is not found.POSITIONAL_ONLY and not given
 
 
-# The one place where responses are judged, and what becomes of those that cannot be. Called by the rollout engines.
+# Judging. Called by the rollout engines.
 
 
 ON_ERROR = ("stop", "zero", "skip")
-"""What becomes of a response that cannot be judged: the run ends; its reward is 0; it has none, and nothing is learnt
-from it.
-"""
+"""Treatment of a response that cannot be judged: end the run; reward 0; no reward, so it is not trained on."""
 
 
 KEYS = ("on_error", "timeout_s", "processes")
-"""Keys of `task.reward` that are ours and not the function's."""
+"""Our keys of `task.reward`, which the function does not get."""
 
 
 class Judging:
-    """How responses are judged in processes of their own.
+    """The settings of reward processes.
 
     Args:
         on_error: see `ON_ERROR`.
-        timeout_s: longest time for one response, seconds.
-        processes: how many judge for each explorer.
+        timeout_s: limit of one response, seconds.
+        processes: processes of each explorer.
 
     Raises:
-        ConfigError: a value is none of those; names its key.
+        ConfigError: a value is not allowed; names its key.
     """
 
     def __init__(self, on_error: str = "stop", timeout_s: float = 30.0, processes: int = 1) -> None:
@@ -289,7 +283,7 @@ class Judging:
 
     @classmethod
     def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, dict[str, Any]]:
-        """Read our keys of a node `task.reward`; return the others, too, which are the function's."""
+        """Read our keys of a node `task.reward`; also return the function's keys."""
         judging = cls(**{key: value for key, value in reward.items() if key in KEYS})
         return judging, {key: value for key, value in reward.items() if key not in KEYS}
 
@@ -299,7 +293,7 @@ def _is_number(value: object) -> bool:
 
 
 def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdict]:
-    """Have a task judge responses: by its `reward_judge` where it has one, else here, where a failure ends the run.
+    """Have a task judge responses: by its `reward_judge` if it has one, else in this process.
 
     Args:
         task: see `Task`.
@@ -307,14 +301,14 @@ def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdi
         step: of the trainer, for errors.
 
     Returns:
-        One for each, in their order.
+        One verdict for each response, in their order.
 
     Raises:
-        RunError: one cannot be judged. The message names the function, the prompt and the step.
+        RunError: one cannot be judged; names the function, the prompt and the step.
     """
-    apart: Judge | None = getattr(task, "reward_judge", None)
-    if apart is not None:
-        return apart.judge(responses, step=step)
+    reward_judge: Judge | None = getattr(task, "reward_judge", None)
+    if reward_judge is not None:
+        return reward_judge.judge(responses, step=step)
     return [Verdict(*score(task, *response, step=step)) for response in responses]
 
 
@@ -322,7 +316,7 @@ def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -
     """Have a task judge one response in this process.
 
     Raises:
-        RunError: the task raised, or gave something other than a `RewardResult` of finite numbers.
+        RunError: the task raised, or returned something other than a `RewardResult` of finite numbers.
     """
     result = judged_here(task.reward, Response(prompt, text, finished))
     if isinstance(result, Failure):

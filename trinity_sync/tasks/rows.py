@@ -1,4 +1,4 @@
-"""Rows of a JSON Lines or Parquet file, in an order that is a function of seed and step. Under the file tasks."""
+"""Rows of a JSON Lines or Parquet file, in an order that depends on seed and step only; the base of file tasks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import json
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,11 @@ _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or fals
 
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _PACKED = {b"\x28\xb5\x2f\xfd": "Zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "a zip archive"}
-"""What files begin with."""
+"""First bytes of files."""
 _DEEPEST = 200
-"""Lists and objects within one another; Python's own tools fail at some 500."""
+"""Most levels of nested lists and objects; Python's own tools fail at some 500."""
 _DIGITS = 4300
-"""Of a whole number, as Python reads them."""
+"""Most digits of a whole number, Python's limit."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
 _LONG_NUMBER = re.compile(rf'"(?:[^"\\]|\\.)*"|-?\d{{{_DIGITS + 1},}}')
 
@@ -46,18 +46,18 @@ class Row(NamedTuple):
 
 
 class RowFile:
-    """A file of objects, read and checked as a whole.
+    """A file of objects, read and checked at once.
 
     Args:
-        path: the file; Parquet where its name or its contents say so, else JSON Lines in UTF-8, blank lines skipped.
-            Either may be compressed by gzip.
-        seed: what the order of the rows is drawn from.
-        shuffle: whether each pass over the file (epoch) has a random order of its own; else that of the file.
-        columns: the columns of a Parquet file that are read, where it has them; None: all.
+        path: the file; Parquet by its name or contents, else JSON Lines in UTF-8, blank lines skipped. Either may be
+            compressed by gzip.
+        seed: determines the order of the rows.
+        shuffle: give each pass over the file (epoch) its own random order; otherwise that of the file.
+        columns: the columns of a Parquet file to read, if it has them; None: all.
 
     Attributes:
-        unread: why a value of a Parquet column cannot be read, by row and column; row None: the column as a whole. That
-            is an error where the value is asked for.
+        unread: the errors of unreadable Parquet values, by row and column; row None: the whole column. Raised when the
+            value is used.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line is not an object; names file and line.
@@ -113,7 +113,7 @@ class RowFile:
             yield Row(place + 1, {name: values[place] for name, values in readable.items()})
 
     def _column(self, table: Any, name: str) -> list[Any]:
-        """The values of a column; None for what cannot be read, which `unread` has."""
+        """Return the values of a column; None for an unreadable one, with its error in `unread`."""
         try:
             column = table.read(columns=[name]).column(name)
         except Exception as error:
@@ -121,7 +121,7 @@ class RowFile:
             return []
         try:
             return list(column.to_pylist(maps_as_pydicts="strict"))
-        except Exception:  # one at a time, so as to say which it is
+        except Exception:  # one at a time, to name the wrong one
             return [self._cell(row, name, value) for row, value in enumerate(column, start=1)]
 
     def _cell(self, row: int, name: str, value: Any) -> Any:
@@ -132,12 +132,12 @@ class RowFile:
             return None
 
     def following(self, first: int, count: int) -> list[Row]:
-        """Return rows by their number in the order of the data: one epoch after the other, from 0."""
+        """Return rows by their number in the order of the data, one epoch after the other, from 0."""
         places = (divmod(position, len(self.rows)) for position in range(first, first + count))
         return [self.rows[self._order(epoch)[place]] for epoch, place in places]
 
     def leave_out(self, rows: Collection[int]) -> None:
-        """Go on without these rows, numbered from 0 as they stand in `rows`."""
+        """Remove rows by their index in `rows`."""
         left_out = frozenset(rows)
         self.rows = [row for number, row in enumerate(self.rows) if number not in left_out]
         self._last_order = (-1, np.arange(0))
@@ -151,7 +151,7 @@ class RowFile:
         return self._last_order[1]
 
     def where(self, row: Row) -> str:
-        """Name the place of a row, as in ``train.jsonl:17``."""
+        """Return the place of a row, as in ``train.jsonl:17``."""
         return f"{self.path}:{row.number}" if self._unit == "line" else f"{self.path}: row {row.number}"
 
     def value(self, row: Row, key: str) -> object:
@@ -168,8 +168,8 @@ class RowFile:
         raise ConfigError(f"{self.where(row)}: there is no field {key!r}; there is: {there}")
 
     def optional(self, row: Row, key: str) -> object:
-        """Return a field of a row, its objects with the keys that they have in JSON Lines: Parquet gives each object
-        the keys of all others, too, with null for a value. None: it is missing or null.
+        """Return a field of a row; None: it is missing or null. Objects have no null values: Parquet adds those for
+        keys of other rows.
 
         Raises:
             ConfigError: it cannot be read.
@@ -181,7 +181,7 @@ class RowFile:
         return found if self._known is None else _without_nulls(found)
 
     def text(self, row: Row, key: str) -> str:
-        """Return a field that must be a text which is not empty.
+        """Return a field that must be a non-empty text.
 
         Raises:
             ConfigError: it is not.
@@ -223,8 +223,8 @@ class RowFile:
 
 
 def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message without keys that are null; one that calls tools and says nothing has an empty text, which most
-    chat templates take, and few take null or no content.
+    """Return a chat message without null values. Tool calls without a text get an empty one: few chat templates take
+    null or no content.
     """
     found = {key: value for key, value in message.items() if value is not None}
     return found | {"content": found.get("content", "")} if found.get("tool_calls") else found
@@ -256,7 +256,7 @@ def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
             continue
         text = ""
         try:
-            # a byte order mark, which some editors write, may stand before the first line
+            # utf-8-sig: some editors write a byte order mark before the first line
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             _check_depth(text)
             value = json.loads(text, object_pairs_hook=_object)
@@ -278,9 +278,7 @@ def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
 
 
 def _check_depth(text: str) -> None:
-    """Raises:
-    ValueError: lists and objects are too deep within one another.
-    """
+    """Raise `ValueError` if lists and objects are nested too deeply."""
     if text.count("[") + text.count("{") <= _DEEPEST:
         return
     depth = 0
@@ -299,18 +297,63 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-# What tasks have in common whose prompts are rows of a file.
+# Bases of the tasks whose prompts or examples are the rows of a file.
+
+
+class Example(Protocol):
+    """A pair or conversation: an example of supervised training."""
+
+    @property
+    def where(self) -> str:
+        """Place in the file, as in ``train.jsonl:17``."""
+        ...
+
+
+E = TypeVar("E", bound=Example)
+
+
+class FileExamples(Generic[E]):
+    """The `SupervisedTask` of a file with one example per row.
+
+    Args:
+        file: gives the order.
+        example: makes the example of a row; called for all at once.
+    """
+
+    def __init__(self, file: RowFile, example: Callable[[Row], E]) -> None:
+        self._file = file
+        self._examples = {row.number: example(row) for row in file.rows}
+
+    def pairs(self, step: int, count: int) -> list[E]:
+        """Return the examples of a trainer step (from 1)."""
+        return self.pairs_from((step - 1) * count, count)
+
+    def pairs_from(self, first: int, count: int) -> list[E]:
+        """Return examples by their number in the order of the data, from 0."""
+        return [self._examples[row.number] for row in self._file.following(first, count)]
+
+    def all_rows(self) -> list[tuple[str, E]]:
+        """Return each example of the file, with its place."""
+        return [(example.where, example) for example in self.validation_rows(None)]
+
+    def validation_rows(self, count: int | None) -> list[E]:
+        """Return the first examples of the file, all for None."""
+        return [self._examples[row.number] for row in self._file.rows[:count]]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Remove examples by their index in `all_rows`."""
+        self._file.leave_out(rows)
 
 
 class FilePrompts(ABC):
-    """One prompt per row. A subclass says what that is, and has `reward`.
+    """A task of a file with one prompt per row. A subclass adds the answer and `reward`.
 
     Args:
-        file: its rows are tried at once.
+        file: all rows are checked at once.
         prompt_key: field of the prompt, a text or a list of chat messages.
 
     Attributes:
-        unread: values that cannot be read, which rewards do not get; see `RowFile`.
+        unread: the errors of unreadable values, which rewards do not get; see `RowFile`.
 
     Raises:
         ConfigError: a row is not as described; names file and line.
@@ -327,29 +370,27 @@ class FilePrompts(ABC):
         return self.prompts_from((step - 1) * count, count)
 
     def prompts_from(self, first: int, count: int) -> list[Prompt]:
-        """Return prompts by their number in the order of the data, from 0; of the step that they are for, they are
-        those from 0.
-        """
+        """Return prompts by their number in the order of the data, from 0; `Prompt.index` counts from 0, too."""
         return [self._prompt(index, row) for index, row in enumerate(self._file.following(first, count))]
 
     def all_rows(self) -> list[tuple[str, Prompt]]:
-        """Return each row of the file, with its place."""
+        """Return the prompt of each row, with its place."""
         return [(self._file.where(row), self._prompt(0, row)) for row in self._file.rows]
 
     def leave_out(self, rows: Collection[int]) -> None:
-        """Give these out no more, numbered from 0 as `all_rows` has them."""
+        """Remove prompts by their index in `all_rows`."""
         self._file.leave_out(rows)
 
     def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return the first rows of the file, all for None."""
+        """Return the prompts of the first rows, all for None."""
         return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
 
     @abstractmethod
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
-        """Return the answer to a row's prompt, and what else is told of it, for the reward.
+        """Return a row's answer and the further fields for the reward.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no answer.
         """
 
     def _prompt(self, index: int, row: Row) -> Prompt:

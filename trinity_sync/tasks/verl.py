@@ -1,4 +1,4 @@
-"""verl's data, judged by verl's reward functions or by one of the user's in verl's form."""
+"""verl's data, judged by verl's reward functions or by a user's function in verl's form."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _VERLS = ("verl.utils.reward_score", "default_compute_score")
 
 @dataclass(frozen=True, kw_only=True)
 class VerlReward:
-    """Judges by ``compute_score(data_source, solution_str, ground_truth, extra_info)``. verl is imported where it is
-    first called, and only there.
+    """Judges by ``compute_score(data_source, solution_str, ground_truth, extra_info)``. The first call imports verl.
 
     Attributes:
-        function_path: Python file of the function, or as verl's `load_extern_object` takes it; None: verl's
-            `default_compute_score`, which goes by the data source.
+        function_path: Python file of the function, or a name for verl's `load_extern_object`; None: verl's
+            `default_compute_score`, which chooses by the data source.
         function_name: of the function in that file.
         reward_kwargs: further keyword arguments.
     """
@@ -39,14 +38,14 @@ class VerlReward:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return ".".join(_VERLS) if self.function_path is None else f"{self.function_path}:{self.function_name}"
 
     def check(self) -> None:
-        """See whether the file has the function, without running it.
+        """Check that the file has the function, without running it.
 
         Raises:
-            ConfigError: it does not, or the function does not take what verl's do.
+            ConfigError: it has not, or the function's parameters are not those of verl's functions.
         """
         if self.function_path is not None and "://" not in self.function_path:
             check_function_file(
@@ -58,7 +57,7 @@ class VerlReward:
         _loaded(self.function_path, self.function_name)
 
     def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Of a dictionary its ``score`` is the reward, and ``acc``, where it has one, whether the response is right."""
+        """Judge a response. Of a returned dictionary, ``score`` is the reward and ``acc``, if there is one, `exact`."""
         given = {
             _SOURCE: prompt.fields[_SOURCE],
             "solution_str": text,
@@ -75,7 +74,7 @@ class VerlReward:
 
 @cache
 def _loaded(path: str | None, name: str) -> Callable[..., object]:
-    # Imported by name: of this package nothing else knows verl.
+    # imported by name: this package must not import verl otherwise
     if path is None:
         return cast("Callable[..., object]", getattr(importlib.import_module(_VERLS[0]), _VERLS[1]))
     load = importlib.import_module("verl.utils.import_utils").load_extern_object
@@ -84,18 +83,18 @@ def _loaded(path: str | None, name: str) -> Callable[..., object]:
 
 class VerlTask(FilePrompts):
     """One prompt per row, with verl's columns: ``prompt``, ``data_source``, ``reward_model`` with a ``ground_truth``
-    in it and, where there is one, ``extra_info``. Further columns are not read.
+    and, optionally, ``extra_info``. Further columns are not read.
 
     Args:
         path: the file; see `RowFile`.
         prompt_key: column of the prompt, a list of chat messages or a text.
-        shuffle: whether the order is shuffled anew in each pass over the file.
+        shuffle: shuffle each pass over the file in another order.
         reward: keyword arguments of `VerlReward`.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
-        prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
-        judging: how responses are judged; None: as `Judging` has it.
-        too_long: what becomes of longer prompts; see `trinity_sync.launch.row_scan`.
-        chat_template: arguments of the tokenizer's chat template; the explorers go by them.
+        prompt_length, response_length: longest prompt and response in tokens, for the explorers.
+        judging: None: the defaults of `Judging`.
+        too_long: treatment of longer prompts; see `trinity_sync.launch.row_scan`.
+        chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:
         ConfigError: the file is not as described; names file, row and column. Or the function is not.
@@ -124,7 +123,7 @@ class VerlTask(FilePrompts):
         super().__init__(RowFile(path, seed=seed, shuffle=shuffle, columns=columns), prompt_key)
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Return what the function gives for the response, called in this process."""
+        """Call the function in this process."""
         return self._reward(prompt, text, finished)
 
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:

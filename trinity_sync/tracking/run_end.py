@@ -182,7 +182,7 @@ _STEP_FIGURES = {"reward/mean": "reward", "loss": "loss", "staleness/mean": "sta
 def beginning_text(record: RunJson, name: str, subtitle: str) -> str:
     """Describe the beginning of an attempt in one line."""
     resumed = record.get("resumed_from")
-    begins = "begins" if resumed is None else f"goes on after step {resumed}"
+    begins = "begins" if resumed is None else f"resumes after step {resumed}"
     parts = [
         f"run {name} ({subtitle}) {begins}, attempt {record['attempt']}",
         f"settings {record.get('config_digest')}, seed {record.get('seed')}",
@@ -219,15 +219,12 @@ def event_text(event: events.Event) -> str:
                 f"{units.seconds(event.total_s)}"
             )
         case events.SkipEvent():
-            return f"version {event.version} left out: {event.reason}"
+            return f"version {event.version} not published: {event.reason}"
         case events.SkippedUpdateEvent():
-            return f"step {event.step}: {event.count} of its updates skipped, the gradient is not finite"
+            return f"step {event.step}: {event.count} of its updates skipped: the gradient is not finite"
         case events.FailedRewardsEvent():
-            whose = "of its validation " if event.validation else ""
-            return (
-                f"step {event.step}: {event.count} of the responses {whose}could not be judged, the first: "
-                f"{event.error}"
-            )
+            whose = " of its validation" if event.validation else ""
+            return f"step {event.step}: {event.count} responses{whose} could not be judged; first error: {event.error}"
         case events.AgreementEvent():
             mean, largest, bound = (_figures(value) for value in (event.mean, event.largest, event.bound))
             return (
@@ -236,11 +233,11 @@ def event_text(event: events.Event) -> str:
             )
         case events.FilledBatchEvent():
             return (
-                f"step {event.step}: {event.count} of its prompts have samples without a difference, as too few "
-                f"of the {event.drawn} that were answered have one (algorithm.filter_groups)"
+                f"step {event.step}: {event.count} of its prompts have equal rewards, because too few of the "
+                f"{event.drawn} answered prompts have different ones (algorithm.filter_groups)"
             )
         case events.AllRejectedEvent():
-            return f"step {event.step}: nothing learnt, rollout_rs leaves out each of its tokens"
+            return f"step {event.step}: nothing trained: rollout_rs rejected all of its tokens"
         case events.CommitEvent():
             return (
                 f"checkpoint of step {event.step} committed ({event.kind}): {units.size(event.bytes)} after "
@@ -257,13 +254,13 @@ def event_text(event: events.Event) -> str:
             return f"checkpoint of step {event.step} not copied to {event.url}: {event.reason or event.state}"
         case events.RowsEvent():
             return (
-                f"{event.rows} rows looked through, the longest of {event.longest} tokens: {event.too_long} "
-                f"too long (task.too_long={event.policy})"
+                f"{event.rows} rows read, the longest of {event.longest} tokens; {event.too_long} too long "
+                f"(task.too_long={event.policy})"
             )
         case events.PhaseEvent():
             return event.what
         case events.SaveEvent():
-            return f"checkpoint of step {event.step} begun"
+            return f"checkpoint of step {event.step} started"
         case events.FaultEvent():
             return f"fault in {event.where}: {event.error}" + (f"\n{event.traceback}" if event.traceback else "")
     figures = ", ".join(f"{key}={value}" for key, value in events.event_fields(event).items())

@@ -140,18 +140,20 @@ class Member:
     # -- checkpoints
 
     def save(self, step: int, folder: str) -> float:
-        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective. What it fails of
-        fails the step at the monitor, and is not raised.
+        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective. Errors fail the step
+        at the monitor; nothing is raised.
 
         Returns:
-            Seconds in which the trainer was blocked so far.
+            Seconds for which the trainer was blocked so far.
         """
         blocked = self._saver.save(step, Path(folder))
         story.info("began to save step %d: stood still %s", step, units.seconds(blocked))
         return blocked
 
     def save_blocked(self, step: int) -> float:
-        """Seconds in which the trainer was blocked for the save of `step`, with what the optimizer's step waited."""
+        """Return the seconds for which the save of `step` blocked training, including the wait of the optimizer's
+        step.
+        """
         return self._saver.blocked_s(step)
 
     def load(self, folder: str) -> None:
@@ -165,7 +167,9 @@ class Member:
         return writer_of(Path(folder))
 
     def finish_saves(self) -> None:
-        """Wait until this rank's saves are in other hands, which hurry; raises what one of them raised."""
+        """Wait until this rank's saves are written or handed over, without yielding to training; raise the first
+        error.
+        """
         self._saver.finish()
 
     def memory(self) -> dict[str, int]:

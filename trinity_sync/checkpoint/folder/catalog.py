@@ -295,7 +295,7 @@ def newest_good(
         if state == "unreadable" and not skip_unreadable:
             raise UnreadableError(problems[0])
         if on_skip is not None:
-            on_skip(f"the checkpoint of step {info.step} is passed over: {problems[0]}")
+            on_skip(f"the checkpoint of step {info.step} is skipped: {problems[0]}")
     return None
 
 

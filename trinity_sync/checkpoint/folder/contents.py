@@ -417,7 +417,7 @@ class Base:
         """Make it from a manifest's object. Raises ValueError, KeyError or TypeError if it is not valid."""
         _check_texts(body, "its base", ("digest", "path", "what"))
         if body["what"] != "lora":
-            raise ValueError(f"what is on its base is {body['what']!r}")
+            raise ValueError(f"the kind of adapter is {body['what']!r}")
         wire = WireFormat.from_json(body["wire"]) if "wire" in body else None
         adapter = body.get("adapter")
         if not (adapter is None or isinstance(adapter, dict)):

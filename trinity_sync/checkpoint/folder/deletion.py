@@ -291,7 +291,7 @@ def prune_plan(
     found = scan(root, full)
     trackers = [*before.values(), *_trackers(root).values()]
     if full.problem is not None and any(info.state == "verl" for info in found):
-        raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
+        raise UnreadableError(f"{full.problem}, so it is not known which of verl's checkpoints are finished")
     infos = {info.step: (info.path, info.manifest) for info in found if info.manifest is not None and _is_ours(info)}
     pins, leased = leases.pinned(root), leases.leased(root, now=now)
     busy = set(saving) | _staged(root)

@@ -314,8 +314,8 @@ class CheckpointLease:
         while (self.step, self.attempt) in clean_claims(self.path.parent, now=self._clock()):
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"somebody has been about to delete the checkpoint of step {self.step} for {limit_s:.0f} s, so "
-                    f"{self._reader} cannot have it"
+                    f"another program has been deleting the checkpoint of step {self.step} for {limit_s:.0f} s, so "
+                    f"{self._reader} cannot read it"
                 )
             time.sleep(_POLL_S)
 

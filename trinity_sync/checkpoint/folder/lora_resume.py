@@ -46,7 +46,7 @@ def check_adapter(
         saved = json.loads(path.read_text(encoding="utf-8"))
         found, counted, modules = int(saved["r"]), float(saved["lora_alpha"]), target_names(saved["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read, by which a run goes on with an adapter: {error}") from error
+        raise ConfigError(f"{path} cannot be read, so the adapter cannot be checked: {error}") from error
     if found != rank:
         raise ConfigError(f"{folder} holds an adapter of rank {found}, this run asks for model.lora.rank={rank}")
     if counted != alpha:
@@ -105,7 +105,7 @@ def check_base(folder: Path, known: Base | None, base: Base) -> None:
         )
     raise ConfigError(
         f"{folder} was trained on a base with the digest {known.digest} (model.path={known.path}), the base of this "
-        f"run has {base.digest}; an adapter goes on upon its own base only"
+        f"run has {base.digest}; an adapter continues on its own base only"
     )
 
 
@@ -132,6 +132,6 @@ def check_same(folder: Path, before: Compared | None, now: Compared | None) -> N
         return
     raise ConfigError(
         f"algorithm.kl.reference: {folder} was trained near {before['path']} (digest {before['digest']}), this resume "
-        f"has {now['path']} (digest {now['digest']}); a run goes on with the reference that it had, a new run may "
+        f"has {now['path']} (digest {now['digest']}); a run keeps its reference, a new run may "
         "begin from its checkpoint with another (checkpoint.resume_from)"
     )

@@ -137,7 +137,7 @@ def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = (
     set_start(root, step, attempt, of_verl=True)
     verified = found is None or found.manifest is not None
     if not verified:
-        logger.warning("the run goes on from %s, which verl wrote: it is not verified", step_dir(root, step))
+        logger.warning("the run resumes from %s; verl wrote it, so it is not verified", step_dir(root, step))
     return StartPoint(attempt=attempt, step=step, verified=verified)
 
 
@@ -147,23 +147,23 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
         check_all_seen(root, found, ())
     except UnseenError as error:
         raise UnseenError(
-            f"{error}. Nothing was changed. Start again when it can be read, or: resume_step=N goes on from an older "
+            f"{error}. Nothing was changed. Start again when it can be read, or: resume_step=N resumes from an older "
             "step, resume_step=0 begins with the initial weights"
         ) from error
     if found is not None and found.manifest is None and newest_finished(root) is None:
         raise RunError(
             f"{found.path} was written by verl, but no {tracker_path(root, FULL)} says whether it was finished; "
-            f"resume_step={found.step} goes on from it"
+            f"resume_step={found.step} resumes from it"
         )
     absent = _absent(found.manifest, roles) if found is not None and found.manifest is not None else None
     if found is not None and absent is not None:
         raise RunError(
             f"{found.path} was saved by a run of other roles: it holds nothing of {absent}; resume_step={found.step} "
-            "goes on from it, resume_step=N from an older one"
+            "resumes from it, resume_step=N from an older one"
         )
     named, step = read_tracker(root, FULL).step or 0, found.step if found is not None else 0
     if named > step:
-        logger.warning("%s names step %d; the newest to go on from is step %d", tracker_path(root, FULL), named, step)
+        logger.warning("%s names step %d; the newest to resume from is step %d", tracker_path(root, FULL), named, step)
     return found
 
 
@@ -180,7 +180,7 @@ def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | No
     if absent is not None:
         raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")
     if info is None or (info.kind != FULL and info.state != "verl"):
-        raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
+        raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can resume from it")
     return info
 
 

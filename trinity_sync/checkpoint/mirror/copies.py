@@ -110,7 +110,7 @@ class Mirror:
         self._storage.write(claim, self._owner.to_text())
         try:
             if self._owner_in(claim) != self._owner:
-                raise RunError("what is written there cannot be read back")
+                raise RunError("a file written there cannot be read back")
             for name in self._storage.names():
                 if name.startswith(_CLAIM) and name != claim:
                     self._take_back(name)
@@ -374,7 +374,7 @@ class Mirror:
             try:
                 self._fetch(root, manifest)
             except DamagedError as error:
-                self._say(f"the mirror's copy of step {manifest.step} is passed over: {error}")
+                self._say(f"the mirror's copy of step {manifest.step} is skipped: {error}")
                 continue
             return manifest.step
         return None
@@ -392,10 +392,10 @@ class Mirror:
                 unknown[step] = error
                 continue
             except ManifestError as error:
-                self._say(f"the mirror's copy of step {step} is passed over: {error}")
+                self._say(f"the mirror's copy of step {step} is skipped: {error}")
                 continue
             if manifest is not None and not self._is_ours(manifest):
-                self._say(f"the mirror's copy of step {step} is passed over: it is of another run, {manifest.run}")
+                self._say(f"the mirror's copy of step {step} is skipped: it is of another run, {manifest.run}")
             elif manifest is not None and manifest.kind == FULL:
                 found.append(manifest)
         attempt, step = newer_than or (0, 0)

@@ -139,7 +139,7 @@ class RunMirror:
             if error.final:
                 raise self._unusable(error) from error
             if best is not None:
-                consequence = f"; going on from step {local_step}, which is here" if local_step >= least else ""
+                consequence = f"; resuming from local step {local_step}" if local_step >= least else ""
                 self.say(f"the mirror cannot be asked for a newer checkpoint{consequence}")
                 return None
             raise RunError(

@@ -106,7 +106,9 @@ class Weights:
             WeightsError: they do not belong together, or the adapter's scale is not known.
         """
         if self.adapter_config is None:
-            raise WeightsError(f"no adapter_config.json was found in or beside {self.folder}, by which it is scaled")
+            raise WeightsError(
+                f"no adapter_config.json was found in or next to {self.folder}, so its scale is not known"
+            )
         if base.adapter:
             raise WeightsError(f"{base.folder} is a LoRA adapter, and no base of one")
         sources = merge(self._sources, self.adapter_config, base._sources, base.config)

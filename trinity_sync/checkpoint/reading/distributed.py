@@ -162,7 +162,7 @@ def _load(file: Path, key: str, offset: int, length: int) -> torch.Tensor:
             f"{file}: {key} at byte {offset} cannot be read, it is damaged: {loading_fault(error)}"
         ) from error
     if not isinstance(tensor, torch.Tensor):
-        raise WeightsError(f"{file}: at byte {offset} is no tensor, though {key} is to be there")
+        raise WeightsError(f"{file}: there is no tensor at byte {offset}, where {key} should be")
     return tensor.detach()
 
 
@@ -221,7 +221,7 @@ def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
             rows = min(vocabulary, stored.info.shape[0]) if stored.info.shape[1:] else stored.info.shape[0]
             found[_TOP[key]] = _cut(stored, (rows, *stored.info.shape[1:]), lambda whole, rows=rows: whole[:rows])
         else:
-            raise WeightsError(f"{folder / METADATA} lists {key}, which no model that is known here has")
+            raise WeightsError(f"{folder / METADATA} lists {key}, which no known model has")
     return found
 
 
@@ -244,7 +244,7 @@ def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tens
 def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
     """Yield the tensors along the first dimension of one tensor; each of its pieces lies in one of them."""
     if any(piece.sizes[0] != 1 for piece in stored.pieces):
-        raise WeightsError(f"{stored.name} is stored in pieces of several {what}s, which is not read")
+        raise WeightsError(f"{stored.name} is stored in pieces of several {what}s, which cannot be read")
     count, *shape = stored.info.shape
     pieces = defaultdict(list)
     for piece in stored.pieces:
@@ -290,4 +290,4 @@ def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterat
         for name, half_of in parts.items():
             yield f"mlp.{name}_proj.weight", _cut(layer, (half, *rest), half_of)
     else:
-        raise WeightsError(f"{layer.name} is no tensor of a model that is known here")
+        raise WeightsError(f"{layer.name} is not a tensor of a known model")

@@ -391,7 +391,7 @@ def _infos(file: Path) -> dict[str, TensorInfo]:
         raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
     unknown = {info.dtype for info in infos.values()} - set(shards.NAMES)
     if unknown:
-        raise WeightsError(f"{file} holds tensors of dtype {sorted(unknown)[0]}, which are not read")
+        raise WeightsError(f"{file} holds tensors of dtype {sorted(unknown)[0]}, which cannot be read")
     return infos
 
 

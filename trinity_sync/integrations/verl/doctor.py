@@ -163,7 +163,7 @@ def _contents(get: Get, role: _Role) -> Iterator[PackageFinding]:
         subject = f"{role.checkpoint}.{key}"
         names = _names(get, subject)
         if missing := [name for name in _WHOLE if name not in names]:
-            text = f"is without {', '.join(missing)}: a resume does not go on bit for bit"
+            text = f"is without {', '.join(missing)}: a resume is not bit for bit the same run"
             add = [f"{subject}=[{','.join([*names, *missing])}]"]
             yield PackageFinding(state="verl", subject=subject, text=text, add=add)
     if get(f"{role.checkpoint}.async_save"):
@@ -226,16 +226,16 @@ def _resume(get: Get) -> Iterator[PackageFinding]:
     key = "trainer.resume_mode"
     mode = get(key)
     if mode == "auto":
-        yield PackageFinding(state="ours", subject=key, text="auto: goes on from the newest checkpoint that verifies")
+        yield PackageFinding(state="ours", subject=key, text="auto: resumes from the newest checkpoint that verifies")
     elif mode == "disable":
         yield PackageFinding(
-            state="verl", subject=key, text="disable: a start goes on from nothing", add=[f"{key}=auto"]
+            state="verl", subject=key, text="disable: a start begins with the initial weights", add=[f"{key}=auto"]
         )
     elif mode == "resume_path":
         path = get("trainer.resume_from_path")
         if path is None:
             raise ConfigError("trainer.resume_mode is resume_path, but trainer.resume_from_path is not set")
-        text = f"resume_path: loads {path}; which checkpoint it is was the user's choice, and is not verified"
+        text = f"resume_path: loads {path}; chosen by the user and not verified"
         yield PackageFinding(state="verl", subject=key, text=text)
     else:
         raise ConfigError(f"{key} is {mode}; it has to be auto, disable or resume_path")

@@ -260,7 +260,7 @@ def _reached_by(others: Sequence[str]) -> str:
         if not address.startswith("127.") and address != "::1":
             return address
     raise RunError(
-        f"no address is known by which {', '.join(dict.fromkeys(others))} reach {socket.gethostname()}; set MASTER_ADDR"
+        f"no address is known at which {', '.join(dict.fromkeys(others))} reach {socket.gethostname()}; set MASTER_ADDR"
     )
 
 

@@ -442,7 +442,7 @@ def check_loadable(manager: VerlCheckpointManager, local_path: str) -> None:
     missing = [name for name in wanted if not _has(folder, name)]
     if missing:
         present = [name for name in (*writer.ALL, HUGGING_FACE) if _has(folder, name)]
-        raise RunError(f"{local_path} has no {', '.join(missing)}; what is there is {', '.join(present) or 'nothing'}")
+        raise RunError(f"{local_path} has no {', '.join(missing)}; it has {', '.join(present) or 'nothing'}")
     _check_layout(manager, folder)
 
 

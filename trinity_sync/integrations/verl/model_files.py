@@ -149,8 +149,8 @@ def check_export(manager: VerlCheckpointManager) -> None:
     """Raise ConfigError if a manager's model cannot be saved in Hugging Face format."""
     if manager._has_lora():
         raise ConfigError(
-            "hf_model in save_contents (save_as_hf) of a model with a LoRA adapter is not a model that anybody loads; "
-            "leave it out, and export with verl's merger or, saved with save_lora_only, `trinity-sync ckpt export`"
+            "hf_model in save_contents (save_as_hf) cannot be written for a model with a LoRA adapter; leave it "
+            "out, and export with verl's merger or, saved with save_lora_only, `trinity-sync ckpt export`"
         )
 
 
@@ -226,7 +226,7 @@ def class_of(model: torch.nn.Module) -> type[PreTrainedModel]:
         if issubclass(kind, PreTrainedModel) and not issubclass(kind, FSDPModule):
             return kind
     raise ConfigError(
-        f"{type(unwrapped(model)).__name__} is no model of transformers, so it cannot be exported to Hugging Face "
+        f"{type(unwrapped(model)).__name__} is not a model of transformers, so it cannot be exported to Hugging Face "
         "format; leave hf_model out of save_contents"
     )
 

@@ -73,9 +73,9 @@ def newest(root: Path) -> Path | None:
         ) from error
     if found is None:
         if skip_missing:
-            say(f"starting from nothing: {root} has no checkpoint to go on from, and {SKIP_MISSING}=1")
+            say(f"starting from nothing: {root} has no checkpoint to resume from, and {SKIP_MISSING}=1")
         return None
-    say(f"going on from {found.path}{'' if found.manifest is not None else ', which verl wrote: it is not verified'}")
+    say(f"resuming from {found.path}{'' if found.manifest is not None else '; verl wrote it, so it is not verified'}")
     return step_dir(root, found.step)
 
 

@@ -28,7 +28,7 @@ def check_files(local_path: str, names: Sequence[str]) -> None:
     missing = [name for name in names if not (Path(local_path) / name).is_file()]
     if missing:
         others = sorted({path.name.split("_rank_")[0] for path in Path(local_path).glob("model_world_size_*.pt")})
-        found = f"; what is there is {', '.join(others)}, which a group of so many ranks loads" if others else ""
+        found = f"; it has {', '.join(others)}; load it with so many ranks" if others else ""
         raise RunError(f"{local_path} has no {', '.join(missing)}{found}")
 
 

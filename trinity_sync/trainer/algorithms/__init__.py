@@ -1,1 +1,1 @@
-"""What an option of `algorithm` names: where the data of a step comes from, and what is made of it."""
+"""The options of `algorithm`: the data of a step, the loss and the checks of the config."""

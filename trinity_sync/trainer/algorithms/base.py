@@ -1,5 +1,5 @@
-"""The seam between the algorithms and the rest. A subclass of `Algorithm` is light: the driver checks a configuration
-with it, so what imports torch or verl is imported in the method that a trainer's rank calls.
+"""The base class of algorithms. The driver imports the subclasses to check a config, so only the methods that trainer
+ranks call import torch or verl.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import AlgorithmConfig, InRewardConfig
 
 MISMATCH = "rollout_corr/"
-"""Metrics of a loss that say how far the samplers' log-probs are from the trainer's own, under verl's prefix. They mean
-the weights before the step, so without `Algorithm.recomputes` those of its first optimizer step count.
+"""verl's prefix of metrics that compare the samplers' log-probs with the trainer's. They refer to the weights before
+the step, so without `Algorithm.recomputes` only its first optimizer step counts.
 """
 
 
 REJECTED = MISMATCH + "rollout_rs_masked_fraction"
-"""The metric that says which share of the tokens was left out."""
+"""The metric of the share of rejected tokens."""
 
 
 class Algorithm(ABC):
-    """An algorithm as the keys of `algorithm` configure it, which are its attributes. One of your own is a dataclass
-    that inherits `trinity_sync.config.schema.AlgorithmConfig`, or one of ours.
+    """An algorithm; the keys of `algorithm` are its attributes. An algorithm of your own is a dataclass that inherits
+    `trinity_sync.config.schema.AlgorithmConfig`, or one of ours.
 
     Attributes:
-        explores: explorers make its samples, in groups of `samples_per_prompt` for `prompts_per_step` prompts, whose
-            advantages are made within the group, divided by its deviation with `normalise_advantages`. Otherwise its
-            data are pairs of the task, `batch_size` a step.
-        task_methods: what it needs of a task.
-        tasks: of ours that have those.
-        checks: on the configuration, beside the ranges that the schema has.
-        advice: likewise, but what they find is told when a run begins, and refuses nothing.
+        explores: explorers generate its samples, in groups of `samples_per_prompt` for `prompts_per_step` prompts;
+            advantages are computed within the group, divided by its deviation with `normalise_advantages`. Otherwise
+            its data are pairs of the task, `batch_size` a step.
+        task_methods: methods that its task must have.
+        tasks: our tasks with these methods.
+        checks: checks of the configuration, in addition to the ranges of the schema.
+        advice: checks whose findings are printed when a run begins, and do not refuse it.
     """
 
     kind: str
@@ -45,48 +45,46 @@ class Algorithm(ABC):
 
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
-        """Its own, and those of every algorithm."""
+        """Return its own checks and those of every algorithm."""
         return (*(() if cls.explores else (_check_schedule,)), *cls.checks)
 
     @classmethod
     @abstractmethod
     def sequences(cls, get: Get) -> tuple[int, str, str]:
-        """How many sequences a step has: the number, the key that it hangs on, and words for both that follow the
+        """Return the number of sequences of a step, the key that determines it, and words for both that follow the
         key.
         """
 
     @property
     def recomputes(self) -> bool:
-        """Whether the trainer computes the log-probs of a step's samples once more before it trains on them; its loss
-        then finds them as `old_log_probs`. Otherwise those are the samplers'.
+        """Whether the trainer recomputes the log-probs of a step's samples before training; the loss gets them as
+        `old_log_probs`. Otherwise those are the samplers'.
         """
         return False
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the trainer computes the entropy of the distribution of each token, which its loss then finds."""
+        """Whether the trainer computes the entropy of each token's distribution, for the loss."""
         return False
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probs of a reference are computed of a step's samples, which its loss finds as
-        `ref_log_prob`.
-        """
+        """Whether the log-probs of a reference are computed, which the loss gets as `ref_log_prob`."""
         return False
 
     @property
     def in_reward(self) -> InRewardConfig | None:
-        """What of the divergence from that reference is taken from rewards; None: nothing."""
+        """The share of the divergence from the reference that is subtracted from rewards; None: none."""
         return None
 
     @property
     def reference_path(self) -> str | None:
-        """Folder or hub id of that reference; None: the model that the run was given."""
+        """Folder or hub id of the reference; None: the run's initial model."""
         return None
 
     @abstractmethod
     def loss(self, strategy: str) -> Callable[..., object]:
-        """The loss, as verl's `TrainingWorker.set_loss_fn` takes it; called in a rank of the trainer.
+        """Return the loss for verl's `TrainingWorker.set_loss_fn`. Called in trainer ranks.
 
         Args:
             strategy: `backend.strategy`.
@@ -94,7 +92,7 @@ class Algorithm(ABC):
 
 
 def algorithm_of(node: AlgorithmConfig) -> Algorithm:
-    """What the configuration's option of `algorithm` names, with its keys.
+    """Build the algorithm of a configuration.
 
     Raises:
         ConfigError: the class cannot be used.

@@ -1,4 +1,4 @@
-"""`algorithm=bytes`: none, for runs that only move bytes."""
+"""`algorithm=bytes`: no training, for runs that only move bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _check_lockstep(get: Get) -> Iterator[Problem]:
 
 @dataclass(kw_only=True)
 class Bytes(AlgorithmConfig, Algorithm):
-    """Nothing is learnt; explorers load each version."""
+    """Trains nothing; explorers load each version."""
 
     task_methods: ClassVar[tuple[str, ...]] = ()
     checks: ClassVar[tuple[Check, ...]] = (_check_lockstep,)

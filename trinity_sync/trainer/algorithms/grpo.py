@@ -15,7 +15,7 @@ from trinity_sync.models.attention import attention_problem
 from trinity_sync.models.families import class_problem
 from trinity_sync.trainer.algorithms.base import Algorithm
 
-# The checks on the keys of `algorithm=grpo`, and what is told of them when a run begins.
+# Checks of the keys of `algorithm=grpo`, and advice printed when a run begins.
 
 
 _RULES = frozenset(
@@ -25,14 +25,14 @@ _RULES = frozenset(
 """verl's `SUPPORTED_ROLLOUT_RS_OPTIONS`."""
 _BY_SEQUENCE = "seq-mean-token-mean"
 _OWN_MEANS = ("sapo", "geo_mean")
-"""Losses of verl's that bring tokens together as `_BY_SEQUENCE`, whatever they are told."""
+"""verl's losses that always aggregate as `_BY_SEQUENCE`."""
 _LARGEST_CHANGE = 0.2
-"""By how much verl's adaptive controller changes its coefficient within its horizon, at most, as a share of it."""
+"""Largest relative change of verl's adaptive coefficient within its horizon."""
 _NORMED = "seq-mean-token-sum-norm"
 
 
 def check_replicas(get: Get) -> Iterator[Problem]:
-    """That each explorer has a prompt."""
+    """Check that each explorer has a prompt."""
     replicas, prompts = get("explorer.replicas"), get("algorithm.prompts_per_step")
     if replicas > prompts:
         yield Problem(
@@ -43,7 +43,7 @@ def check_replicas(get: Get) -> Iterator[Problem]:
 
 
 def check_temperature(get: Get) -> Iterator[Problem]:
-    """That the samples of a prompt differ."""
+    """Check that the samples of a prompt can differ."""
     if get("explorer.temperature") == 0:
         yield Problem(
             "explorer.temperature",
@@ -53,7 +53,7 @@ def check_temperature(get: Get) -> Iterator[Problem]:
 
 
 def check_aggregation(get: Get) -> Iterator[Problem]:
-    """That token losses are brought together as they are said to be."""
+    """Check that token losses can be aggregated as configured."""
     loss, mode, factor = get("algorithm.loss_mode"), get("algorithm.loss_agg_mode"), get("algorithm.loss_scale_factor")
     if loss in _OWN_MEANS and mode != _BY_SEQUENCE:
         yield Problem(
@@ -74,14 +74,14 @@ def check_aggregation(get: Get) -> Iterator[Problem]:
 
 
 def check_covariances(get: Get) -> Iterator[Problem]:
-    """That there can be a covariance between the bounds of `clip_cov`."""
+    """Check the order of the bounds of `clip_cov`."""
     lower, upper = get("algorithm.policy_loss.clip_cov_lb"), get("algorithm.policy_loss.clip_cov_ub")
     if lower >= upper:
         yield Problem("algorithm.policy_loss.clip_cov_lb", f"is {lower}; must be less than clip_cov_ub ({upper})")
 
 
 def check_correction(get: Get) -> Iterator[Problem]:
-    """That samples are corrected by rules that verl has, and once."""
+    """Check that samples are corrected once, by rules that verl has."""
     node = "algorithm.rollout_correction"
     rules, bounds = get(f"{node}.rollout_rs"), get(f"{node}.rollout_rs_threshold")
     if get("algorithm.old_log_probs") == "sampler" and get(f"{node}.rollout_is") is not None:
@@ -126,7 +126,7 @@ def _bounds_problem(rules: list[str], bounds: str) -> str | None:
 
 
 def check_overlong(get: Get) -> Iterator[Problem]:
-    """That the penalty begins within the longest response."""
+    """Check that the penalty begins within the longest response."""
     buffer = get("algorithm.overlong.buffer")
     if not buffer:
         return
@@ -140,7 +140,7 @@ def check_overlong(get: Get) -> Iterator[Problem]:
 
 
 def check_reference(get: Get) -> Iterator[Problem]:
-    """That the reference is there, has the model's vocabulary, and is made use of."""
+    """Check that the reference exists, is used, and has the model's vocabulary."""
     path, key = get("algorithm.kl.reference"), "algorithm.kl.reference"
     if path is None:
         return
@@ -166,7 +166,7 @@ def check_reference(get: Get) -> Iterator[Problem]:
 
 
 def check_in_reward(get: Get) -> Iterator[Problem]:
-    """That a coefficient that adapts can."""
+    """Check that an adaptive coefficient can adapt."""
     node = "algorithm.kl.in_reward"
     if get(f"{node}.type") != "adaptive":
         return
@@ -185,7 +185,7 @@ def check_in_reward(get: Get) -> Iterator[Problem]:
 
 
 def advise_truncation(get: Get) -> Iterator[Problem]:
-    """That samples are drawn as they are trained on."""
+    """Advise against truncated sampling, which is off-policy."""
     for key, all_tokens in (("explorer.top_k", 0), ("explorer.top_p", 1)):
         if get(key) != all_tokens:
             yield Problem(
@@ -196,7 +196,7 @@ def advise_truncation(get: Get) -> Iterator[Problem]:
 
 
 def advise_correction(get: Get) -> Iterator[Problem]:
-    """That old samples are corrected for."""
+    """Advise to correct for old samples."""
     stale = get("sync.max_staleness")
     correction: Any = get("algorithm.rollout_correction")
     if get("trainer.schedule") != "free" or stale <= 1:
@@ -211,7 +211,7 @@ def advise_correction(get: Get) -> Iterator[Problem]:
 
 
 def advise_estimator(get: Get) -> Iterator[Problem]:
-    """That the divergence in the loss holds the policy back."""
+    """Advise against estimators without a gradient."""
     kind = get("algorithm.kl.estimator")
     if get("algorithm.kl.coeff") > 0 and kind in ("kl", "k1"):
         yield Problem(
@@ -223,7 +223,7 @@ def advise_estimator(get: Get) -> Iterator[Problem]:
 
 @dataclass(kw_only=True)
 class Grpo(GrpoConfig, Algorithm):
-    """Each sample is judged against the others of its prompt."""
+    """Compares each sample with the others of its prompt."""
 
     checks: ClassVar[tuple[Check, ...]] = (
         check_replicas,
@@ -293,7 +293,7 @@ class Grpo(GrpoConfig, Algorithm):
             use_kl_loss=self.kl.coeff > 0,
             kl_loss_coef=self.kl.coeff,
             kl_loss_type=self.kl.estimator,
-            # What its loss does not read still has to pass verl's own checks.
+            # not used by the loss, but checked by verl
             strategy=strategy,
             ppo_micro_batch_size_per_gpu=1,
             rollout_n=1,

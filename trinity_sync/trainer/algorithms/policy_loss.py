@@ -1,9 +1,9 @@
-"""verl's policy losses on samples that another program made: how far its log-probs are from the trainer's, as metrics,
-and what corrects for it. Called by every trainer rank that has log-probs.
+"""verl's policy losses on samples of another program: measures the mismatch of its log-probs and the trainer's, and
+corrects for it. Called by every trainer rank that has log-probs.
 
-The mismatch is that of the weights before the step: of the samplers' log-probs (`rollout_log_probs`) and those that the
-trainer recomputed before it (`old_log_probs`), where it did. Otherwise the log-probs at hand stand for them, which they
-are in the first optimizer step only.
+The mismatch refers to the weights before the step: between the samplers' log-probs (`rollout_log_probs`) and those that
+the trainer recomputed (`old_log_probs`). Without recomputation the current log-probs take their place, which is right
+in the first optimizer step only.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from trinity_sync.config.schema import RolloutCorrectionConfig
 from trinity_sync.trainer.algorithms.base import MISMATCH, REJECTED
 
 GEO_MEAN = "trinity_geo_mean"
-"""verl's `geo_mean`, whatever the micro-batches; a name for `policy_loss.loss_mode`."""
+"""Name of verl's `geo_mean` without its dependence on micro-batches, for `policy_loss.loss_mode`."""
 _WEIGHTS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high")
 _OF_UPDATE = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
 class _Corrected(NamedTuple):
-    """The data of a micro-batch as they are trained on, and what was found.
+    """The corrected data of a micro-batch, and its metrics.
 
     Attributes:
         of_tokens: means over the micro-batch's tokens.
         of_sequences: means over its sequences.
-        largest: the largest of the micro-batch.
+        largest: maxima of the micro-batch.
     """
 
     data: TensorDict
@@ -45,17 +45,16 @@ class _Corrected(NamedTuple):
 
 
 def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, recomputed: bool) -> Callable[..., object]:
-    """Make the loss, as verl's `TrainingWorker.set_loss_fn` takes it.
+    """Make the loss for verl's `TrainingWorker.set_loss_fn`.
 
-    It takes what verl's `ppo_loss` takes; its data have `rollout_log_probs` beside `old_log_probs`, `staleness` (of
-    each token of a response, in steps) where ratios are told apart by it, and `ref_log_prob` where there is a
-    reference.
+    Its arguments are those of verl's `ppo_loss`. Its data also have `rollout_log_probs`; `staleness` (of each response
+    token, in steps), to measure ratios by age; and `ref_log_prob`, if there is a reference.
 
     Args:
         config: of verl's `ppo_loss`.
-        correction: with a level (`rollout_is`), losses of tokens are multiplied by the truncated weights
-            exp(`old_log_probs` - `rollout_log_probs`), through which no gradient goes. With rules (`rollout_rs`), what
-            breaks one of them has no loss, and counts in the means as nothing.
+        correction: with a level (`rollout_is`), token losses are multiplied by the truncated weights
+            exp(`old_log_probs` - `rollout_log_probs`), without a gradient. With rules (`rollout_rs`), tokens or
+            sequences that break a rule have no loss and do not count in the means.
         recomputed: `old_log_probs` are the trainer's own.
     """
 
@@ -68,18 +67,18 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, rec
         mask, sampled = padded["response_mask"], padded["rollout_log_probs"]
         now = no_padding_2_padding(model_output["log_probs"], data).detach()
         before = padded["old_log_probs"] if recomputed else now
-        done = _corrected(data, before - sampled, mask, correction)
-        result, metrics = ppo_loss(config, model_output, done.data, dp_group)
-        # only now the configuration knows the tokens of the whole mini-batch
+        corrected = _corrected(data, before - sampled, mask, correction)
+        result, metrics = ppo_loss(config, model_output, corrected.data, dp_group)
+        # ppo_loss has set the number of tokens of the whole mini-batch
         batch = config.global_batch_info
-        means = done.of_tokens | {name: metrics[name].aggregate() for name in _OF_UPDATE if name in metrics}
+        means = corrected.of_tokens | {name: metrics[name].aggregate() for name in _OF_UPDATE if name in metrics}
         share = agg_loss(torch.ones_like(mask), mask, "token-mean", **batch).item()
         shares = {name: mean * share for name, mean in means.items()}
         part = len(mask) * batch["dp_size"] / batch["global_batch_size"]
-        shares |= {name: mean * part for name, mean in done.of_sequences.items()}
+        shares |= {name: mean * part for name, mean in corrected.of_sequences.items()}
         found = {
             **{name: Metric(AggregationType.SUM, value) for name, value in shares.items()},
-            **{name: Metric(AggregationType.MAX, value) for name, value in done.largest.items()},
+            **{name: Metric(AggregationType.MAX, value) for name, value in corrected.largest.items()},
             **_mismatch(sampled, before, mask, batch),
         }
         if "staleness" in padded:
@@ -98,8 +97,8 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, rec
 def geo_mean(
     *, response_mask: torch.Tensor, config: ActorConfig, **given: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """verl's `compute_policy_loss_geo_mean` as a share of the mean over the sequences of the whole mini-batch, as its
-    other losses are; verl's own is the mean over those of a micro-batch. Arguments and results as of verl's.
+    """Compute verl's `compute_policy_loss_geo_mean` as a share of the mean over all sequences of the mini-batch, like
+    its other losses; verl's own is the mean over a micro-batch. Arguments and results as of verl's.
     """
     result, metrics = compute_policy_loss_geo_mean(response_mask=response_mask, config=config, **given)
     batch = config.global_batch_info
@@ -109,7 +108,7 @@ def geo_mean(
 def _corrected(
     data: TensorDict, log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
 ) -> _Corrected:
-    """Weigh tokens by the trainer's probability over the sampler's, and leave out those where they are too far apart.
+    """Weight tokens by the ratio of the trainer's probability to the sampler's, and reject those with extreme ratios.
 
     Args:
         log_ratio: logs of that ratio, of shape (sequences, tokens).
@@ -139,12 +138,12 @@ def _corrected(
 def _mismatch(
     sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor, batch: Mapping[str, int]
 ) -> dict[str, Metric]:
-    """How far two programs' log-probs of the same tokens are from each other.
+    """Measure the difference of two programs' log-probs of the same tokens.
 
     Args:
         sampled, trained: log-probs of shape (sequences, tokens) under the sampler and under the trainer.
         mask: of the same shape, 1 where there is a token.
-        batch: verl's figures of the mini-batch, so that means are those over all of its tokens on all ranks.
+        batch: verl's numbers of the mini-batch, for means over all of its tokens on all ranks.
 
     Returns:
         Estimators k1 (`kl`) and k3 (`k3_kl`) of the divergence of the trainer from the sampler, under verl's names, and
@@ -154,7 +153,7 @@ def _mismatch(
         name: kl_penalty(sampled, trained, kind)
         for name, kind in (("kl", "k1"), ("k3_kl", "k3"), ("log_prob_abs_diff", "abs"))
     }
-    # each micro-batch has its share of the mean, so shares are added up
+    # SUM: each micro-batch has its share of the mean
     found = {
         MISMATCH + name: Metric(AggregationType.SUM, agg_loss(term, mask, "token-mean", **batch))
         for name, term in terms.items()
@@ -166,18 +165,18 @@ def _mismatch(
 def _from_reference(
     trained: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, batch: Mapping[str, int]
 ) -> dict[str, Metric]:
-    """Estimators k1 and k3 of the divergence of the policy at hand from the reference; arguments as of `_mismatch`."""
+    """Return estimators k1 and k3 of the policy's divergence from the reference; arguments as of `_mismatch`."""
     return {
         name: Metric(AggregationType.SUM, agg_loss(kl_penalty(trained, reference, kind), mask, "token-mean", **batch))
         for name, kind in (("reference/kl", "k1"), ("reference/k3_kl", "k3"))
     }
 
 
-# How far the trainer's probabilities are from the samplers', told apart by how old the tokens are.
+# Ratios of the trainer's probabilities to the samplers', by the age of the tokens.
 
 
 _FIRST = (0, 1, 2, 4, 8, 16)
-"""The youngest age of each class."""
+"""The lowest staleness of each class."""
 _TOKENS, _RATIO, _LARGEST = "tokens", "ratio_mean", "ratio_max"
 
 
@@ -190,10 +189,10 @@ def stale_ratios(
         log_ratio: logs of the trainer's probability over the sampler's, of shape (sequences, tokens).
         staleness: steps between the version that made a token and the one that is trained; of the same shape.
         mask: of the same shape, 1 where there is a token.
-        batch: verl's figures of the mini-batch, so that means are those over all of its tokens on all ranks.
+        batch: verl's numbers of the mini-batch, for means over all of its tokens on all ranks.
 
     Returns:
-        The same names whatever there is, for all ranks have to have the same; those of an age that no token has are 0.
+        The same names on all ranks; 0 for ages without a token.
     """
     ratio = log_ratio.clamp(-20.0, 20.0).exp()
     found = {}
@@ -210,7 +209,7 @@ def stale_ratios(
 
 
 def as_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step with the mean ratio of each age, and without the ages that no token has."""
+    """Return the metrics of a step with the mean ratio of each age, and without ages that have no token."""
     found = dict(metrics)
     for first in _FIRST:
         names = [_name(first, what) for what in (_TOKENS, _RATIO, _LARGEST)]

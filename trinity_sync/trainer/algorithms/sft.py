@@ -14,7 +14,7 @@ from trinity_sync.trainer.algorithms.base import Algorithm
 
 @dataclass(kw_only=True)
 class Sft(SftConfig, Algorithm):
-    """Responses are learnt as they stand in the task's pairs."""
+    """Trains on the responses of the task's pairs."""
 
     explores: ClassVar[bool] = False
     task_methods: ClassVar[tuple[str, ...]] = ("pairs",)
