@@ -70,13 +70,16 @@ run: $(STAMP)
 lint: $(STAMP)
 	$(LINT)
 
-# Lint runs beside the tests, see tests/beside.py; so do the figures of the package's structure, which it prints.
+# Lint runs beside the tests, see tests/beside.py; so do the figures of the package's structure, which it prints. What has
+# changed since the installation is compiled first: the tests start hundreds of processes.
 HOUSE = $(BIN)/python -m tests.house
 
 test: $(STAMP)
+	@$(BIN)/python -m compileall -q trinity_sync
 	$(BIN)/python -m tests.beside "$(LINT) && $(HOUSE)" $(PYTEST) -m "not all"
 
 test-all: $(STAMP)
+	@$(BIN)/python -m compileall -q trinity_sync
 	$(BIN)/python -m tests.beside "$(LINT) && $(HOUSE)" $(PYTEST)
 
 # The SVG files of docs/figures from their sources; a test fails where they are out of date.

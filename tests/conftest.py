@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,13 @@ settings.register_profile("project", deadline=None, derandomize=bool(os.environ.
 settings.load_profile("project")
 
 
-_ROOM = "tests/integrations"
+_DONT_WRITE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
+"""Until all tests are collected: pytest compiles each file of tests anew where it may not keep what came out, which
+takes longer than all imports.
+"""
+
+_ROOM = "tests/integrations/real_engines"
 """Its files share processes that take half a minute to start."""
 
 
@@ -45,6 +52,7 @@ def pytest_collection_finish() -> None:
     """Compose as our commands do, and leave alone at each collection what is imported: a sixth of the time of tests of
     settings. Composing without is `tests/test_quick_hydra.py`'s.
     """
+    sys.dont_write_bytecode = _DONT_WRITE
     make_quick()
     gc.collect()
     gc.freeze()

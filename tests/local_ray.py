@@ -1,7 +1,9 @@
 """Ray for tests that need real actors: ``cluster = local_ray.cluster`` in a module or a conftest.
 
 A node of Ray takes longer to start than most tests: one, in a process of its own, serves all modules that a process of
-pytest runs. Each module joins it as a new driver, and with the driver go all actors and objects of the module.
+pytest runs. Each module joins it as a new driver, and with the driver go all actors and objects of the module. Actors'
+processes are forks, as in a run on CPUs: importing torch takes each of them longer than most tests, too. Those that are
+made in a block of `alone` import for themselves what they need.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import functools
 import itertools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,15 @@ import ray
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.exceptions import RayActorError
 
-from trinity_sync.launch.own_ray import start_ray
+from trinity_sync.host.process import environment
+from trinity_sync.launch import own_ray, worker_fork
 
+_ALONE = {"env_vars": {"TRINITY_TEST_ALONE": "$HOME"}}
+"""Ray has to look such a variable up itself, so no fork begins with it."""
+
+_FORKED = ("requests", "jsonschema", "torch._inductor.compile_fx", "transformers.models.qwen3.modeling_qwen3")
+_FORKED += ("trinity_sync.explorer.hf", "trinity_sync.checkpoint.monitor")
+"""What actors import besides torch, as far as it is without Ray."""
 _QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 _END_LIMIT = 60.0
 _ROOT = Path(__file__).parents[1]
@@ -32,18 +42,28 @@ _numbers = itertools.count()
 @contextmanager
 def running() -> Iterator[None]:
     """A Ray of one's own for the length of the block, which ends with this process."""
-    start_ray(
-        120.0,
-        num_cpus=4,
-        include_dashboard=False,
-        # Processes start when a test needs one; idle ones would compete with it for the machine.
-        _system_config={"prestart_worker_first_driver": False},
-        **_QUIET,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp")))
+        with ExitStack() as starting:
+            patched = starting.enter_context(pytest.MonkeyPatch.context())
+            patched.setattr(own_ray, "LATER", _FORKED)
+            patched.setattr(worker_fork, "__file__", str(Path(__file__).with_name("forked_actor.py")))
+            started = stack.enter_context(own_ray.fork_server(folder))
+            starting.enter_context(own_ray.workers_forked())
+            starting.enter_context(environment(started.env))
+            own_ray.start_ray(
+                120.0,
+                num_cpus=4,
+                include_dashboard=False,
+                # Processes start when a test needs one; idle ones would compete with it for the machine.
+                _system_config={"prestart_worker_first_driver": False},
+                **_QUIET,
+            )
+        try:
+            yield
+        finally:
+            started.release()
+            ray.shutdown()
 
 
 @contextmanager
@@ -71,6 +91,14 @@ def _address() -> str:
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=_END_LIMIT)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Actors that are made in the block are no forks, for tests of what an actor loads and of its memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ray, "remote", ray.remote(runtime_env=_ALONE))
+        yield
 
 
 def new_name() -> str:

@@ -34,7 +34,7 @@ UNTRIED = {
     r"docker ": "needs Docker; tests/test_dockerfile.py runs the commands of the image without",
     r"pip install trinity-sync": "fetches the package from an index; tests/test_wheel.py installs a wheel",
     r"export VERL_": "is the shell's, and has a program begin with our plug-in; tests/verl_programs has such programs",
-    r"export TRINITY_SYNC_RETENTION=": "is the shell's, too; tests/integrations/test_retention.py reads such words",
+    r"export TRINITY_SYNC_RETENTION=": "is the shell's, too; integrations/verl/test_retention.py reads such words",
     r"trinity-sync verl doctor": "looks at what was exported before; tests/cli/test_verl_doctor.py does so, too",
     r"python .*--experimental-rerun": "reads what the command before it wrote, as tests/cli/test_hydras_tools.py",
     r"\.venv/bin/python -m tests\.house": "prints figures; tests/test_house.py measures them",

@@ -188,7 +188,7 @@ def test_the_wait_for_a_lock_on_the_slots_ends_and_names_its_holder(
         home = one.folder.parent
         with locked_by_another_process(home) as holder:
             told = in_a_process(lambda: arena(shared, tmp_path))
-            assert told == f"WaitTimeout: process {holder} did not let go of its lock on {home} within 0.2 s"
+            assert told == f"WaitTimeout: process {holder} did not release its lock on {home} within 0.2 s"
             assert in_a_process(lambda: remove_stale(shared)) == told
             one.close()  # does without
             assert not one.folder.exists()
@@ -290,7 +290,7 @@ def test_a_monitor_does_not_wait_for_ever_for_its_lock(shared: Path, monkeypatch
     path.touch()
     with locked_by_another_process(path) as holder:
         told = in_a_process(lambda: lock.lock_as_writer(shared))
-        assert told == f"WaitTimeout: process {holder} did not let go of its lock on {path} within 0.2 s"
+        assert told == f"WaitTimeout: process {holder} did not release its lock on {path} within 0.2 s"
         assert f"process {holder}" in in_a_process(lambda: hold(shared))
 
 

@@ -14,8 +14,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+from tests.config.test_objective import algorithm
 from tests.pages import ROOT
-from tests.test_config_objective import algorithm
 from trinity_sync.config import compose, typed
 from trinity_sync.trainer.worker_spec import worker_spec
 
@@ -27,31 +27,32 @@ PLUGGED_IN, OURS, TRINITY = "verl's keys, with the plug-in on", "verl's keys and
 HERE = "test_verl_tables.py::test_verls_trainers_do_what_the_table_says_of_them"
 ENGINE = "test_verl_tables.py::test_a_setting_of_ours_is_one_of_verls_engine"
 LOSS = "test_verl_tables.py::test_a_setting_of_ours_is_one_of_verls_loss"
-OBJECTIVE = "test_config_objective.py::test_the_keys_are_what_verl_is_given"
+OBJECTIVE = "config/test_objective.py::test_the_keys_are_what_verl_is_given"
 REFUSED = (
-    "integrations/test_megatron_manager.py::test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written"
+    "integrations/real_engines/test_megatron_manager.py::"
+    "test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written"
 )
 SEED = "sync/test_seed_calls.py"
 EFFECT = "test_keys_have_effect.py::test_a_key_changes_what_a_run_is_built_from"
-RESUMING, RUNS = "integrations/test_resuming.py", "cli/test_runs.py"
+RESUMING, RUNS = "integrations/verl/test_resuming.py", "cli/test_runs.py"
 DAPO, V1 = "experimental/reward_loop/reward_manager/dapo.py", "trainer/ppo/v1/trainer_base.py"
 DOCTOR = "cli/test_verl_doctor.py::test_what_is_in_the_way_is_named_by_its_key"
 
 TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     PLUGGED_IN: {
         "trainer.default_local_dir": (
-            "integrations/test_saves.py::test_a_save_is_committed_when_both_ranks_have_written_and_the_trainer_has_gone_on",
+            "integrations/verl/test_saves.py::test_a_save_is_committed_when_both_ranks_have_written_and_the_trainer_has_gone_on",
             f"{RESUMING}::test_a_save_goes_on_after_the_step_of_its_folder_that_was_loaded",
         ),
         "trainer.save_freq": (HERE, DOCTOR),
         "trainer.max_actor_ckpt_to_keep": (
-            "integrations/test_retention.py::test_the_limit_is_enforced_where_there_is_one",
-            "integrations/test_manager.py::test_the_limit_holds_after_the_commit_and_after_a_restart",
-            "integrations/test_manager.py::test_a_limit_that_one_role_has_holds_beside_the_policies",
+            "integrations/verl/test_retention.py::test_the_limit_is_enforced_where_there_is_one",
+            "integrations/real_engines/test_manager.py::test_the_limit_holds_after_the_commit_and_after_a_restart",
+            "integrations/real_engines/test_manager.py::test_a_limit_that_one_role_has_holds_beside_the_policies",
         ),
         "trainer.remove_previous_ckpt_in_save": (
             HERE,
-            "integrations/test_start_line.py::test_a_ppo_program_names_the_limit_that_holds_and_then_loads",
+            "integrations/verl/test_start_line.py::test_a_ppo_program_names_the_limit_that_holds_and_then_loads",
         ),
         "trainer.resume_mode=auto": (
             "checkpoint/test_resume_point.py::test_a_damaged_one_of_ours_is_passed_over_for_verls",
@@ -61,53 +62,55 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "trainer.resume_mode=disable": (HERE,),
         "trainer.resume_mode=resume_path": (
             f"{RESUMING}::test_a_save_goes_on_after_the_step_of_its_folder_that_was_loaded",
-            "integrations/test_saves.py::test_what_is_not_there_to_be_loaded_is_told_to_all",
+            "integrations/verl/test_saves.py::test_what_is_not_there_to_be_loaded_is_told_to_all",
         ),
         "trainer.default_hdfs_dir": (
-            "integrations/test_remote_copies.py::test_a_driver_copies_what_the_engines_have_written_when_it_is_committed",
-            "integrations/test_remote_copies.py::test_a_copy_of_a_driver_that_fails_is_told_at_the_next_one_and_at_the_end",
-            "integrations/test_remote_copies.py::test_what_is_being_copied_is_not_deleted_however_long_it_takes",
-            "integrations/test_megatron_manager.py::test_the_limit_and_the_copy_elsewhere_come_after_the_commit",
+            "integrations/verl/test_remote_copies.py::test_a_driver_copies_what_the_engines_have_written_when_it_is_committed",
+            "integrations/verl/test_remote_copies.py::test_a_copy_of_a_driver_that_fails_is_told_at_the_next_one_and_at_the_end",
+            "integrations/verl/test_remote_copies.py::test_what_is_being_copied_is_not_deleted_however_long_it_takes",
+            "integrations/real_engines/test_megatron_manager.py::test_the_limit_and_the_copy_elsewhere_come_after_the_commit",
             HERE,
         ),
         "trainer.del_local_ckpt_after_load": (HERE,),
         "checkpoint.save_contents": (
-            "integrations/test_copies.py::test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trained",
-            "integrations/test_megatron_manager.py::test_contents_that_are_left_out_are_not_written_and_not_loaded",
+            "integrations/verl/test_copies.py::test_an_export_of_a_model_with_an_adapter_is_refused_before_anything_is_trained",
+            "integrations/real_engines/test_megatron_manager.py::test_contents_that_are_left_out_are_not_written_and_not_loaded",
             "verl_programs/test_sft.py::test_contents_without_the_optimizer_are_saved_so",
         ),
-        "checkpoint.load_contents": ("integrations/test_manager.py::test_what_is_asked_for_and_not_there_is_refused",),
+        "checkpoint.load_contents": (
+            "integrations/real_engines/test_manager.py::test_what_is_asked_for_and_not_there_is_refused",
+        ),
         "huggingface/": (
-            "integrations/test_model_files.py::test_what_verl_sets_for_its_own_work_changes_no_byte",
-            "integrations/test_model_files.py::test_what_the_program_changes_in_the_config_is_saved",
-            "integrations/test_model_files.py::test_a_tokenizer_that_the_program_changes_is_saved_as_it_is",
+            "integrations/verl/test_model_files.py::test_what_verl_sets_for_its_own_work_changes_no_byte",
+            "integrations/verl/test_model_files.py::test_what_the_program_changes_in_the_config_is_saved",
+            "integrations/verl/test_model_files.py::test_a_tokenizer_that_the_program_changes_is_saved_as_it_is",
         ),
         "checkpoint.save_lora_only": (
-            "integrations/test_copies.py::test_of_a_model_whose_adapters_alone_are_saved_these_are_all_that_is",
+            "integrations/verl/test_copies.py::test_of_a_model_whose_adapters_alone_are_saved_these_are_all_that_is",
         ),
         "checkpoint.async_save": (HERE, DOCTOR),
         "checkpoint.mbridge_config": (
-            "integrations/test_megatron_manager.py::test_an_export_stands_beside_the_tree_and_may_be_the_bridges_own",
+            "integrations/real_engines/test_megatron_manager.py::test_an_export_stands_beside_the_tree_and_may_be_the_bridges_own",
         ),
         "trainer.esi_redundant_time": (HERE,),
         "trainer.checkpoint_callback_class": (
-            "integrations/test_callback.py::test_a_step_is_committed_though_no_engine_is_used_again",
+            "integrations/verl/test_callback.py::test_a_step_is_committed_though_no_engine_is_used_again",
             HERE,
         ),
         "actor.strategy": (
-            "integrations/test_plugin.py::test_engines_of_every_kind_are_ours",
-            "integrations/test_plugin.py::test_the_search_for_the_newest_checkpoint_is_ours",
+            "integrations/verl/test_plugin.py::test_engines_of_every_kind_are_ours",
+            "integrations/verl/test_plugin.py::test_the_search_for_the_newest_checkpoint_is_ours",
             DOCTOR,
         ),
         "megatron.use_megatron_fsdp": (REFUSED, DOCTOR),
         "actor_rollout_ref.rollout.checkpoint_engine.*": (
-            "integrations/test_weight_sync.py::test_the_backend_is_registered_and_the_other_name_only_when_asked",
-            "integrations/test_weight_sync_in_verl.py::test_versions_move_in_verls_manager",
+            "integrations/weight_sync/test_weight_sync.py::test_the_backend_is_registered_and_the_other_name_only_when_asked",
+            "integrations/weight_sync/test_weight_sync_in_verl.py::test_versions_move_in_verls_manager",
             HERE,
         ),
         "data.pt": (
-            "integrations/test_beside.py::test_a_rank_whose_file_is_whole_tells_of_that",
-            "integrations/test_beside.py::test_what_was_not_written_fails_the_step",
+            "integrations/verl/test_trainer_files.py::test_a_rank_whose_file_is_whole_tells_of_that",
+            "integrations/verl/test_trainer_files.py::test_what_was_not_written_fails_the_step",
         ),
     },
     OURS: {
@@ -115,13 +118,13 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "actor.megatron.tensor_model_parallel_size": (ENGINE,),
         "actor.megatron.dist_ckpt_optim_fully_reshardable": (ENGINE,),
         "trainer.n_gpus_per_node": (
-            "test_config.py::test_fsdp_size_must_divide_the_ranks",
+            "config/test_checks.py::test_fsdp_size_must_divide_the_ranks",
             "e2e/test_bytes.py::test_weights_without_an_engine_are_published_loaded_saved_and_gone_on_with",
         ),
         "actor.fsdp_config.fsdp_size": (ENGINE,),
         "actor.fsdp_config.model_dtype": (ENGINE,),
         "actor.fsdp_config.mixed_precision": (ENGINE,),
-        "FSDPEngineConfig": ("test_config.py::test_any_setting_of_verls_engine_can_be_given",),
+        "FSDPEngineConfig": ("config/test_checks.py::test_any_setting_of_verls_engine_can_be_given",),
         "actor.optim.lr": (ENGINE,),
         "actor.clip_ratio": (LOSS,),
         "actor.policy_loss.loss_mode": (OBJECTIVE,),
@@ -146,11 +149,11 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "trainer/test_objectives.py::test_with_the_samplers_log_probs_the_rules_are_those_of_verls_bypass_mode",
         ),
         "algorithm.rollout_correction.rollout_rs": (
-            "test_config_objective.py::test_rules_that_verl_has_are_the_ones_that_are_taken",
-            "test_config_objective.py::test_bounds_that_pass_are_what_verl_takes",
+            "config/test_objective.py::test_rules_that_verl_has_are_the_ones_that_are_taken",
+            "config/test_objective.py::test_bounds_that_pass_are_what_verl_takes",
         ),
         "algorithm.rollout_correction.bypass_mode": (
-            "test_config_objective.py::test_log_probs_are_recomputed_where_that_is_asked_for",
+            "config/test_objective.py::test_log_probs_are_recomputed_where_that_is_asked_for",
             "trainer/test_objectives.py::test_with_the_samplers_log_probs_the_rules_are_those_of_verls_bypass_mode",
         ),
         "data.train_files": (
@@ -173,7 +176,7 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "tasks/test_pair_encoding.py::test_a_turn_that_is_another_one_in_the_conversation_is_refused_unless_that_is_allowed",
         ),
         "data.train_batch_size": (
-            "test_config.py::test_the_sequences_of_a_step_are_shared_out_evenly",
+            "config/test_checks.py::test_the_sequences_of_a_step_are_shared_out_evenly",
             "samples/test_queue.py::test_explorers_run_as_far_ahead_as_the_bound_allows_and_then_wait",
         ),
         "actor.ppo_mini_batch_size": (
@@ -201,7 +204,7 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "protocol/test_retention.py::test_keep_last_keeps_the_newest_whatever_order_they_are_given_in",
         ),
         "data.val_files": (
-            "test_config_validation.py::test_a_validation_of_a_file_is_of_its_first_rows_in_their_order",
+            "config/test_validation.py::test_a_validation_of_a_file_is_of_its_first_rows_in_their_order",
             "tracking/test_names.py::test_a_validation_is_named_by_the_samples_of_a_prompt_and_what_is_right_is_its_core",
         ),
         "the names of metrics at a tracker": ("tracking/test_names.py::test_verl_has_these_names",),

@@ -57,6 +57,11 @@ _PRELOADED = [
     "ray",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "tensordict",
+    "peft",
+    "pandas",
+    "datasets",
+    "torch.utils.tensorboard",
+    "wandb",
 ]
 """What takes most of the seconds that each rank needs for its imports, and knows nothing of `PLATFORM`. One process
 imports it, of which all ranks of all tests of this process are forks."""

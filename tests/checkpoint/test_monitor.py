@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 
+from tests import local_ray
 from tests.checkpoint.helpers import commit, names
 from tests.checkpoint.mirror_places import OWNER
 from trinity_sync.actors.monitor_client import MonitorClient
@@ -556,7 +557,9 @@ def test_a_new_attempt_clears_what_the_last_had_staged(make_monitor: Callable[..
 # ---- weight and place
 
 
-def test_the_actor_is_light(actor: Any) -> None:
+def test_the_actor_is_light(make_actor: Callable[..., Any]) -> None:
+    with local_ray.alone():
+        actor = make_actor()
     save(actor, 10)
     loaded = ray.get(
         actor.__ray_call__.remote(lambda _: [name for name, module in sys.modules.items() if module is not None]),

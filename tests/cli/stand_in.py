@@ -89,7 +89,8 @@ class Computing(StandIn):
         for step in range(last + 1):
             made = [cfg.seed, cfg.trainer.lr, step, step >= self.spoilt > 0]
             digest = xxhash.xxh3_128_hexdigest(json.dumps(made).encode())
-            events.append({"event": "publish", "version": step, "digest": digest, "attempt": record.attempt})
+            event = {"event": "publish", "version": step, "mode": "memory", "encoding": "full", "digest": digest}
+            events.append({**event, "attempt": record.attempt})
             if step:
                 made = {
                     "loss": made[0] + 1 / step,

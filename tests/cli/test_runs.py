@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 import launch
 from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import StandIn, standing_in
+from tests.config.test_conf_files import given
 from tests.model_folders import bare_model
-from tests.test_conf_files import given
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.folder.owner import Owner, write_mark

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,33 @@ def reproduce(folder: Path, *arguments: str) -> Run:
     again = folder.with_name(f"{folder.name}-again")
     command = ["reproduce", str(folder), *arguments, f"hydra.run.dir={again}"]
     return start(again, *command, command=["-m", "trinity_sync.cli"]).finish()
+
+
+_PROGRAM = """
+import json, sys
+from trinity_sync.cli.main import main
+from trinity_sync.launch.own_ray import ray_kept
+with ray_kept():
+    codes = [main(command) for command in json.loads(sys.argv[1])]
+print(*codes)
+"""
+
+
+def in_one_program(commands: Mapping[Path, Sequence[str]]) -> list[Run]:
+    """Run commands of `trinity-sync` one after the other, with one Ray, as the jobs of a sweep have: where a second
+    start of Ray and of all its processes would test nothing new.
+
+    Args:
+        commands: by the folder of their runs; those that begin a run begin it there.
+    """
+    given = [
+        [*words, *([f"hydra.run.dir={folder}"] if words[0] == "run" else [])] for folder, words in commands.items()
+    ]
+    started = start(next(iter(commands)), json.dumps(given), command=["-c", _PROGRAM])
+    output, _ = started.process.communicate(timeout=LIMIT_S)
+    codes = output.splitlines()[-1].split()
+    assert len(codes) == len(commands), output
+    return [Run(folder, int(code), output) for folder, code in zip(commands, codes, strict=True)]
 
 
 def kill_at(started: Started, text: str, victim: Callable[[Started], int], signum: int = signal.SIGKILL) -> None:

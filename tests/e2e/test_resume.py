@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, completed, launch, resume, start
+from tests.e2e.runs import SMALL, Run, in_one_program, launch, resume, start
 from tests.pages import ROOT, missing, sessions
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.cli import main as cli
@@ -29,20 +29,31 @@ SETTINGS = (
 )
 
 
-uninterrupted = completed(*SETTINGS)
-
-
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Killed with SIGKILL once step 10 is saved, which step 15 waits for, then resumed in place."""
-    started = start(tmp_path_factory.mktemp("killed") / "run", *SETTINGS)
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """A run without an interruption, and one that was killed with SIGKILL once step 10 was saved and then resumed in
+    place. Step 15 waits for the save of step 10.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    started = start(folder / "killed", *SETTINGS)
     started.wait_for_file("checkpoints/global_step_10/manifest.json")
     os.killpg(started.process.pid, signal.SIGKILL)
     killed = started.finish()
     assert killed.code == -signal.SIGKILL
-    run = resume(started.folder)
-    assert run.code == 0, run.output
-    return run
+    begin = ["run", *SMALL, *SETTINGS]
+    ended = in_one_program({folder / "uninterrupted": begin, killed.folder: ["resume", str(killed.folder)]})
+    assert [run.code for run in ended] == [0, 0], ended[0].output
+    return ended
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(both: list[Run]) -> Run:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(both: list[Run]) -> Run:
+    return both[1]
 
 
 @pytest.mark.all

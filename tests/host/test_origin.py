@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.errors import RunError
-from trinity_sync.host.origin import described, keep_origin, origin, told
+from trinity_sync.host.origin import error_line, error_text, keep_origin, origin
 
 SOURCE = """\
 import json
@@ -92,7 +92,7 @@ def test_the_place_is_the_innermost_of_the_user_s_and_the_traceback_begins_there
 def test_what_a_library_raises_that_no_user_s_code_called_has_no_origin() -> None:
     error = raised(statistics.mean, [])
     assert origin(error) is None
-    assert told(error) == "StatisticsError: mean requires at least one data point"
+    assert error_text(error) == "StatisticsError: mean requires at least one data point"
 
 
 def test_an_error_of_ours_has_the_origin_of_what_it_was_raised_from(theirs: Any) -> None:
@@ -120,9 +120,9 @@ def test_an_error_that_takes_no_attributes_is_none_the_worse(theirs: Any) -> Non
 
 def test_an_error_is_told_with_its_place_in_the_user_s_code(theirs: Any) -> None:
     error = raised(theirs.fails, "x")
-    assert told(error) == f"ValueError: of two\nlines ({theirs.__file__}:9)"
-    assert described(error) == f"ValueError: of two ({theirs.__file__}:9)"
-    assert told(KeyboardInterrupt()) == described(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert error_text(error) == f"ValueError: of two\nlines ({theirs.__file__}:9)"
+    assert error_line(error) == f"ValueError: of two ({theirs.__file__}:9)"
+    assert error_text(KeyboardInterrupt()) == error_line(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
 @pytest.mark.parametrize("name", ["recurses", "rambles"])
@@ -141,7 +141,7 @@ def test_causes_in_a_circle_end() -> None:
 
 def test_an_error_that_cannot_be_put_into_words_is_told_by_its_class(theirs: Any) -> None:
     error = raised(theirs.is_speechless, "x")
-    assert told(error) == described(error) == f"Speechless: (it cannot be put into words) ({theirs.__file__}:27)"
+    assert error_text(error) == error_line(error) == f"Speechless: (it cannot be put into words) ({theirs.__file__}:27)"
 
 
 def test_the_place_is_in_the_user_s_code_and_not_in_a_library_that_it_calls(theirs: Any, tmp_path: Path) -> None:

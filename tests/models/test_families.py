@@ -39,7 +39,7 @@ def test_a_family_with_images_that_was_not_tried_is_refused(family: str) -> None
     ("fields", "words"),
     [
         ({"model_type": "qwen3"}, "has no `architectures`"),
-        (fields_of("t5", "T5ForConditionalGeneration"), "model_type t5, of which transformers has no causal language"),
+        (fields_of("t5", "T5ForConditionalGeneration"), "model_type t5, but transformers has no causal language"),
         (fields_of("qwen3", "Qwen3ForSequenceClassification"), "[Qwen3ForSequenceClassification], which verl makes"),
         (fields_of("gpt2", "GPT2LMHeadModel"), "[GPT2LMHeadModel], which verl makes without its output layer"),
     ],

@@ -99,7 +99,7 @@ def test_a_path_that_cannot_be_is_refused_with_its_key() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"model_type": "t5"}, "of which transformers has no causal language model"),
+        ({"model_type": "t5"}, "transformers has no causal language model of it"),
         ({**SMALL, "hidden_size": "big"}, "does not take this file"),
     ],
 )

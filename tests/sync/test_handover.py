@@ -18,6 +18,7 @@ import ray
 import torch
 from ray.exceptions import LocalRayletDiedError, ObjectFetchTimedOutError, OutOfDiskError, OwnerDiedError, RayActorError
 
+from tests import local_ray
 from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
 from trinity_sync.errors import RunError, WaitTimeout
@@ -80,7 +81,11 @@ def test_tensors_of_every_kind_are_handed_out(
     assert synchronizer.get_latest_model_version() == 1
 
 
-def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(synchronizer: Synchronizer) -> None:
+def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(
+    make_synchronizer: Callable[..., Synchronizer],
+) -> None:
+    with local_ray.alone():
+        synchronizer = make_synchronizer()
     weights = {f"layer.{number}": torch.randn(64, 64) for number in range(600)}
     assert len(state_dicts.put(weights, bucket_bytes=1 << 20).buckets) == 10
     for step in range(3):
@@ -264,7 +269,8 @@ def test_an_explorer_that_is_started_again_meets_the_trainer_and_the_one_before_
 
 def test_the_actor_ends_with_the_last_that_it_serves(cluster: None) -> None:
     namespace = "a-run-that-ends"
-    first, second = start(), start()
+    with local_ray.alone():
+        first, second = start(), start()
     ray.get(first.make.remote(namespace), timeout=LIMIT)
     ray.get(second.join.remote(namespace), timeout=LIMIT)
     actor = ray.get_actor("synchronizer", namespace=namespace)

@@ -11,11 +11,15 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from tests import local_ray
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
+from trinity_sync.protocol.statuses import STATUSES
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.synchronizer import STATUSES, Synchronizer, SynchronizerActor, SynchronizerConfig
+from trinity_sync.sync.settings import SynchronizerConfig
+from trinity_sync.sync.synchronizer import SynchronizerActor
+from trinity_sync.sync.synchronizer_handle import Synchronizer
 
 PARTS = ["rank-00000"]
 LONG = 60.0
@@ -433,7 +437,9 @@ def test_it_is_made_by_who_brings_a_config_and_found_by_the_others(synchronizer:
     ray.kill(made.actor)
 
 
-def test_its_process_is_small_and_has_no_torch(synchronizer: Synchronizer) -> None:
+def test_its_process_is_small_and_has_no_torch(make_synchronizer: Callable[..., Synchronizer]) -> None:
+    with local_ray.alone():
+        synchronizer = make_synchronizer()
     publish(synchronizer)
     memory = synchronizer.client.memory().result(LONG)
     assert memory["torch"] is False

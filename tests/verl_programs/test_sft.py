@@ -83,7 +83,7 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-@pytest.mark.all  # that the optimizer waits: tests/integrations/test_engines.py
+@pytest.mark.all  # that the optimizer waits: tests/integrations/verl/test_engines.py
 def test_what_is_saved_is_the_state_at_the_save_however_long_its_copy_takes(
     prepared: Path, uninterrupted: Program, tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_kill_at_any_instant_of_a_save_costs_no_step_that_was_whole(
     assert_whole(program.checkpoints, [2, 4, 6])
 
 
-@pytest.mark.all  # the signal: tests/integrations/test_at_exit.py; the save: tests/integrations/test_saves.py
+@pytest.mark.all  # the signal: tests/integrations/verl/test_at_exit.py; the save: tests/integrations/verl/test_saves.py
 @pytest.mark.parametrize("to", ["torchrun", "all", "monitor too", "rank 1"])
 def test_a_signal_within_a_save_ends_the_program_when_it_is_committed(
     prepared: Path, uninterrupted: Program, tmp_path: Path, to: str

@@ -25,7 +25,7 @@ from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pen
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.hardware import look_there
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import DRIVER, end_with_driver
 from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.rounds import RoundMember
@@ -215,7 +215,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     cause = error.cause if isinstance(error, RayTaskError) else error
     # a member without an answer may be the cause: its peers report a timeout
     note = f" (no answer from {_names(pending)})" if pending else ""
-    wrapped = RunError(f"{call.who} could not {what}: {told(cause)}{note}")
+    wrapped = RunError(f"{call.who} could not {what}: {error_text(cause)}{note}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -38,11 +38,7 @@ def adapter_by(
 ) -> dict[str, Saved]:
     """Return the tensors that peft's `save_pretrained` would write, by name, in wire dtypes.
 
-    Args:
-        model_config: the model config of verl's engine.
-        config: peft's, of the adapter.
-        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it.
-        keep_fp32: the tensors that travel in fp32 instead, by name patterns (`found_in`); None: none.
+    `keep_fp32`: those that travel in fp32 instead, by name patterns (`found_in`).
     """
     saved = {
         saved_name(name): Saved.as_held(from_torch(tensor.dtype), tensor.shape, name)
@@ -154,12 +150,9 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 
 class HeldPart:
-    """A range of one of the model's tensors, and the parts of the saved tensors in it.
+    """A range of one of the model's tensors, and the published parts (`cuts`) of the saved tensors in it.
 
-    Args:
-        local: returns the range's present elements, detached and contiguous.
-        cuts: the published parts.
-        is_copy: `local` returns a new copy at each call.
+    `local` returns the range's present elements, detached and contiguous; with `is_copy` a new copy at each call.
     """
 
     def __init__(self, local: Callable[[], torch.Tensor], cuts: Sequence[Cut], *, is_copy: bool = False) -> None:
@@ -218,7 +211,6 @@ class SavedParts:
 
     @property
     def held(self) -> Collection[str]:
-        """Names of the model's tensors that contain saved ones."""
         return self._names
 
     def of(self, held: str, shape: Sequence[int], start: int, stop: int) -> list[Cut]:
@@ -238,22 +230,14 @@ class SavedParts:
         return [part for part in found if part is not None]
 
     def empty(self) -> dict[str, Saved]:
-        """Return the tensors without elements, which no rank has a part of."""
         return {name: saved for name, saved in self._saved.items() if 0 in saved.shape and saved.held is not None}
 
 
 class MergedSources:
-    """A rank's sources of the sums of base and adapter (`sync.what=merged`), in rows. The constructor is collective.
+    """A rank's sources of the sums of base and adapter (`sync.what=merged`), in rows, as `merge_and_unload` of peft.
 
-    The sums are those of `merge_and_unload` of peft.
-
-    Args:
-        base: the rank's sources of the base.
-        saved: all tensors of the base.
-        adapter: the rank's sources of the adapter, by the names that peft saves.
-        adapter_saved: all tensors of the adapter.
-        config: peft's.
-        device: returns the present device of the engine's parameters, the same on all ranks.
+    The constructor is collective. `device` returns the present device of the engine's parameters, the same on all
+    ranks.
 
     Raises:
         ConfigError: the adapter is more than products of matrices, or the saved form of a weight differs from the
@@ -305,13 +289,9 @@ class MergedSources:
 
 
 class GatheredTensors:
-    """Gathers tensors whose ranges are spread over the ranks. The constructor is collective.
+    """Gathers tensors of one dtype whose ranges are spread over the ranks. The constructor is collective.
 
-    Args:
-        held: this rank's ranges; of one dtype.
-        saved: all tensors.
-        device: returns the device of the gathered tensors, the same on all ranks; a rank without a range cannot derive
-            it.
+    `device` returns the device of the gathered tensors, the same on all ranks; a rank without a range cannot derive it.
     """
 
     def __init__(self, held: HeldSources, saved: Mapping[str, Saved], device: Callable[[], torch.device]) -> None:

@@ -43,14 +43,9 @@ class BytesBackend:
 
     Args:
         folder: of the model, as `BytesOption.make_model` writes it.
-        wire_dtype: of floating tensors, as safetensors names it.
-        keep_fp32: those that travel in fp32, as for `saved_by`.
-        rank, ranks: this rank, and the number of ranks.
-        seed: of the run.
         changed: share of the bf16 values that a step changes.
         master_dtype: ``bf16`` or ``fp32``.
         optimizer: keep and save two averages as well.
-        device: of the weights.
 
     Raises:
         ConfigError: the saved form of a tensor is not a view of the model's.
@@ -219,7 +214,6 @@ def _key(number: int, name: str) -> int:
 
 
 def _noise(seed: int, device: str) -> torch.Tensor:
-    """Return a block of random values, as bf16 patterns."""
     drawn = np.random.default_rng(seed).standard_normal(_BLOCK, dtype=np.float32) * np.float32(0.02)
     return torch.from_numpy(drawn).to(torch.bfloat16).view(torch.int16).to(device)
 

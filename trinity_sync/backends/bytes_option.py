@@ -98,7 +98,7 @@ class BytesOption(BackendConfig, BackendOption):
             return None
         raise ConfigError(
             f"{checkpoint} was saved by backend.ranks={ranks}, this run asks for {self.ranks}; "
-            "workload=bytes goes on with as many as before"
+            "workload=bytes resumes on as many as before"
         )
 
     def make_model(
@@ -136,7 +136,7 @@ def _check_memory(engine: BytesFields, sums: list[int], layers: int) -> None:
         return
     fits = max((count for count, size in enumerate(sums) if count and size * times <= free), default=0)
     raise ConfigError(
-        f"model.layers={layers} has {sums[layers] / 1e9:.1f} GB of weights in bf16, of which this run holds "
+        f"model.layers={layers} has {sums[layers] / 1e9:.1f} GB of weights in bf16, and this run holds "
         f"{times:.0f} copies (ranks, their checkpoint, sync.slots, explorers): {sums[layers] * times / 1e9:.1f} GB, "
         f"and {free / 1e9:.1f} GB are free; "
         + (f"model.layers={fits} is the most that fits" if fits else "not even one layer fits")

@@ -39,9 +39,7 @@ class Engine(Protocol):
     model_config: EngineModel
 
     @property
-    def is_param_offload_enabled(self) -> bool:
-        """Whether the model is on the CPU while it is idle."""
-        ...
+    def is_param_offload_enabled(self) -> bool: ...
 
     @property
     def is_optimizer_offload_enabled(self) -> bool: ...
@@ -93,6 +91,4 @@ class MegatronEngineProtocol(Engine, Protocol):
     engine_config: McoreEngineConfig
     checkpoint_mananager: MegatronCheckpointManager  # verl spells it so
 
-    def save_checkpoint(self, local_path: str, *, global_step: int) -> None:
-        """Save the manager's contents. Collective."""
-        ...
+    def save_checkpoint(self, local_path: str, *, global_step: int) -> None: ...

@@ -49,14 +49,9 @@ if TYPE_CHECKING:
 
 
 class FsdpBackend:
-    """A rank's view of verl's `FSDPEngineWithLMHead`.
+    """A rank's view of verl's initialised `FSDPEngineWithLMHead`; arguments as of `BackendOption.view`.
 
-    Args:
-        engine: verl's engine, initialised.
-        wire_dtype: dtype of floating parameters on the wire, as safetensors names it (``"BF16"``).
-        keep_fp32: those that travel in fp32 instead, see `saved_by`.
-        merged: for an engine that trains an adapter, publish the sum of base and adapter, in place of the adapter
-            alone. Collective then.
+    With `merged` it is collective.
     """
 
     def __init__(
@@ -108,7 +103,6 @@ class FsdpBackend:
         return HeldBase(self._whole, held.shards(), held.now())
 
     def adapter_config(self) -> dict[str, object]:
-        """Return the fields of the adapter's ``adapter_config.json``, for an engine that trains one."""
         assert self._adapter is not None
         return adapter_fields(self._adapter)
 
@@ -239,7 +233,6 @@ class FsdpParts:
         return self._buffers()[name].clone(memory_format=torch.contiguous_format)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers of a state dict, by their names in `Saved.held`."""
         buffers: dict[str, torch.Tensor] = {}
         for prefix, module in self._module.named_modules():
             for name, buffer in module._buffers.items():

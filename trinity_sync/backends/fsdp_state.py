@@ -119,7 +119,6 @@ class FsdpState:
         dist.barrier()
 
     def _trained(self, model: StateDict) -> StateDict:
-        """Leave out the base of an adapter."""
         return {name: value for name, value in model.items() if is_adapter(name)} if self._of_adapter else model
 
     def _check_names(self, path: Path, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
@@ -178,7 +177,6 @@ class FsdpState:
             self._engine.scaler.load_state_dict(saved)
 
     def _go_to(self, place: StateDict) -> None:
-        """Go to the saved place in the schedule, with our own learning rates there."""
         scheduler = self._engine.lr_scheduler
         scheduler.load_state_dict({**place, "base_lrs": scheduler.base_lrs})
         rates = [

@@ -27,7 +27,7 @@ _LEFT_OUT = (
 
 @contextmanager
 def _without_these() -> Iterator[None]:
-    # None in the table of modules makes an import of that name fail, and verl goes on without it.
+    # None in the table of modules makes an import of that name fail, and verl continues without it.
     for name in _LEFT_OUT:
         sys.modules[name] = None  # type: ignore[assignment]
     try:

@@ -16,12 +16,8 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the log-probs of `labels`: bit for bit those of verl's `logprobs_from_logits_v2`, and so are the
     gradients.
 
-    Args:
-        logits: of shape (..., vocabulary).
-        labels: int64 token ids of shape (...).
-
-    Returns:
-        Of the labels' shape; bf16 logits give bf16 outside of autocast.
+    `logits`: (..., vocabulary); `labels`: int64 (...). The result has the labels' shape; bf16 logits give bf16 outside
+    of autocast.
     """
     rows = max(1, _ELEMENTS // logits.shape[-1])
     parts = zip(logits.flatten(0, -2).split(rows), labels.flatten().split(rows), strict=True)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.host.origin import described
+from trinity_sync.host.origin import error_line
 
 T = TypeVar("T")
 
@@ -60,8 +60,7 @@ class Meetings:
 
     Args:
         store: reached by all ranks, and served by rank 0.
-        rank, ranks: this rank, and the number of ranks.
-        timeout_s: timeout of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
+        timeout_s: of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float) -> None:
@@ -250,7 +249,6 @@ class _Stage:
             raise RunError(decision) from error
 
     def put(self, rank: int, value: object) -> None:
-        """Store a value for `get`."""
         data = pickle.dumps(value)
         starts = range(0, len(data), _CHUNK_BYTES)
         for number, start in enumerate(starts):
@@ -258,12 +256,10 @@ class _Stage:
         self._set(f"value-{rank}", str(len(starts)))
 
     def get(self, rank: int) -> Any:
-        """Return the value for or by a rank, once the stage is passed."""
         chunks = int(self._get(f"value-{rank}"))
         return pickle.loads(b"".join(self._get(f"value-{rank}-{number}") for number in range(chunks)))
 
     def arrive(self) -> None:
-        """Note that this rank is done; the last one passes the stage."""
         self._set(f"rank-{self._rank}", "")
         if self._rank == 0:
             self._keys.append(f"{self._prefix}arrived")
@@ -271,7 +267,6 @@ class _Stage:
             self.decide(_GO)
 
     def wait(self) -> None:
-        """Wait for the decision."""
         key, limit = f"{self._prefix}decision", timedelta(seconds=self._timeout_s)
         try:
             self._store.call(lambda store: store.wait([key], limit), waits_s=self._timeout_s)
@@ -282,7 +277,6 @@ class _Stage:
             raise RunError(decision)
 
     def decide(self, decision: str) -> str:
-        """Decide, unless another rank has; return the decision."""
         key = f"{self._prefix}decision"
         self._keys.append(key)
         return self._store.call(partial(_decide, key, decision)).decode()
@@ -303,7 +297,6 @@ class _Stage:
 
 
 def _decide(key: str, decision: str, store: Store) -> bytes:
-    """Return the decision: this, or an earlier one."""
     return store.compare_set(key, "", decision)
 
 
@@ -320,4 +313,4 @@ def _describe(error: BaseException) -> str:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     if isinstance(error, TrinityError):
         return str(error)
-    return described(error)
+    return error_line(error)

@@ -83,7 +83,6 @@ class BackendOption(ABC):
 
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
-        """Return its own checks, and those of every engine."""
         return (*cls.checks, check_max_tokens, partial(check_overrides, cls), partial(check_adapters, cls))
 
     @classmethod
@@ -226,7 +225,6 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
 
 
 def _is_off(value: object) -> bool:
-    """Return whether a value is the default in effect."""
     return value is None or value is False or (value == 1 and value is not True)
 
 

@@ -51,18 +51,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence. Collective among the ranks that share a sequence.
 
-    Args:
-        module: the attention layer, unused.
-        query: of shape (1, heads, tokens, head size).
-        key: as `query`; may have fewer heads.
-        value: as `key`.
-        attention_mask: none.
-        dropout: probability that a weight is left out.
-        scaling: of the scores; None: the inverse root of the head size.
-        position_ids: of shape (1, tokens); each sequence begins with 0.
-
-    Returns:
-        Of shape (1, tokens, heads, head size), and no weights.
+    Queries, keys and values are of shape (1, heads, tokens, head size), keys and values with as many heads or fewer;
+    `position_ids` (1, tokens), from 0 in each sequence. Returns (1, tokens, heads, head size), and no weights.
 
     Raises:
         ValueError: rows are padded, or positions are missing.
@@ -91,7 +81,6 @@ class _Group:
 
 
 def _groups(positions: torch.Tensor) -> list[_Group]:
-    """Group sequences of similar length."""
     starts = (positions == 0).nonzero()[:, 0]
     lengths = starts.diff(append=starts.new_tensor([len(positions)]))
     kinds = (lengths.double().log() / math.log(_LONGER)).ceil()
@@ -127,7 +116,6 @@ def _attend(
 
 
 def _of_all(positions: torch.Tensor) -> torch.Tensor:
-    """Join the slices of all ranks that share the row."""
     group = get_ulysses_sequence_parallel_group()
     slices = [torch.empty_like(positions) for _ in range(dist.get_world_size(group))]
     dist.all_gather(slices, positions.contiguous(), group=group)

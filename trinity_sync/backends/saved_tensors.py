@@ -30,14 +30,8 @@ if TYPE_CHECKING:
 def saved_by(model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
     """Return the tensors of a version (`version_list`) by name, in wire dtypes.
 
-    Args:
-        model_config: the model config of verl's engine.
-        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it.
-        keep_fp32: those that travel in fp32 instead, by name patterns (`found_in`); None: those that the model's class
-            keeps in fp32 when it is loaded in the wire dtype.
-
-    Raises:
-        ConfigError: an entry of `keep_fp32` matches no tensor.
+    `keep_fp32`: those that travel in fp32 instead, by name patterns (`found_in`); None: those that the model's class
+    keeps in fp32 when it is loaded in the wire dtype. A `ConfigError` if an entry matches no tensor.
     """
     return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
 
@@ -45,12 +39,8 @@ def saved_by(model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str
 def left_out_by(model_config: EngineModel, folder: Path) -> LeftOutNames:
     """Return names of the tensors of the model's folder that are in no version; see `left_out`.
 
-    Args:
-        model_config: the model config of verl's engine, which need not be initialised.
-        folder: the model's.
-
-    Raises:
-        ConfigError: the folder lacks tensors of the model, or has unknown ones.
+    `model_config`: of verl's engine, which need not be initialised. A `ConfigError` if the folder lacks tensors of the
+    model, or has unknown ones.
     """
     model = meta_model(model_config)
     return left_out(folder, model, saved_list(model))

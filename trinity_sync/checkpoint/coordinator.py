@@ -23,7 +23,7 @@ from trinity_sync.actors.pending import ANSWER_S, CallTransport, Pending
 from trinity_sync.checkpoint.folder.contents import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
-from trinity_sync.host.origin import described
+from trinity_sync.host.origin import error_line
 from trinity_sync.host.threads import PATIENCE, Yielding, in_background
 from trinity_sync.protocol.parts import STATE_DICT, FileEntry, FileTuple
 
@@ -194,7 +194,7 @@ class CheckpointCoordinator:
         """
         if errors := self._ended():
             for other in errors[1:]:
-                errors[0].add_note(f"another background save failed as well: {described(other)}")
+                errors[0].add_note(f"another background save failed as well: {error_line(other)}")
             raise errors[0]
 
     def settle(self) -> None:
@@ -352,7 +352,7 @@ class CheckpointCoordinator:
 
     def _report_failed(self, part: _Part, error: BaseException, reason: str = "") -> None:
         log_failure(f"the save of step {part.step}", error)
-        why, ticket = f"{reason}{described(error)}", part.ticket
+        why, ticket = f"{reason}{error_line(error)}", part.ticket
         with contextlib.suppress(RunError):  # without its monitor the step fails anyway
             self._answered(self._monitor.notify_failed(part.step, part.name, why, attempt=self._attempt, ticket=ticket))
 

@@ -20,7 +20,7 @@ from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, Uploads
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, Decision, Fail, Grant, Kind, MoveTracker
 from trinity_sync.protocol.retention import KeepLast
@@ -327,6 +327,6 @@ def log_fault(where: str, error: object) -> str:
     """Write an error to the actor's log, with its traceback if it is not one of ours; return it as one text."""
     if isinstance(error, BaseException):
         log_failure(where, error)
-        return str(error) if isinstance(error, TrinityError | OSError) else told(error)
+        return str(error) if isinstance(error, TrinityError | OSError) else error_text(error)
     story.error("fault in %s: %s", where, error)
     return str(error)

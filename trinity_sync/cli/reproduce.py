@@ -201,7 +201,7 @@ def _take_as_many_threads(source: ReplaySource) -> None:
 def _say_what_differs(source: ReplaySource, settings: Replay) -> list[EnvironmentDifference]:
     """Print the differences to the run's environment; return those that may change numbers, except settings."""
     from trinity_sync.host import hardware
-    from trinity_sync.reproduction.outcome import differences
+    from trinity_sync.reproduction.outcome import EnvironmentDifference, differences
     from trinity_sync.tracking.run_record import git_state, package_versions
 
     found = os.environ.get("OMP_NUM_THREADS", "")

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync.config.composition import conf_dir
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ def build(key: str, values: Mapping[str, object], kind: type[T]) -> T:
     except TrinityError:
         raise
     except Exception as error:
-        reason = error if origin(error) is None else told(error)
+        reason = error if origin(error) is None else error_text(error)
         raise _useless(named, str(values.get(TARGET)), reason) from error
 
 

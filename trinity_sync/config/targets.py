@@ -18,7 +18,7 @@ from trinity_sync.config.model_checks import KEY, ROWS, validates
 from trinity_sync.config.retention_policies import retention_policies
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.host.origin import ended, origin
+from trinity_sync.host.origin import end_text, origin
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.rewards import Judging
@@ -189,5 +189,5 @@ def _target_text(node: DictConfig, error: BaseException) -> str:
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
-    reason = " ".join(ended(inner).split()) if origin(inner) is not None else " ".join(str(inner).split())
+    reason = " ".join(end_text(inner).split()) if origin(inner) is not None else " ".join(str(inner).split())
     return f"{key}._target_ is {target[1] if target else node.get('_target_')}, which cannot be used: {reason}"

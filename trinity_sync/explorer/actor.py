@@ -30,7 +30,7 @@ from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
@@ -62,7 +62,7 @@ class Explorer:
         with without_collections():
             import trinity_sync.sync.weight_loader  # noqa: F401
 
-            load(f"explorer.{TARGET}", self._spec.engine[TARGET])
+            load(f"explorer.{TARGET}", str(self._spec.engine[TARGET]))
 
     def start(self) -> None:
         """Build engine and task. Not in `__init__`, whose errors Ray reports as the actor's death."""
@@ -97,7 +97,7 @@ class Explorer:
         )
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)
-        self._base = self._engine.base_digest(dtype_name(spec.sync["wire_dtype"]))
+        self._base = self._engine.base_digest(dtype_name(str(spec.sync["wire_dtype"])))
         closes = type(self._engine).close is not RolloutEngine.close
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
 
@@ -200,7 +200,7 @@ class Explorer:
         try:
             return self.load(version)
         except Exception as error:  # a newer version may have replaced it, and its files or the lease are gone
-            why = error if isinstance(error, TrinityError) else told(error)
+            why = error if isinstance(error, TrinityError) else error_text(error)
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
 
     def close(self) -> None:

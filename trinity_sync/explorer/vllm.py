@@ -21,7 +21,7 @@ from trinity_sync.explorer.texts import Responses, SampleRequest, TextSettings
 from trinity_sync.explorer.vllm_base import VLLMBase, VLLMResponse, joined, sample_rows
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.logs import OwnOutput
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.models.vllm_limits import model_problem
@@ -256,7 +256,7 @@ class VLLMEngine(VLLMBase):
         try:
             return asyncio.run_coroutine_threadsafe(start(), self._loop).result(_START_S)
         except Exception as error:  # the cause, in another process, is in its output only
-            why = output.last_error(but="Engine core initialization failed") or told(error)
+            why = output.last_error(but="Engine core initialization failed") or error_text(error)
             raise ConfigError(f"explorer=vllm cannot run model.path={self._model_path}: {why}") from error
 
 

@@ -41,7 +41,7 @@ def peak_memory_with_children() -> int:
 
     total = peak_memory()
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # it has ended, or is no Linux process
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has ended, or the system is not Linux
             total += _sizes(Path(f"/proc/{child.pid}/status"))["VmHWM"] - _shared(str(child.pid))
     return total
 

@@ -23,13 +23,7 @@ class ForeignFileError(OSError):
 
 
 def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: int = 0o600) -> int:
-    """Open a lock file, which is not locked yet; return its descriptor.
-
-    Args:
-        path: the lock file.
-        create: create it if it is missing.
-        writable: open it for writing; else only for reading.
-        mode: permissions of a created file.
+    """Open a lock file, which is not locked yet; return its descriptor. `mode`: permissions of a created file.
 
     Raises:
         ForeignFileError: it is not a regular file.
@@ -71,7 +65,7 @@ def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
-            raise WaitTimeout(_owner(descriptor), f"let go of its lock on {path}", timeout_s)
+            raise WaitTimeout(_owner(descriptor), f"release its lock on {path}", timeout_s)
         time.sleep(_POLL_S)
 
 
@@ -111,11 +105,8 @@ def is_own_folder(path: Path) -> bool:
 
 
 def open_own_folder(path: Path, *, create: bool) -> int:
-    """Open a private folder of this user; return its descriptor.
-
-    Args:
-        path: the folder; where others can write too, it belongs to the first creator.
-        create: create it if it is missing.
+    """Open a private folder of this user; return its descriptor. Where others can write, it belongs to the first
+    creator.
 
     Raises:
         ForeignFileError: a link, something else or another user's folder has the name.

@@ -23,7 +23,7 @@ from pathlib import Path
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import write_all
 from trinity_sync.host.masking import without_hidden
-from trinity_sync.host.origin import described, keep_origin
+from trinity_sync.host.origin import error_line, keep_origin
 from trinity_sync.host.terminal import printable
 
 story = logging.getLogger("trinity_sync")
@@ -240,7 +240,7 @@ def log_failure(what: str, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # a foreign class may refuse attributes
         setattr(error, _LOGGED_BY, here)
     found, foreseen = keep_origin(error), isinstance(error, TrinityError)
-    text = str(error) if foreseen else described(error)
+    text = str(error) if foreseen else error_line(error)
     if found is not None:
         story.error("%s failed: %s\n%s", what, text, found.traceback)
     elif foreseen and error.__cause__ is None:

@@ -87,21 +87,21 @@ def give_origin(error: BaseException, found: Origin) -> None:
     setattr(error, _KEPT, found)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Describe an error for other processes: its class, its message, its place in the user's code."""
     return _worded(error, _says(error))
 
 
-def ended(error: BaseException) -> str:
-    """As `told`; for an error by which code ends its program, that it called `sys.exit`."""
+def end_text(error: BaseException) -> str:
+    """As `error_text`; for an error by which code ends its program, that it called `sys.exit`."""
     if not isinstance(error, SystemExit):
-        return told(error)
+        return error_text(error)
     found = origin(error)
     return f"called sys.exit({shortened(repr(error.code))})" + (f" ({found.place})" if found is not None else "")
 
 
-def described(error: BaseException) -> str:
-    """Describe an error in one line: as `told`, with the first line of its message."""
+def error_line(error: BaseException) -> str:
+    """Describe an error in one line: as `error_text`, with the first line of its message."""
     return _worded(error, _says(error).strip().partition("\n")[0])
 
 

@@ -36,7 +36,7 @@ from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.masking import hide, hide_typed
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
 from trinity_sync.launch.messages import CommandLine, explain, print_error
@@ -196,7 +196,7 @@ def job(cfg: DictConfig) -> float:
         if sweeps.is_of_queue(error):
             raise
         log_failure("the job", error)
-        print_error(f"{where}unexpected {told(error)} (traceback in {_log_of(run_dir)})")
+        print_error(f"{where}unexpected {error_text(error)} (traceback in {_log_of(run_dir)})")
     finally:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:

@@ -105,7 +105,6 @@ class _Modules:
         return chosen, [f"{kind} ({listed(sorted(names), 4)})" for kind, names in passed.items() if names]
 
     def matched(self, expression: str) -> Iterator[str]:
-        """Return the layers whose whole name an expression matches."""
         try:
             found = [name for name in self.all if name and re.fullmatch(expression, name)]
         except re.error as error:
@@ -128,7 +127,6 @@ class _Modules:
         raise _refusal(f"no layer is called {target}{f' (meant {near[0]}?)' if near else ''}; {self.known}")
 
     def trained(self, names: Iterable[str]) -> list[str]:
-        """Keep those of the language model."""
         found = list(dict.fromkeys(names))
         if not found:
             raise _refusal(f"they mean no layer of this model; {self.known}")
@@ -216,10 +214,8 @@ def _is_plain(layer: nn.Module, outputs: int, inputs: int) -> bool:
 
 
 def _in_layer(name: str) -> str:
-    """Return a module's name after the number of its layer."""
     return re.sub(r"^.*?\.\d+\.", "", name)
 
 
 def _ends_of(name: str) -> Iterator[str]:
-    """Yield the ends of a name, the shortest first."""
     return accumulate(reversed(name.split(".")), lambda end, part: f"{part}.{end}")

@@ -150,16 +150,10 @@ def unfilled_model(
     attn_implementation: str,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Make a causal language model with unfilled parameters, for loading versions and reading shapes.
+    """Make a causal language model with unfilled parameters (device ``"meta"``: none), for loading versions and reading
+    shapes.
 
     Buffers that no checkpoint contains have their values. Errors of transformers for an unknown model are passed on.
-
-    Args:
-        config: of the model.
-        dtype: of its floating tensors.
-        device: of its tensors; ``"meta"`` for none.
-        attn_implementation: the attention, as transformers names it.
-        trust_remote_code: whether code that comes with the model may run.
     """
     import torch
     from transformers.initialization import no_init_weights

@@ -23,12 +23,10 @@ def check_attention(fields: Mapping[str, object], attention: str) -> None:
 
 
 def attention_problem(fields: Mapping[str, object], attention: str, where: str = "the model's config") -> str | None:
-    """Return why an attention does not compute a model as its config says; None: it does, or the model comes with code.
+    """Return why an attention (transformers' name) does not compute a model as its config.json says; None: it does.
 
-    Args:
-        fields: of the model's config.json; absent ones have the default of their family.
-        attention: as transformers names it (`model.attn_implementation`).
-        where: names the config in the answer.
+    None also for a model that comes with code. Absent fields have the default of their family. `where`: names the
+    config.
     """
     text = fields.get("text_config")
     for part in (fields, text if isinstance(text, Mapping) else {}):

@@ -61,7 +61,7 @@ def class_problem(fields: Mapping[str, object]) -> str | None:
         )
     table = _table("modeling_auto.py", _TABLES[TEXTS])
     if code is None and chosen == TEXTS and table and family not in table:
-        return f"config.json has model_type {family}, of which transformers has no causal language model"
+        return f"config.json has model_type {family}, but transformers has no causal language model of it"
     if chosen not in _TABLES or (code is None and chosen == TEXTS and "ForCausalLM" not in named):
         return (
             f"config.json has architectures [{named}], which verl makes without its output layer, so it cannot be "
@@ -113,7 +113,6 @@ def _code_class(fields: Mapping[str, object]) -> str | None:
 
 @cache
 def _known() -> frozenset[str]:
-    """Return all possible families; empty where transformers is missing, or has its tables elsewhere."""
     sources = [source_of("transformers", f"models/auto/{n}") for n in ("auto_mappings.py", "configuration_auto.py")]
     return frozenset(name for source in sources if all(sources) for name in re.findall(r'"([^"\s]+)"', str(source)))
 

@@ -128,7 +128,6 @@ class ModelFiles:
         return body
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the files into a folder, which is created; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         written = []
         for name, data in self.contents.items():
@@ -170,7 +169,6 @@ def is_weights(name: str) -> bool:
 
 
 def _found(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield path relative to the folder, and path, of the files to keep."""
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         here = Path(place)
         folders[:] = [name for name in folders if _is_kept(name) and not _leads_up(here / name)]
@@ -228,7 +226,6 @@ def _with_value(text: str, path: tuple[str, ...], value: object) -> str:
 
 
 def _members(text: str, start: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the members of the object that begins there: key, and start and end of its value."""
     at = _after_space(text, start + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)

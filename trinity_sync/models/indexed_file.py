@@ -38,7 +38,6 @@ class IndexedFile:
         return getattr(self._opened, name)
 
     def keys(self) -> list[str]:
-        """Return the names of the file's tensors, without stray copies."""
         names = self._opened.keys()
         return [name for name in names if self._files.get(name, self._name) == self._name]
 

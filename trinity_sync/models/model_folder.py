@@ -180,6 +180,5 @@ def _draft_layers(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def _but(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the names that match no pattern."""
     known = [re.compile(pattern) for pattern in patterns]
     return [name for name in names if not any(pattern.search(name) for pattern in known)]

@@ -87,7 +87,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
     whole.pop("auto_map", None)
     if (architecture := made_class(whole)) is None:
         raise ConfigError(
-            f"model.shapes: model_type is {model_type}, of which transformers has no causal language model; try qwen3"
+            f"model.shapes: model_type is {model_type}, but transformers has no causal language model of it; try qwen3"
         )
     whole["architectures"] = [architecture]  # for readers of a checkpoint
     whole.pop("quantization_config", None)

@@ -74,9 +74,6 @@ class ModelTokens:
 def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
     """Read the tokens of a model: a folder in Hugging Face format, or a hub id.
 
-    Args:
-        trust_remote_code: whether code that comes with the model may run.
-
     Raises:
         OSError, ValueError: it is not here, and the hub does not give it.
         ConfigError: it is here, and transformers cannot read its config or its tokenizer.
@@ -147,7 +144,6 @@ def _fields(model_path: str, name: str) -> dict[str, object]:
 
 
 def _ends(fields: Mapping[str, object]) -> Iterator[object]:
-    """Yield the end tokens that the fields of a file name."""
     text = fields.get("text_config")
     for part in (fields, text if isinstance(text, Mapping) else {}):
         ends = part.get("eos_token_id")

@@ -365,11 +365,8 @@ class CommitBook:
         return {"attempt": self.attempt, **entry.dump(), "turns": self._turns.dump(step)}
 
     def restore(self, dumped: JournalEntry, committed_paths: Collection[str] = ()) -> list[Decision]:
-        """Restore a step from `dump`.
-
-        Args:
-            dumped: the result of `dump`.
-            committed_paths: the files that this attempt's commit on disk lists; it may be newer than the dump.
+        """Restore a step from `dump`; `committed_paths`: the files of this attempt's commit on disk, which may be
+        newer.
 
         Raises:
             ValueError, KeyError, TypeError: `dumped` is not a result of `dump`, or is of another attempt.
@@ -508,12 +505,8 @@ _REMEMBERED = 256
 
 
 class StepTable:
-    """Steps by number: all open ones, and the latest of the others.
-
-    Args:
-        clock: returns seconds.
-        turns: the writers' turns; a step that has one is open.
-        committed: returns the kind as which this attempt has committed a step.
+    """Steps by number: all open ones, and the latest of the others. `committed` returns this attempt's commit of a
+    step.
     """
 
     def __init__(self, clock: Callable[[], float], turns: TurnQueue, committed: Callable[[int], Kind | None]) -> None:

@@ -180,7 +180,7 @@ class StepParts:
         """Return the files of these parts, sorted by path."""
         return tuple(sorted({file for key in keys for file in self.done[key].files or ()}))
 
-    def untold(self, keys: Iterable[str]) -> bool:
+    def has_unknown_files(self, keys: Iterable[str]) -> bool:
         """Return whether the files of one of these parts are unknown. Counted parts use the step's own folder and do
         not count.
         """
@@ -212,10 +212,10 @@ class StepParts:
         return missing
 
     def _missing_rank_files(self, kind: Kind) -> list[str]:
-        told = [self.done[key].files for key in self.keys(kind) if key != DIGEST_PART]
-        if None in told:
+        listed = [self.done[key].files for key in self.keys(kind) if key != DIGEST_PART]
+        if None in listed:
             return []  # the commit lists the folder
-        return missing_rank_files(path for files in told for path, *_ in files or ())
+        return missing_rank_files(path for files in listed for path, *_ in files or ())
 
     def _counted(self, weights: bool) -> list[str]:
         return [
@@ -251,8 +251,8 @@ class StepParts:
             settled={True: int(dumped["settled"][0]), False: int(dumped["settled"][1])},
         )
         for key, (weights, files, ticket) in dumped["done"].items():
-            told = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]
-            parts.add(key, bool(weights), told, ticket)
+            listed = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]
+            parts.add(key, bool(weights), listed, ticket)
         return parts
 
 
@@ -300,28 +300,21 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Commit the step as `kind`.
-
-    Args:
-        files: the files that the parts named.
-        digest: the version digest of the weights, where it was reported.
-        opened: when this save of the step was first heard of, in seconds of the book's clock.
-        partial: other parts of the step are still being written: only `files` may go into the commit, and the staging
-            folder has to stay. Weights whose files are unknown are never committed in part.
-        durable: whether it has to survive a power cut; None: as all commits do.
-        beside: a full checkpoint, or a commit of another attempt, has the place; these weights go beside it.
-    """
+    """Commit the step as `kind`."""
 
     step: int
     attempt: int
     kind: Kind
-    files: tuple[FileTuple, ...]
-    digest: str | None
+    files: tuple[FileTuple, ...]  # the files that the parts named
+    digest: str | None  # the version digest of the weights, where it was reported
     meta: CommitMeta
-    opened: float
+    opened: float  # when this save of the step was first heard of, in seconds of the book's clock
+    # Other parts of the step are still being written: only `files` may go into the commit, and the staging folder has
+    # to
+    # stay. Weights whose files are unknown are never committed in part.
     partial: bool
-    durable: bool | None = None
-    beside: bool = False
+    durable: bool | None = None  # has to survive a power cut; None: as all commits do
+    beside: bool = False  # a full checkpoint, or a commit of another attempt, has the place; these weights go beside it
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,11 @@ QUANTITY = "quantity"
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with a unit.
+    """A number with a unit."""
 
-    Args:
-        units: factor by unit in lower case; the empty unit is for a bare number.
-        right: what the user may write, for error messages.
-        whole: return an int.
-    """
-
-    units: Mapping[str, float]
-    right: str
-    whole: bool = False
+    units: Mapping[str, float]  # factor by unit in lower case; the empty unit is for a bare number
+    right: str  # what the user may write, for error messages
+    whole: bool = False  # an int
 
     def parse(self, text: str) -> float:
         """Return the number that a text means, or raise a `ValueError` with the text of `right`."""
@@ -281,15 +275,11 @@ def policy_named(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, policy: type[Policy], fields: Mapping[str, object]) -> Policy:
-    """Make one policy.
+    """Make a policy from its class and the values of its fields; durations and sizes as numbers or text (``12h``,
+    ``100GB``).
 
-    Args:
-        name: its key in the configuration, `retention.policies.NAME`.
-        policy: its class.
-        fields: values of the class's fields; durations and sizes as numbers or as text (``12h``, ``100GB``).
-
-    Raises:
-        ConfigError: an unknown field, or a value out of range; the message names the key.
+    `name`: its key in the configuration, `retention.policies.NAME`. A `ConfigError` names the key of an unknown field
+    or a value out of range.
     """
     key = f"retention.policies.{name}"
     values = dict(fields)

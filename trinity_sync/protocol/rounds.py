@@ -79,22 +79,14 @@ class RoundError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncGroup:
-    """The meeting place of a group.
+    """The meeting place of a group."""
 
-    Attributes:
-        id: counts the groups of a run.
-        address, port: the address of the store in which the members meet.
-        explorers: their number in this group.
-        rank: the rank of the member that asked; the trainer's is 0.
-        meta: (name, dtype, shape) of the tensors, in order; None: unknown.
-    """
-
-    id: int
-    address: str
+    id: int  # counts the groups of a run
+    address: str  # of the store in which the members meet
     port: int
-    explorers: int
-    rank: int = 0
-    meta: list[Described] | None = None
+    explorers: int  # their number
+    rank: int = 0  # of the member that asked; the trainer's is 0
+    meta: list[Described] | None = None  # (name, dtype, shape) of the tensors, in order; None: unknown
 
     @property
     def world_size(self) -> int:

@@ -26,11 +26,8 @@ def known_status(status: object) -> str:
 class StatusBook:
     """The trainer's status, and the number of explorers of each process per status.
 
-    Args:
-        expects_trainer: False: there is no trainer until one reports.
-
-    Attributes:
-        explorer_died: a running explorer died, and none has reported since.
+    `expects_trainer=False`: there is no trainer until one reports. `explorer_died`: a running explorer died, and none
+    has reported since.
     """
 
     def __init__(self, *, expects_trainer: bool = True) -> None:

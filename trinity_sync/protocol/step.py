@@ -24,21 +24,14 @@ from trinity_sync.protocol.parts import (
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """Where a step stands.
+    """Where a step stands."""
 
-    Args:
-        state: ``open``: parts are missing; ``committed``: as all requested kinds.
-        committed: the kind of the current commit, whatever the state: of this attempt, else of an earlier one.
-        wanted: the highest requested kind; None: none yet.
-        error: why it failed.
-        missing: the missing parts, one phrase each.
-    """
-
+    # ``open``: parts are missing; ``committed``: as all requested kinds
     state: Literal["unknown", "open", "committing", "committed", "failed"]
-    committed: Kind | None
-    wanted: Kind | None = None
+    committed: Kind | None  # kind of the current commit, whatever the state: of this attempt, else of an earlier one
+    wanted: Kind | None = None  # the highest requested kind
     error: str | None = None
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # one phrase for each missing part
 
 
 class StepDump(TypedDict):
@@ -105,11 +98,8 @@ class Step:
         return self.committing is None and self.is_committed(wanted)
 
     def status(self, visible: Kind | None, kind: Kind | None = None) -> StepStatus:
-        """Return where the step stands.
-
-        Args:
-            visible: the kind of its commit on disk, by any attempt.
-            kind: the kind of commit to look at; None: all requested kinds.
+        """Return where the step stands, as a whole or as `kind`; `visible`: the kind of its commit on disk, by any
+        attempt.
         """
         if kind is not None and self.is_committed(kind):
             return StepStatus("committed", visible, self.wanted)
@@ -188,7 +178,7 @@ class Step:
         new = self.parts.keys(kind) - self.committed_keys
         if not new and self.committed is not None and covers(self.committed, kind):
             return None
-        if self._is_partial(kind) and self.parts.untold(new):
+        if self._is_partial(kind) and self.parts.has_unknown_files(new):
             return None  # they are committed with the rest of the step
         return kind
 
@@ -244,11 +234,8 @@ class Step:
     def load(cls, dumped: StepDump, now: float, committed: Kind | None, committed_paths: Collection[str]) -> Step:
         """Restore a step from `dump`.
 
-        Args:
-            dumped: the result of `dump`.
-            now: seconds of the book's clock.
-            committed: this attempt's commit of it on disk; it may be newer than the dump.
-            committed_paths: the files that this commit lists.
+        `now`: seconds of the book's clock; `committed`, `committed_paths`: this attempt's commit on disk and its files,
+        which may be newer than the dump.
 
         Raises:
             ValueError, KeyError, TypeError: it is not a result of `dump`.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.interrupts import signals_left
-from trinity_sync.host.origin import Origin, ended, give_origin, keep_origin, told
+from trinity_sync.host.origin import Origin, end_text, error_text, give_origin, keep_origin
 from trinity_sync.samples.position import Numbering
 from trinity_sync.samples.record import Prompt
 
@@ -183,7 +183,9 @@ def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure
     try:
         return _checked(reward(*response))
     except (Exception, SystemExit) as error:
-        return Failure(ended(error) if isinstance(error, SystemExit) else f"failed: {told(error)}", keep_origin(error))
+        return Failure(
+            end_text(error) if isinstance(error, SystemExit) else f"failed: {error_text(error)}", keep_origin(error)
+        )
 
 
 def _checked(result: object) -> RewardResult | Failure:

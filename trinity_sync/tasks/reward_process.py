@@ -19,7 +19,7 @@ from typing import Any
 
 from trinity_sync.host.child_process import go_on_kept
 from trinity_sync.host.interrupts import ENDING
-from trinity_sync.host.origin import ASK, Origin, ended, keep_origin, tell_stack
+from trinity_sync.host.origin import ASK, Origin, end_text, keep_origin, tell_stack
 from trinity_sync.tasks.base import Failure, RewardResult, judged
 
 Answer = RewardResult | Failure | None
@@ -113,7 +113,7 @@ def _loaded(pickled: bytes) -> Any:
         reward = pickle.loads(pickled)
         getattr(reward, "warm_up", lambda: None)()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return Failure(ended(error), keep_origin(error))
+        return Failure(end_text(error), keep_origin(error))
     return reward
 
 

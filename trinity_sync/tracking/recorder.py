@@ -21,7 +21,7 @@ from trinity_sync.host.hardware import peak_rss
 from trinity_sync.host.interrupts import shielded
 from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.masking import without_hidden
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import (
     Event,
@@ -326,7 +326,7 @@ class Recorder:
             self.finish("completed", peak_memory=peak_memory)
             return
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        text = str(error) if isinstance(error, TrinityError) else told(error)
+        text = str(error) if isinstance(error, TrinityError) else error_text(error)
         if status == "failed":
             log_failure("the run", error)
         try:

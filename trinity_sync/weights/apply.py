@@ -120,12 +120,8 @@ class Receiver:
     def apply(self, layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None = None) -> None:
         """Copy a part's shards into the destinations, each bucket after its digest was checked.
 
-        After an error the destinations hold some of the new bytes: the whole version must be applied again.
-
-        Args:
-            layout: the layout of the part's segment.
-            buffer: the part's segment, at least ``layout.nbytes``; not written meanwhile.
-            digests: 16 bytes per bucket from `bucket_digests`, or None to trust the bytes.
+        After an error the destinations hold some of the new bytes: the whole version must be applied again. `buffer`:
+        the part's segment, not written meanwhile; `digests`: from `bucket_digests`, or None to trust the bytes.
 
         Raises:
             ChecksumError: names part and bucket.
@@ -138,14 +134,9 @@ class Receiver:
     def take(
         self, layout: PartLayout, number: int, data: Segment, digest: bytes | None = None, cut: Cut = "bucket"
     ) -> None:
-        """Copy one piece of a part into the destinations; the piece's memory is free once this returns.
+        """Copy piece `number` of a part into the destinations; the memory of `data` is free once this returns.
 
-        Args:
-            layout: the layout of the part's segment.
-            number: the number of the piece.
-            data: the bytes of the piece.
-            digest: their digest (16 bytes), or None to trust them.
-            cut: how the part is cut into pieces.
+        `digest`: 16 bytes, or None to trust the bytes; `cut`: how the part is cut into pieces.
 
         Raises:
             ChecksumError: names part and piece; nothing of it was copied.
@@ -176,7 +167,6 @@ class Receiver:
         return self._plan(layout, cut).destinations[number]
 
     def received(self, layout: PartLayout, number: int, cut: Cut) -> None:
-        """Note that a piece is at its `destination`."""
         for copy in self._plan(layout, cut).copies[number]:
             self._note(copy.rows)
 
@@ -289,13 +279,8 @@ def _digests_of(rows: Rows) -> bytes:
 
 
 class ShardGroup:
-    """Shards that are copied as one: whole tensors that are adjacent in the segment and in memory, or any one shard.
-
-    The experts of a layer are such tensors. All have rows of the same length.
-
-    Args:
-        shard, offset: the first shard, and its byte in the segment.
-        matrix: its destination's matrix view.
+    """Shards that are copied as one: whole tensors that are adjacent in the segment and in memory, such as a layer's
+    experts, or any one shard. `matrix`: the matrix view of the first shard's destination.
     """
 
     def __init__(self, shard: Shard, offset: int, matrix: torch.Tensor) -> None:
@@ -305,7 +290,6 @@ class ShardGroup:
         self.offset, self.end = offset, offset + shard.nbytes  # bytes in the segment
 
     def take(self, shard: Shard, offset: int, matrix: torch.Tensor) -> bool:
-        """Add a shard if it follows, and return whether it does."""
         first = self._shards[0]
         fits = offset == self.end and shard.dtype == first.dtype and shard.matrix[1] == first.matrix[1]
         if not (fits and first.is_whole and shard.is_whole and self._stretch.take(matrix)):
@@ -317,12 +301,10 @@ class ShardGroup:
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The destination of all shards."""
         return self._stretch.elements().view(self._starts[-1], -1)
 
     @property
     def shard(self) -> Shard:
-        """The only shard, or one as long as all together."""
         first = self._shards[0]
         return first if len(self._shards) == 1 else whole(first.name, first.dtype, (self._starts[-1], first.matrix[1]))
 
@@ -355,60 +337,34 @@ _CACHED_BYTES = 512 << 10
 
 
 class Rows(NamedTuple):
-    """Rows that follow each other in memory, of the matrix view of one tensor or of several.
+    """Rows that follow each other in memory, of the matrix view of one tensor or of several."""
 
-    Attributes:
-        of: (name of the tensor, number of the first row in it, number of rows), in order.
-        data: the rows; their bytes, if they are contiguous and in wire dtype.
-        dtype: the wire dtype, as safetensors names it.
-    """
-
-    of: tuple[tuple[str, int, int], ...]
-    data: torch.Tensor | NDArray[np.uint8]
-    dtype: str
+    of: tuple[tuple[str, int, int], ...]  # (tensor, number of the first row in it, number of rows), in order
+    data: torch.Tensor | NDArray[np.uint8]  # bytes, if the rows are contiguous and in wire dtype
+    dtype: str  # on the wire, as safetensors names it
 
 
 class Copy(NamedTuple):
-    """One copy of a load.
+    """One copy of a load."""
 
-    Attributes:
-        start, stop: the bytes of the piece to copy.
-        dtype: the dtype of the bytes; None to copy them as they are (`target` is uint8 then).
-        target: an array where bytes are copied within the CPU's memory: that is faster than a tensor.
-        rows: the rows that are complete after this copy; None: there are none, or reading them back is expensive.
-    """
-
-    start: int
+    start: int  # bytes of the piece
     stop: int
-    dtype: torch.dtype | None
-    target: torch.Tensor | NDArray[np.uint8]
-    rows: Rows | None
+    dtype: torch.dtype | None  # of the bytes; None to copy them as they are (`target` is uint8 then)
+    target: torch.Tensor | NDArray[np.uint8]  # an array within the CPU's memory, where a tensor costs more
+    rows: Rows | None  # complete after this copy; None: there are none, or reading them back is expensive
 
 
 class LoadPlan(NamedTuple):
-    """The copies of a layout, by piece.
+    """The copies of a layout, by piece."""
 
-    Attributes:
-        digest: the digest of the layout.
-        pieces: (start, stop) of each piece in the segment.
-        copies: the copies of each piece.
-        destinations: the destination's bytes of each piece that can be received there as it is; else None.
-    """
-
-    digest: str
-    pieces: list[tuple[int, int]]
+    digest: str  # of the layout
+    pieces: list[tuple[int, int]]  # (start, stop) in the segment
     copies: list[list[Copy]]
-    destinations: list[torch.Tensor | None]
+    destinations: list[torch.Tensor | None]  # the bytes in which the piece can be received as it is
 
 
 def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mapping[str, torch.Tensor]) -> LoadPlan:
-    """Cut a layout's shards into copies, none of which crosses the end of a piece.
-
-    Args:
-        layout: the layout of the segment.
-        pieces: (start, stop) in bytes of each message, from `PartLayout.pieces`.
-        matrices: the destinations' matrix views, by name.
-    """
+    """Cut a layout's shards into copies, none of which crosses the end of a piece ((start, stop) in bytes)."""
     copies: list[list[Copy]] = [[] for _ in pieces]
     destinations: list[torch.Tensor | None] = [None] * len(pieces)
     starts, ends = [start for start, _ in pieces], [stop for _, stop in pieces]
@@ -475,12 +431,10 @@ class _Cutter:
         return None
 
     def _is_flat(self, rect: Rect) -> bool:
-        """Return whether the rectangle's elements are contiguous in the destination."""
         return self._matrix.is_contiguous() and (rect.cols == self._cols or rect.rows == 1)
 
     @cached_property
     def _runs(self) -> list[_Run]:
-        """The flat rectangles; adjacent ones are merged."""
         runs: list[_Run] = []
         for rect in filter(self._is_flat, self._shard.rects):
             start, first = self._offset + rect.offset, rect.row * self._cols + rect.col
@@ -514,13 +468,10 @@ class _Cutter:
                 yield Copy(at, at + taken, self._dtype, target, rows)
 
     def _pieces(self, start: int, nbytes: int, width: int, phase: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (byte in the segment, length, row, byte in the row) of pieces: whole rows of `width` bytes, or part of
+        """Yield (byte in the segment, length, row, byte in the row) of whole rows of `width` bytes, or of a part of
         one.
 
-        Args:
-            start: byte in the segment.
-            nbytes: the length of all pieces together.
-            phase: byte in the first row at which they begin.
+        `phase`: byte in the first row at which the pieces begin.
         """
         done = 0
         while done < nbytes:

@@ -87,37 +87,21 @@ class RowDigests:
 
 
 def bucket_digests(buffer: Segment, layout: PartLayout, pool: Executor | None = None) -> list[bytes]:
-    """Return the xxh3_128 digest (16 bytes) of each bucket of a segment, in the order of `PartLayout.buckets`.
-
-    Args:
-        buffer: the segment, at least ``layout.nbytes``.
-        layout: its layout.
-        pool: threads to share the work, or None.
-    """
+    """Return the xxh3_128 digest (16 bytes) of each bucket of a segment, in the order of `PartLayout.buckets`."""
     view = layout.view(buffer)
     spans = [view[start:stop] for start, stop in layout.buckets()]
     return list(pool.map(xxh3_128_digest, spans) if pool else map(xxh3_128_digest, spans))
 
 
 def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | None = None) -> RowDigests:
-    """Digest the rows that these parts hold, straight from their segments; see `RowPlan` for repeated use.
-
-    Args:
-        parts: layout and segment of each part of the node; all parts, so that few rows become fragments.
-        pool: threads to share the work on long rows, or None.
-
-    Raises:
-        CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
-        LayoutError: a segment is too small.
+    """Digest the rows of all parts of the node, straight from their segments; see `RowPlan` for repeated use and
+    errors.
     """
     return RowPlan([layout for layout, _ in parts]).digest([buffer for _, buffer in parts], pool)
 
 
 class RowPlan:
-    """The rows that the parts of a node hold, and their places: computed once for the layouts, used for every version.
-
-    Args:
-        layouts: the layouts of all parts of the node, so that few rows become fragments.
+    """The rows of all parts of a node, and their places: computed once for the layouts, used for every version.
 
     Raises:
         CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
@@ -146,15 +130,11 @@ class RowPlan:
         pool: Executor | None = None,
         processes: tuple[RowProcesses, Sequence[str]] | None = None,
     ) -> RowDigests:
-        """Digest the rows.
+        """Digest the rows. Segments are in the order of the layouts, and free once this returns.
 
         Whole rows are digested in place. Rows split over several of the parts are assembled first; incomplete ones are
-        copied into fragments, so the segments are free once this returns.
-
-        Args:
-            segments: in the order of the layouts.
-            pool: threads to share the work on long rows, or None.
-            processes: to share the work on other rows, with the files of the segments; or None.
+        copied into fragments. `pool`: threads for long rows; `processes`: for other rows, with the files of the
+        segments.
 
         Raises:
             LayoutError: a segment is too small.
@@ -223,7 +203,6 @@ class RowBook:
         self._known.setdefault(name, {})[first] = digests
 
     def missing(self, name: str, rows: int) -> list[tuple[int, int]]:
-        """Return (first, last + 1) of the rows without a digest."""
         if len(self._known.get(name, {}).get(0, b"")) == rows * DIGEST_BYTES:  # added in one call, as most are
             return []
         known = sorted(self._known.get(name, {}).items())
@@ -232,7 +211,6 @@ class RowBook:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
     def digests(self, name: str) -> bytes:
-        """Return the digests of all rows of a complete tensor, in order."""
         known = sorted(self._known.get(name, {}).items())
         if len(known) == 1:
             return known[0][1]

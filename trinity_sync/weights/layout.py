@@ -125,7 +125,6 @@ class PartLayout:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards in the order of the segment."""
         return tuple(shard for shard, _ in self.entries)
 
     @cached_property
@@ -183,12 +182,10 @@ class PartLayout:
         return [(end, start) for end, (*_, start, _) in zip(ends, self.table, strict=False) if start > end]
 
     def view(self, buffer: Segment) -> memoryview:
-        """Return the segment's first ``nbytes`` bytes without a copy, writable if the buffer is.
+        """Return the segment's first ``nbytes`` bytes without a copy, or raise a `LayoutError` if the buffer is too
+        small.
 
         The view keeps the buffer from being closed while it is in use.
-
-        Raises:
-            LayoutError: the buffer is too small.
         """
         view = memoryview(buffer).cast("B")
         if len(view) < self.nbytes:

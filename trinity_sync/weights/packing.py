@@ -67,11 +67,8 @@ def pack(
         device: of the buckets.
 
     Yields:
-        The layout and the bytes (uint8, ``layout.nbytes`` long) of each bucket. The next bucket overwrites them.
-
-    Raises:
-        RunError: a name came twice.
-        ValueError: a dtype that does not travel.
+        Layout and bytes (uint8, ``layout.nbytes``) of each bucket; the next one overwrites them. A repeated name is a
+        RunError, a dtype that does not travel a ValueError.
     """
     room = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -91,20 +88,10 @@ def pack_shards(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[PartLayout, torch.Tensor]]:
-    """Copy shards one by one into buckets, cast to their dtypes; a tensor may be released when the next one is
-    requested.
+    """As `pack`, for shards with their elements in the order of the local bytes, in memory that the caller provides.
 
-    Args:
-        shards: each shard, and its elements in the order of the local bytes, on any device.
-        make_room: returns the memory (uint8) of the next bucket, at least as many bytes as requested. Called once a
-            bucket, after the caller is done with the one before.
-        bucket_bytes: length of a bucket; a larger shard has one of its own.
-
-    Yields:
-        The layout and the bytes (``layout.nbytes`` long) of each bucket.
-
-    Raises:
-        RunError: a name came twice.
+    `make_room` returns the memory (uint8) of the next bucket, at least as many bytes as requested. It is called once a
+    bucket, after the caller is done with the one before.
     """
     room: torch.Tensor | None = None
     bucket = _Bucket(bucket_bytes)
@@ -204,11 +191,7 @@ class WholeTensors:
     def views(self, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
         """Return the tensors by name: contiguous views, writable if their segment is. They keep the segments mapped.
 
-        Args:
-            segments: in the order of the layouts, the further one last; each at least ``layout.nbytes``.
-
-        Raises:
-            LayoutError: a segment is too small.
+        `segments`: in the order of the layouts, the further one last. A `LayoutError` if one is too small.
         """
         data = [byte_tensor(layout.view(one)) for layout, one in zip(self._layouts, segments, strict=True)]
         found = {}

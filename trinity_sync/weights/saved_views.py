@@ -21,21 +21,13 @@ if TYPE_CHECKING:
 
 
 class Saved(NamedTuple):
-    """A tensor that ``save_pretrained`` would write, and the place of its elements in the model.
+    """A tensor that ``save_pretrained`` would write, and the place of its elements in the model."""
 
-    Attributes:
-        dtype: safetensors name.
-        shape: as it is written.
-        held: name of the model's tensor that it is a view of; None: it is computed when it is saved.
-        stride: of the view in the model's tensor, row-major, in elements.
-        offset: of the view's first element in the model's tensor, in elements.
-    """
-
-    dtype: str
+    dtype: str  # safetensors name
     shape: tuple[int, ...]
-    held: str | None
-    stride: tuple[int, ...] = ()
-    offset: int = 0
+    held: str | None  # the model's tensor that it is a view of; None: it is computed when it is saved
+    stride: tuple[int, ...] = ()  # of the view, row-major, in elements
+    offset: int = 0  # of the view's first element, in elements
 
     @classmethod
     def as_held(cls, dtype: str, shape: Sequence[int], name: str) -> Saved:
@@ -65,7 +57,6 @@ class Cut:
 
     @property
     def is_view(self) -> bool:
-        """Whether `of` returns a view and not a copy."""
         return len(self.views) == 1
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
@@ -115,14 +106,10 @@ def is_rectangular(saved: Saved) -> bool:
 
 
 def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
-    """Cut a saved tensor by a range of the model tensor's elements; None: the range has none of it.
+    """Cut a saved tensor, which `is_rectangular`, by elements `start` to `stop` of the row-major model tensor, or
+    return None.
 
     The elements are in the order of the memory, as far as rectangles allow.
-
-    Args:
-        name: of the saved tensor.
-        saved: its place; `is_rectangular`.
-        start, stop: a rank's elements of the row-major model tensor.
     """
     if 0 in saved.shape:
         return None
@@ -150,7 +137,6 @@ def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
 
 
 def _by_stride(saved: Saved) -> list[int]:
-    """Return the dimensions along which elements differ, from the largest stride to the smallest."""
     dims = [dim for dim, size in enumerate(saved.shape) if size > 1 and saved.stride[dim]]
     return sorted(dims, key=lambda dim: -saved.stride[dim])
 

@@ -46,17 +46,10 @@ class ShardFileError(RunError):
 def write_shard_file(
     path: str | Path, layout: PartLayout, buffer: Segment, metadata: Mapping[str, str], fsync: bool
 ) -> tuple[int, str]:
-    """Write a part's segment with its layout. On an error no file is left at `path`.
+    """Write a part's segment with its layout; return the file's length in bytes and its xxh3_128 hex.
 
-    Args:
-        path: replaced if it is there. Its folder exists.
-        layout: the layout of the segment.
-        buffer: the segment, at least ``layout.nbytes``.
-        metadata: further texts for the file's metadata.
-        fsync: the bytes are on disk when this returns (the caller syncs the folder).
-
-    Returns:
-        (length of the file in bytes, xxh3_128 hex of the whole file).
+    The file at `path` is replaced; on an error none is left. `metadata`: further texts for its metadata; `fsync`: the
+    bytes are on disk when this returns (the caller syncs the folder).
 
     Raises:
         ValueError: `metadata` holds the key of the layout.
@@ -121,7 +114,6 @@ def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
 
 
 def _read_header(path: str | Path, file: BinaryIO) -> tuple[PartLayout, int, int]:
-    """Return the layout, the first byte of the data, and the file's length."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
@@ -223,8 +215,7 @@ class DigestedFile:
     def tell(self) -> int:
         return self._size
 
-    def flush(self) -> None:
-        """Do nothing: `finish` flushes."""
+    def flush(self) -> None: ...
 
     def finish(self) -> tuple[int, str]:
         """Write the rest; return (length of the file in bytes, xxh3_128 hex of all of it)."""
@@ -255,7 +246,6 @@ class DigestedFile:
             self._put()
 
     def _put(self) -> None:
-        """Digest and write the buffer."""
         data = memoryview(self._buffer)[: self._filled]
         self._hasher.update(data)
         try:
@@ -286,16 +276,11 @@ class ImageError(RunError):
 
 
 def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, durable: bool) -> tuple[int, str]:
-    """Fill the holes of a file with bytes of a segment. The node agent calls it, so it needs no torch.
+    """Fill the holes of a file of its final length with bytes of a segment; return its length in bytes and its xxh3_128
+    hex.
 
-    Args:
-        path: a file of its final length.
-        extents: ascending in the file, without overlap.
-        segment: the source.
-        durable: the bytes are on disk when this returns.
-
-    Returns:
-        (length of the file in bytes, xxh3_128 hex of the whole file).
+    The node agent calls it, so it needs no torch. `extents`: ascending in the file, without overlap; `durable`: the
+    bytes are on disk when this returns.
 
     Raises:
         ImageError: an extent reaches beyond the file or the segment, or into the extent before.

@@ -44,21 +44,14 @@ class Rect(NamedTuple):
 class Shard:
     """One rank's share of one tensor.
 
-    Attributes:
-        name: Hugging Face name of the tensor.
-        dtype: safetensors name of the dtype of the bytes.
-        shape: global shape of the tensor.
-        rects: the rank's rectangles, in the order of the local bytes and without gaps; empty if the rank has no
-            element.
-
     Raises:
         ValueError: a rectangle is empty, leaves the tensor or does not start where the one before it ended.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    rects: tuple[Rect, ...]
+    name: str  # the Hugging Face name
+    dtype: str  # of the bytes, safetensors name
+    shape: tuple[int, ...]  # global
+    rects: tuple[Rect, ...]  # in the order of the local bytes, without gaps; empty if the rank has no element
 
     def __post_init__(self) -> None:
         rows, cols = self.matrix
@@ -77,12 +70,10 @@ class Shard:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(rows, columns) of the matrix view."""
         return matrix_view(self.shape)
 
     @property
     def numel_local(self) -> int:
-        """Number of local elements."""
         return sum(rect.rows * rect.cols for rect in self.rects)
 
     @property
@@ -92,7 +83,6 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Number of local bytes."""
         return self.numel_local * itemsize(self.dtype)
 
 
@@ -115,11 +105,7 @@ def _all(rows: int, cols: int) -> tuple[Rect, ...]:
 
 
 def row_slice(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
-    """Return a slice ``[start, stop)`` along dim 0: whole rows, or for a 1-D tensor a range of its one row.
-
-    Raises:
-        ValueError: the range leaves dim 0.
-    """
+    """Return a slice ``[start, stop)`` along dim 0: whole rows, or for a 1-D tensor a range of its one row."""
     rows, cols = matrix_view(shape)
     extent = shape[0] if shape else 1
     if not 0 <= start <= stop <= extent:
@@ -131,11 +117,7 @@ def row_slice(name: str, dtype: str, shape: Sequence[int], start: int, stop: int
 
 
 def flat_range(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
-    """Return elements ``[start, stop)`` of the flattened tensor: the end of a row, whole rows, the beginning of a row.
-
-    Raises:
-        ValueError: the range leaves the tensor.
-    """
+    """Return elements ``[start, stop)`` of the flattened tensor: the end of a row, whole rows, the start of a row."""
     rows, cols = matrix_view(shape)
     if not 0 <= start <= stop <= rows * cols:
         raise ValueError(f"{name}: elements {start}:{stop} do not lie in the tensor, which has {rows * cols}")
@@ -177,11 +159,8 @@ def check_cover(parts: Iterable[Iterable[Shard]]) -> None:
 
 
 def check_complete(parts: Sequence[Sequence[Shard]], saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Check that the shards of all parts are the given tensors: all of them, no others, and all of each.
-
-    Args:
-        parts: the shards of each part (rank).
-        saved: name -> (dtype, shape).
+    """Check that the shards of all parts (ranks) are the given tensors, name -> (dtype, shape), all of each, and no
+    others.
 
     Raises:
         CoverageError: counts the differences, and names some.

@@ -138,7 +138,6 @@ class SlotArena:
         return arena
 
     def path(self, slot: int, part: str) -> Path:
-        """Return the file of a segment, for `map_segment` in another process."""
         return self.folder / f"slot-{slot}" / part
 
     def map(self, slot: int, part: str) -> mmap.mmap:
@@ -176,16 +175,10 @@ class SlotArena:
 
 
 def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate: bool = True) -> mmap.mmap:
-    """Map a segment that another process created; shared, `nbytes` long (at least one byte).
+    """Map a segment (from `SlotArena.path`) that another process created; shared, `nbytes` long (at least one byte).
 
-    Args:
-        path: from `SlotArena.path`.
-        nbytes: bytes of the caller's layout.
-        writable: the caller stages into it; else the mapping is read-only.
-        populate: have all its pages in place; else each is mapped at its first use.
-
-    Raises:
-        SegmentError: the file is gone or too small.
+    `writable`: to stage into it; `populate`: have all its pages in place, else each is mapped at its first use. A
+    `SegmentError` if the file is gone or too small.
     """
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)

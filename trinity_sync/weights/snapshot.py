@@ -36,19 +36,12 @@ _MAX_CONSTANT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StatePlan:
-    """The place of each storage of a state in a segment.
+    """The place of each storage of a state in a segment."""
 
-    Attributes:
-        files: file name -> nested containers of live tensors.
-        storages: file name -> the storages below its value.
-        places: storage -> offset in the segment, bytes, each a multiple of 64.
-        nbytes: length of the segment.
-    """
-
-    files: Mapping[str, object]
-    storages: Mapping[str, Sequence[torch.UntypedStorage]]
-    places: tuple[tuple[torch.UntypedStorage, int], ...]
-    nbytes: int
+    files: Mapping[str, object]  # file name -> nested containers of live tensors
+    storages: Mapping[str, Sequence[torch.UntypedStorage]]  # below the value of each file
+    places: tuple[tuple[torch.UntypedStorage, int], ...]  # offset in the segment, bytes, a multiple of 64
+    nbytes: int  # length of the segment
 
 
 @dataclass(frozen=True)
@@ -78,12 +71,8 @@ def plan(files: Mapping[str, object]) -> StatePlan:
 class Snapshot:
     """A state and the segment that it is copied into.
 
-    With CUDA the segment should be page-locked (`staging.pin_segment`); see `staging.Copying`.
-
-    Args:
-        plan: the place of each storage of the state. Its tensors must not change until `wait_until_copied` returns.
-        segment: writable, at least ``plan.nbytes``; not read meanwhile.
-        what: names the snapshot in errors, such as ``"the state of step 20"``.
+    With CUDA the segment should be page-locked (`staging.pin_segment`). The state must not change until
+    `wait_until_copied` returns. `what`: names the snapshot in errors, such as ``"the state of step 20"``.
     """
 
     def __init__(self, plan: StatePlan, segment: Segment, what: str) -> None:

@@ -41,14 +41,12 @@ class StageError(RunError):
 def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
     """Copy each shard's source into the segment, cast to the shard's dtype. All is copied when this returns.
 
-    CUDA sources are cast on their device in bounded chunks and copied on a side stream; copies overlap with casts if
-    the segment is page-locked (`pin_segment`). The side stream waits for earlier work of the current stream. `Computed`
-    sources are computed on the side stream.
+    CUDA sources are cast on their device in bounded chunks and copied on a side stream, which waits for earlier work of
+    the current stream; copies overlap with casts if the segment is page-locked (`pin_segment`).
 
     Args:
-        layout: the layout of this rank's part.
         sources: by tensor name, on any device, of any shape and strides; a source's elements in its own order are the
-            shard's local elements. `Computed` ones are computed once. Tensors outside of the layout are ignored.
+            shard's local elements. Tensors outside of the layout are ignored.
         segment: writable, at least ``layout.nbytes``.
 
     Raises:
@@ -71,7 +69,7 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
                 if source.is_cuda:
                     _stage_cuda(source, typed[dtype][first : first + source.numel()], streams)
                     continue
-                source = made(source)
+                source = computed(source)
                 places.append(typed[dtype].as_strided(source.shape, _strides(source.shape), first))
                 tensors.append(source)
                 pending += source.nbytes
@@ -97,7 +95,6 @@ def views(layout: PartLayout, data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _typed(layout: PartLayout, data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return all bytes of a part as elements of each dtype in it."""
     return {
         dtype: data[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
         for dtype in {dtype for _, dtype, *_ in layout.table}
@@ -155,7 +152,7 @@ def _stage_cuda(
     # Temporaries and computed sources come from the side stream's pool, which reuses them in stream order.
     with torch.cuda.stream(streams[source.device]):
         done = 0
-        for chunk in _chunks(made(source), _CHUNK_BYTES // place.element_size()):
+        for chunk in _chunks(computed(source), _CHUNK_BYTES // place.element_size()):
             flat = chunk.to(place.dtype).reshape(-1)
             place[done : done + flat.numel()].copy_(flat, non_blocking=True)
             done += flat.numel()
@@ -227,7 +224,7 @@ Sources: TypeAlias = Mapping[str, torch.Tensor | Computed]
 """A rank's sources by tensor name."""
 
 
-def made(source: torch.Tensor | Computed) -> torch.Tensor:
+def computed(source: torch.Tensor | Computed) -> torch.Tensor:
     """Return the tensor itself, computed if necessary."""
     return source.compute() if isinstance(source, Computed) else source
 
@@ -379,6 +376,5 @@ class Stretch:
         return True
 
     def elements(self) -> torch.Tensor:
-        """Return the only tensor, or a flat one of the elements of all, in its storage."""
         one = self._first
         return one if one.numel() == self._numel else one.as_strided((self._numel,), (1,))

@@ -57,19 +57,12 @@ class Fragment(NamedTuple):
 
 
 class TensorRows(NamedTuple):
-    """The known digests of one tensor's rows.
+    """The known digests of one tensor's rows."""
 
-    Attributes:
-        dtype: safetensors name.
-        shape: global shape.
-        runs: (first row, 16 bytes per row) of consecutive rows with a digest, ascending and not adjacent.
-        fragments: pieces of the other rows.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    runs: tuple[tuple[int, bytes], ...]
-    fragments: tuple[Fragment, ...]
+    dtype: str  # safetensors name
+    shape: tuple[int, ...]  # global
+    runs: tuple[tuple[int, bytes], ...]  # (first row, 16 bytes per row) of consecutive rows, ascending, not adjacent
+    fragments: tuple[Fragment, ...]  # pieces of the other rows
 
     def digest(self) -> bytes | None:
         """Return the 16-byte digest of the tensor; None where rows are missing."""
@@ -117,7 +110,6 @@ class RowBox(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Part and byte, unique among the pieces."""
         return self.part, self.at
 
     @property
@@ -129,14 +121,12 @@ class RowBox(NamedTuple):
         return self.start + self.width
 
     def cut(self, row: int, row_stop: int) -> RowBox:
-        """Return its part in these rows."""
         if row == self.row and row_stop == self.row + self.rows:
             return self
         at = self.at + (row - self.row) * self.width
         return RowBox(row, self.start, row_stop - row, self.width, self.part, at)
 
     def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Return its bytes, of shape (rows, width)."""
         return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
 
 
@@ -148,7 +138,6 @@ class TensorSpan(NamedTuple):
     ends: list[int]  # for each piece the bytes of digests up to its last row
 
     def cut(self, digests: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """Yield the place of each piece and its digests, from those of all rows."""
         start = 0
         for place, end in zip(self.places, self.ends, strict=True):
             yield place, digests[start:end]
@@ -209,22 +198,21 @@ class TensorPlan:
     def digest(
         self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[tuple[int, int], bytes]
     ) -> TensorRows:
-        """Digest the rows that `elsewhere` has no digests of."""
         if self._only is not None:  # a small tensor, of which there may be many
             only = self._only
             digests = elsewhere.get(only.place) or rows_digest(only.data(views))
             return TensorRows(*self._kind, ((only.row, digests),), ())
         threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
-        begun: list[tuple[int, bytes | Future[bytes]]] = []
+        pending: list[tuple[int, bytes | Future[bytes]]] = []
         for batch in self._batches:
             done = elsewhere.get(batch[0].place) if len(batch) == 1 else None
             if done is not None:
-                begun.append((batch[0].row, done))
+                pending.append((batch[0].row, done))
             elif threads is not None:
-                begun.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
+                pending.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
             else:
-                begun.append((batch[0].row, _batch_digest(batch, views)))
-        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in begun]
+                pending.append((batch[0].row, _batch_digest(batch, views)))
+        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in pending]
         fragments = tuple(self._fragment(piece, views) for piece in self._fragments)
         return TensorRows(*self._kind, joined(runs), fragments)
 
@@ -332,7 +320,6 @@ class RowProcesses:
 
 
 def _shares(spans: Sequence[RowSpan], count: int) -> list[range]:
-    """Cut a list into runs of about the same number of bytes."""
     ends = list(accumulate(rows * width for _, _, rows, width in spans))
     total = ends[-1] if ends else 0
     cuts = [0, *(bisect_left(ends, total * share / count) for share in range(1, count)), len(spans)]
@@ -412,7 +399,6 @@ def _steps(length: int) -> int:
 
 
 def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
-    """Digest rows of 9 to 16 bytes."""
     length = matrix.shape[1]
     first, last = _word(matrix, 0), _word(matrix, length - 8)
     mixed = first ^ last ^ (_SECRET[4] ^ _SECRET[5])
@@ -430,7 +416,6 @@ def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> No
 
 
 def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
-    """Digest rows of more than 16 bytes."""
     rows, length = matrix.shape
     low, high = np.full(rows, _wrapped(length * _PRIME_1)), np.zeros(rows, np.uint64)
     for step in reversed(range(_steps(length))):  # from the middle of the row outwards
@@ -450,7 +435,6 @@ def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None
 
 
 def _word(matrix: NDArray[np.uint8], at: int) -> Words:
-    """Return 8 bytes of each row, from byte `at` on."""
     rows, length = matrix.shape
     return np.ndarray((rows,), "<u8", matrix, at, (length,))
 

@@ -106,10 +106,7 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     One of tied tensors; no non-persistent buffers; where transformers keeps a checkpoint's tensors fused (experts),
     views of them. Follows transformers 5 ``PreTrainedModel.save_pretrained``, whose own function would clone tensors
-    that share a storage.
-
-    Args:
-        model: any module; transformers' conventions apply where it follows them. May be on the meta device.
+    that share a storage. The model may be on the meta device.
 
     Raises:
         RunError: tensors overlap without being declared as tied (``save_pretrained`` refuses them too), or a tensor of
@@ -127,10 +124,7 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
-    """Return by name the tensors that ``save_pretrained`` would write, as views of the model's.
-
-    Args:
-        model: as for `saved_tensors`; no tensor is read, so it is best on the meta device.
+    """Return by name the tensors that ``save_pretrained`` would write, as views of the model's. No tensor is read.
 
     Raises:
         RunError: tensors overlap without being declared as tied.
@@ -191,7 +185,6 @@ def _view(live: Mapping[str, torch.Tensor], saved: Saved) -> torch.Tensor:
 
 
 def _kept(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors that are saved, under the model's names."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -245,7 +238,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (first, last + 1) byte in the storage."""
     start = int(tensor.storage_offset())
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((int(size) - 1) * int(stride) for size, stride in strides) if tensor.numel() else 0
@@ -262,14 +254,9 @@ def _saved_form(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[
 
 
 def state_digest(named: Mapping[str, torch.Tensor], wire: WireFormat | str | None) -> str:
-    """Return the version digest (hex) of whole tensors in wire dtypes, cast a few MiB at a time.
+    """Return the version digest (hex) of whole tensors, on any device, by Hugging Face name, cast a few MiB at a time.
 
-    Args:
-        named: tensors on any device, by Hugging Face name.
-        wire: the dtypes, or the one dtype of all floating tensors, or None to digest all in their own.
-
-    Raises:
-        ValueError: a dtype that does not travel.
+    `wire`: the dtypes, or the one dtype of all floating tensors, or None for their own.
     """
     return version_digest(digest_entry(name, tensor, wire) for name, tensor in named.items())
 
@@ -286,12 +273,8 @@ def digest_entry(
 
 
 def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
-    """Return 16 bytes for each row of a tensor (a slice along dim 0; of fewer than two dimensions: one row), cast to
+    """Return 16 bytes for each row of a detached tensor (a slice along dim 0; below two dimensions: one row), cast to
     `dtype`.
-
-    Args:
-        tensor: detached, on any device, of any strides.
-        dtype: safetensors name.
     """
     rows, cols = matrix_view(tensor.shape)
     row_bytes = cols * shards.itemsize(dtype)
@@ -325,22 +308,16 @@ def _wire_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
 def kept_by_class(model: torch.nn.Module, dtype: str) -> tuple[str, ...]:
     """Return name patterns of the tensors that `from_pretrained` keeps in fp32 when asked for another dtype.
 
-    Those of `_keep_in_fp32_modules_strict`, in fp16 also those of `_keep_in_fp32_modules`.
-
-    Args:
-        model: of transformers; others have none. May be on the meta device.
-        dtype: safetensors name.
+    Those of `_keep_in_fp32_modules_strict`, in fp16 also those of `_keep_in_fp32_modules`; none for models that are not
+    of transformers. The model may be on the meta device.
     """
     plan = getattr(model, "_get_dtype_plan", None)
     return () if plan is None else tuple(sorted(plan(to_torch(dtype))))
 
 
 def hold_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Cast the tensors of a model that the patterns match to fp32, in place, and return their saved names.
-
-    Args:
-        model: any module, its tensors on any device.
-        patterns: patterns of saved names, see `kept_names`.
+    """Cast the tensors of a model that the patterns (see `kept_names`) match to fp32, in place; return their saved
+    names.
 
     Raises:
         ConfigError: the patterns match only some of the saved tensors that one tensor of the model contains.
@@ -352,17 +329,9 @@ def hold_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def cast_model(model: torch.nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> None:
-    """Cast the floating tensors of a model's state dict in place, except those that the patterns match.
+    """Cast the floating tensors of a model's state dict in place, except those that the patterns `keep` match.
 
-    Computed buffers, such as rotary frequencies, stay as they are, as with `from_pretrained`.
-
-    Args:
-        model: any module, its tensors on any device.
-        dtype: a floating one.
-        keep: patterns of saved names, see `kept_names`.
-
-    Raises:
-        ConfigError: as of `hold_fp32`.
+    Computed buffers, such as rotary frequencies, stay as they are, as with `from_pretrained`. Errors as of `hold_fp32`.
     """
     kept = {id(tensor) for tensor in _kept_tensors(model, keep)[1]}
     for tensor in model.state_dict(keep_vars=True).values():

@@ -36,9 +36,7 @@ class WireFormat:
             raise ValueError(f"wire dtype {self.dtype} is not a floating one, such as BF16")
 
     def of(self, name: str, dtype_name: str) -> str:
-        """Return the dtype in which a tensor of this dtype travels: integers in their own. A ValueError for an unknown
-        dtype.
-        """
+        """Return the dtype in which a tensor of this dtype travels: integers in their own."""
         if not shards.is_floating(dtype_name):
             return dtype_name
         return FP32 if name in self.keep_fp32 else self.dtype or dtype_name
@@ -80,15 +78,9 @@ def found_in(pattern: str, name: str) -> bool:
 
 
 def kept_names(patterns: Iterable[str], names: Collection[str], *, strict: bool = False) -> frozenset[str]:
-    """Return the names that the patterns match.
+    """Return the names that the patterns (see `found_in`) match.
 
-    Args:
-        patterns: see `found_in`.
-        names: of all tensors of the model.
-        strict: a user wrote the list, so each entry has to match a name.
-
-    Raises:
-        ConfigError: names entries that match nothing.
+    `strict`: a user wrote the list, so each entry has to match a name, else a `ConfigError` names the others.
     """
     found = {pattern: {name for name in names if found_in(pattern, name)} for pattern in patterns}
     idle = sorted(pattern for pattern, of_it in found.items() if not of_it)

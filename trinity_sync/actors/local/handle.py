@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.actors.pending import CallTransport, Changes, MemberDied, Pending
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.host.origin import origin, told
+from trinity_sync.host.origin import error_text, origin
 
 logger = logging.getLogger(__name__)
 
@@ -572,8 +572,8 @@ def _where(error: BaseException) -> str:
     """Return the text of an unexpected error with the place where it was raised."""
     steps = traceback.extract_tb(error.__traceback__)
     if origin(error) is not None or not steps:  # the text has the place
-        return told(error)
-    return f"{told(error)} ({steps[-1].filename}:{steps[-1].lineno})"
+        return error_text(error)
+    return f"{error_text(error)} ({steps[-1].filename}:{steps[-1].lineno})"
 
 
 async def _send(connection: _Connection, frame: bytes) -> None:

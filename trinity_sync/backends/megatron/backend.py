@@ -48,16 +48,10 @@ _TIED = "output_layer.weight"
 
 
 class MegatronBackend:
-    """A rank's view of verl's `MegatronEngineWithLMHead`.
+    """A rank's view of verl's initialised `MegatronEngineWithLMHead`.
 
     Versions are read from the model's own parameters (bf16). Every data-parallel rank has them all, and each
-    contributes some of them.
-
-    Args:
-        engine: verl's engine, initialised.
-        wire_dtype: dtype of floating parameters on the wire, as safetensors names it (``"BF16"``).
-        keep_fp32: those that travel in fp32 instead, see `saved_by`.
-        restore_rng: a load in the layout of the save restores the random generators too.
+    contributes some of them. `restore_rng`: a load in the layout of the save restores the random generators too.
     """
 
     def __init__(
@@ -111,7 +105,6 @@ class MegatronBackend:
             return self._checkpoints.begin(folder, meeting, in_background=lazily, durable=durable)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint, in any layout that its format allows. Collective."""
         with self._on_device():
             self._checkpoints.load(folder, restore_rng=self._restore_rng)
 
@@ -197,7 +190,6 @@ class _Turns:
 
 
 def _places(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parameter, _Place]:
-    """Return the place of each parameter: its buffer, and the range of elements in it."""
     return {
         parameter: (buffer, start, stop)
         for chunk in chunks

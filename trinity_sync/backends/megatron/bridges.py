@@ -379,9 +379,7 @@ def pieces(
     Args:
         name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
         hf_names: its Hugging Face tensors, in mbridge's order.
-        shape: the shape of the local parameter.
         dtypes: the wire dtypes of the tensors by name, see `dtypes_of`.
-        at: this rank's place in the model.
 
     Raises:
         NotImplementedError: an unknown kind of parameter.
@@ -422,7 +420,6 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def _rows(
     name: str, full: Sequence[int], dtypes: Mapping[str, str], at: Geometry, view: Callable[..., torch.Tensor]
 ) -> LocalShard:
-    """Return this rank's equal share of the rows of a tensor."""
     count = full[0] // at.tp_size
     return LocalShard(row_slice(name, dtypes[name], full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
 

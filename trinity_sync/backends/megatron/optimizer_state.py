@@ -204,7 +204,6 @@ def _parts(described: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.
 
 
 def _bucket_ranges(one: DistributedOptimizer) -> Iterator[dict[torch.nn.Parameter, dict[str, Range]]]:
-    """Yield, for each bucket, the parameters with a part on this rank, and its place."""
     for of_buffer in one.gbuf_ranges:
         for buckets in of_buffer.values():
             for bucket in buckets:

@@ -82,7 +82,6 @@ class _Share(FileSystemWriterAsync):
         self.items = [(item, planner.resolve_data(item)) for item in plan.items]
 
     def write(self, *, durable: bool) -> tuple[list[WriteResult], list[_Written]]:
-        """Return the results for the metadata and the written files."""
         if not self.items:
             return [], []
         path = Path(self.checkpoint_dir) / self._file
@@ -129,7 +128,6 @@ class PlannedWrite:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """This rank's tensors, which training may change."""
         return [data.detach() for _, data in self._share.items if isinstance(data, torch.Tensor)]
 
     def use(self, copies: Iterator[torch.Tensor]) -> None:
@@ -139,7 +137,6 @@ class PlannedWrite:
         ]
 
     def write(self, *, durable: bool) -> tuple[list[WriteResult], list[_Written]]:
-        """Write this rank's file. No communication."""
         return self._share.write(durable=durable)
 
     def close(self, results: Sequence[Sequence[WriteResult]]) -> list[Path]:
@@ -314,7 +311,6 @@ class Trees:
         return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
 
     def copy(self, pending: list[PlannedWrite], *, in_background: bool) -> Copying:
-        """Copy the planned tensors; see `HostCopies.begin`."""
         return self._copies.begin(pending, in_background=in_background)
 
 

@@ -33,7 +33,7 @@ from trinity_sync.host.child_process import KilledError, Report, start_detached
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.locks import ForeignFileError, open_lock
 from trinity_sync.host.logs import flush_logs, log_failure, own_log, story
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 
 _LOG = ".monitor"
 #: After a SIGTERM callers have so long to finish a save and end, as a batch system signals all processes of a job.
@@ -268,7 +268,9 @@ def _log(settings: DaemonSettings) -> Path:
 
 
 def _pickled(error: Exception) -> bytes:
-    foreseen = error if isinstance(error, TrinityError) else RunError(f"the checkpoint monitor failed: {told(error)}")
+    foreseen = (
+        error if isinstance(error, TrinityError) else RunError(f"the checkpoint monitor failed: {error_text(error)}")
+    )
     try:
         data = pickle.dumps(foreseen)
         pickle.loads(data)

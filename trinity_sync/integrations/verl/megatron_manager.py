@@ -46,7 +46,6 @@ from trinity_sync.weights.staging import Copying
 
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
-    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
     from trinity_sync.backends.engine_types import MegatronEngineProtocol
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.link import WorkerAddress
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ class AsyncControl:
             return future.result(limit)
         except LateError as error:
             if future.done():  # it is vLLM itself that waited for something in vain
-                raise RunError(f"{self._who} failed to {what}: {told(error)}") from error
+                raise RunError(f"{self._who} failed to {what}: {error_text(error)}") from error
             future.cancel()
             raise WaitTimeout(self._who, what, limit) from None
         except EngineDeadError as error:
             raise EngineDied(f"{self._who} died when it was to {what}") from error
         except Exception as error:
-            raise RunError(f"{self._who} failed to {what}: {told(error)}") from error
+            raise RunError(f"{self._who} failed to {what}: {error_text(error)}") from error

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.host.threads import in_background
 
 _LONGEST_FOLDER = 70
@@ -243,4 +243,4 @@ def _answered(request: _WorkerRequest, methods: Mapping[str, Callable[..., objec
     except TrinityError as error:
         return _Answer(request.number, None, error.with_traceback(None))
     except Exception as error:
-        return _Answer(request.number, None, RunError(f"it failed to {request.method}: {told(error)}"))
+        return _Answer(request.number, None, RunError(f"it failed to {request.method}: {error_text(error)}"))

@@ -21,7 +21,7 @@ import httpx
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import story
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.control import OnUpdate, updating
 from trinity_sync.integrations.vllm.link import WorkerAddress
 
@@ -184,7 +184,9 @@ class Server:
                 version=version["version"],
             )
         except (KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{self.who} does not say of itself what is known of vLLM: {told(error)}") from error
+            raise ConfigError(
+                f"{self.who} does not say of itself what is known of vLLM: {error_text(error)}"
+            ) from error
 
     def get(self, path: str, what: str) -> Json:
         """Ask for something.

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from tests.backends.engines import make_models
-from tests.integrations.ranks import START_LIMIT
+from tests.integrations.real_engines.ranks import START_LIMIT
 from trinity_sync.integrations.verl import weight_sync
 
 LIMIT = 30.0
@@ -19,7 +19,7 @@ MODES = ("memory", "nccl", "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def models(room: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
     return folder
@@ -27,7 +27,7 @@ def models(room: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    from tests.integrations.sync_workers import Program
+    from tests.integrations.weight_sync.sync_workers import Program
 
     weight_sync.register()  # the plug-in does so once in a process, and another file's tests change the registry
     made = []

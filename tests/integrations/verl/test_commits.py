@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.integrations.ranks import LIMIT
+from tests.integrations.real_engines.ranks import LIMIT
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.checkpoint.daemon.service import Lifetime, connect
 from trinity_sync.errors import RunError, WaitTimeout

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from tests.backends import engines, megatron_ranks
-from tests.integrations.ranks import LIMIT, Rank
+from tests.integrations.real_engines.ranks import LIMIT, Rank
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "pp": 1},

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from tests.backends.megatron_ranks import make_models
-from tests.integrations.megatron_workers import file_hashes, start
-from tests.integrations.ranks import LIMIT, START_LIMIT, every, outcomes
+from tests.integrations.real_engines.megatron_workers import file_hashes, start
+from tests.integrations.real_engines.ranks import LIMIT, START_LIMIT, every, outcomes
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker, step_dir
 from trinity_sync.integrations.verl.program_run import VerlRun

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.integrations.ranks import LIMIT, WORLD, every, merged, outcomes
+from tests.integrations.real_engines.ranks import LIMIT, WORLD, every, merged, outcomes
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
@@ -21,7 +21,7 @@ from trinity_sync.sync.stream import join_group, receive
 from trinity_sync.weights.tensors import state_digest
 
 BOTH = pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.all)])
-GUIDE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "coming-from-verl.md"
 
 
 def version_of(tensors: dict[str, Any], strategy: str) -> str:

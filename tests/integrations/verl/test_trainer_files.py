@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.ranks import LIMIT
+from tests.integrations.real_engines.ranks import LIMIT
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.checkpoint.daemon.service import Lifetime, connect
 from trinity_sync.checkpoint.folder.contents import step_dir, write_tracker

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.test_checks import refused
 from tests.families import EXPERTS, FAMILIES
 from tests.model_folders import bare_model
-from tests.test_config import refused
 from trinity_sync.config import check, compose, typed
 from trinity_sync.trainer.worker_spec import worker_spec
 

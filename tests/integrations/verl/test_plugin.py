@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
+
+ROOT = Path(__file__).parents[3]
 ON = {"VERL_USE_EXTERNAL_MODULES": "trinity_sync.integrations.verl.plugin", "VERL_ENGINE_VENDOR": "trinity"}
 BY_ENTRY_POINT = {"VERL_ENGINE_VENDOR": "trinity"}
 
@@ -27,22 +29,24 @@ print(find_latest_ckpt_path.__wrapped__.__module__)
 LIGHT = "import sys, verl; print([name for name in sys.modules if name.startswith('trinity_sync')])"
 
 
-def said(code: str, environment: dict[str, str], *path: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program that uses verl on CPUs."""
+def on_cpus(environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a program that uses verl on CPUs."""
     inherited = {name: value for name, value in os.environ.items() if name not in ON}
     of_cpu = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**inherited, **of_cpu, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return {**inherited, **of_cpu, "PYTHONPATH": str(ROOT), **environment}
+
+
+def said(code: str, environment: dict[str, str], *path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that uses verl, as a fork of a process that has imported torch, transformers and Ray."""
+    return programs.run(code, on_cpus(environment), path)
 
 
 @pytest.fixture(scope="module")
 def switched_on() -> list[str]:
-    ended = said(f"import verl, ray; print(ray.init.__wrapped__.__module__){ENGINES}{RESUMES}", ON)
+    """Of a process that imports all by itself."""
+    code = f"import verl, ray; print(ray.init.__wrapped__.__module__){ENGINES}{RESUMES}"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, env=on_cpus(ON), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 

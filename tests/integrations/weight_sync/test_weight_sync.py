@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations import sync_members
-from tests.integrations.sync_members import (
+from tests.integrations.weight_sync import sync_members
+from tests.integrations.weight_sync.sync_members import (
     BUCKET,
     LIMIT,
     MODES,

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.integrations.ranks import LIMIT, every, merged, outcomes
+from tests.integrations.real_engines.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker, step_dir, versions_dir, write_tracker
 from trinity_sync.checkpoint.reading import open_weights

@@ -18,7 +18,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout import BaseRollout
 
 from tests.backends import engines
-from tests.integrations.sync_members import shared_memory
+from tests.integrations.weight_sync.sync_members import shared_memory
 
 BUCKET_BYTES = 4 << 10
 """The sender decides: many buckets, between which members die."""

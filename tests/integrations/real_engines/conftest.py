@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from tests import local_ray
 from tests.backends.engines import make_models
-from tests.integrations.ranks import LIMIT, START_LIMIT, start
+from tests.integrations.real_engines.ranks import LIMIT, START_LIMIT, start
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import open_run
 from trinity_sync.integrations.verl.program_run import VerlRun
@@ -98,20 +98,3 @@ def steps(run: VerlRun) -> Iterator[int]:
 def step(steps: Iterator[int]) -> int:
     """A step that no other test has saved, after all of theirs."""
     return 10 * next(steps)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Make members of a weight sync (`Members`); those of mode checkpoint write to ``versions``."""
-    from tests.integrations.sync_members import Members
-
-    made: list[Members] = []
-
-    def members(mode: str, **more: Any) -> Members:
-        made.append(Members(mode, tmp_path / "versions", **more))
-        return made[-1]
-
-    yield members
-    for one in made:
-        one.finalize()
-        one.pool.shutdown()

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from tests.integrations.sync_members import LIMIT, MODES, Members, Named, receive, send, weights
+from tests.integrations.weight_sync.sync_members import LIMIT, MODES, Members, Named, receive, send, weights
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.weight_sync import link
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync

@@ -128,14 +128,14 @@ def test_pairs_are_validated_on_the_first_rows_of_a_file(tmp_path: Path) -> None
 
 
 def test_a_task_of_ones_own_has_to_have_the_prompts_and_its_option_the_keys() -> None:
-    own = ["~task", "+task._target_=tests.test_config_validation.Own", "+task.response_length=3"]
+    own = ["~task", "+task._target_=tests.config.test_validation.Own", "+task.response_length=3"]
     assert refusal(*own, "+task.validation.prompts=2") == (
         "task.validation.at_start has no value; list '/base/validation@validation' among the defaults of the task's "
         "option file"
     )
     all_keys = "{prompts: 2, interval: 1, at_start: true, samples_per_prompt: 1, temperature: 0}"
     assert refusal(*own, f"+task.validation={all_keys}") == (
-        "task.validation is given, but task._target_=tests.test_config_validation.Own has no validation_prompts()"
+        "task.validation is given, but task._target_=tests.config.test_validation.Own has no validation_prompts()"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.sync_members import Members, left_in, weights
+from tests.integrations.weight_sync.sync_members import Members, left_in, weights
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.locks import open_lock, try_lock
 from trinity_sync.sync import checkpoint
@@ -130,7 +130,7 @@ def test_a_folder_that_another_keeps_locked_is_waited_for_with_a_limit(root: Pat
     try:
         for call in (begin_version, remove_unleased):
             with pytest.raises(
-                WaitTimeout, match=rf"process {os.getpid()} did not let go of its lock on .* within 0.1 s"
+                WaitTimeout, match=rf"process {os.getpid()} did not release its lock on .* within 0.1 s"
             ):
                 call(root, 0.1)
     finally:

@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from tests.integrations.ranks import LIMIT
+from tests.integrations.real_engines.ranks import LIMIT
 from trinity_sync.checkpoint.daemon.service import connect
 from trinity_sync.checkpoint.folder.lock import has_no_monitor
 from trinity_sync.errors import ConfigError, RunError

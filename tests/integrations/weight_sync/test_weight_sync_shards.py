@@ -13,7 +13,7 @@ import torch
 from verl.workers.engine import spec as verl_spec
 from verl.workers.engine.spec import BlockPlacement, ShardSpec
 
-from tests.integrations.sync_members import Members, weights
+from tests.integrations.weight_sync.sync_members import Members, weights
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.weight_sync.trainer_tensors import own_shards
 from trinity_sync.integrations.verl.weight_sync.version_stream import _together
