@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class BenchWorker(TrinityWorker):
         if not hasattr(self, "_dcp_group"):
             self._dcp_group = dist.new_group(backend="gloo")
         self._dcp: Any = dcp.async_save(
-            self._backend.state("dcp")["dcp"],
+            cast("dict[str, Any]", self._backend.state("dcp")["dcp"]),
             storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True),
             async_checkpointer_type=AsyncCheckpointerType(kind),
             process_group=self._dcp_group,

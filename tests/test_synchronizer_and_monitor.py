@@ -31,7 +31,8 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version, VersionError
-from trinity_sync.sync.synchronizer import SynchronizerActor, SynchronizerConfig
+from trinity_sync.sync.settings import SynchronizerConfig
+from trinity_sync.sync.synchronizer import SynchronizerActor
 
 RANKS = ("rank-0", "rank-1")
 READERS = ("explorer-0", "explorer-1")

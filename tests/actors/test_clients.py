@@ -19,7 +19,8 @@ from trinity_sync.explorer.actor import Explorer
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import handover
 from trinity_sync.sync.node_agent import NodeAgent
-from trinity_sync.sync.synchronizer import Synchronizer, SynchronizerActor
+from trinity_sync.sync.synchronizer import SynchronizerActor
+from trinity_sync.sync.synchronizer_handle import Synchronizer
 from trinity_sync.trainer.group import TrainerRank
 from trinity_sync.trainer.worker import TrinityWorker
 

@@ -31,7 +31,8 @@ from trinity_sync.host import durable
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, FileEntry
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.synchronizer import SynchronizerActor, SynchronizerConfig
+from trinity_sync.sync.settings import SynchronizerConfig
+from trinity_sync.sync.synchronizer import SynchronizerActor
 
 RUN = ROOT.parent
 

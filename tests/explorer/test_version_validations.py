@@ -231,7 +231,7 @@ def test_the_wait_has_a_limit_and_says_who_validates_what(world: World) -> None:
     _, validations = world.start(members, timeout_s=0.2, at_start=True)
     with pytest.raises(WaitTimeout, match=r"^(a|the explorers) did not validate version 0 within 0\.2 s$"):
         validations.wait()
-    validations.give_up("the run was told to stop")
+    validations.give_up("the run was stopped")
     assert not validations.open(0)
-    assert world.faults == [("validation of version 0", "it is not validated: the run was told to stop")]
+    assert world.faults == [("validation of version 0", "it is not validated: the run was stopped")]
     ends.set()

@@ -27,7 +27,7 @@ _BY_TITLE = {
     "ray::NodeAgent": "agent",
     "ray::CheckpointMonitor": "monitor",
     "ray::Explorer": "explorer",
-    "ray::_Actor": "synchronizer",
+    "ray::SynchronizerActor": "synchronizer",
     "/raylet/raylet": "raylet",
     "/gcs/gcs_server": "gcs",
 }

@@ -15,8 +15,11 @@ from tests import local_ray
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
+from trinity_sync.protocol.statuses import STATUSES
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.synchronizer import STATUSES, Synchronizer, SynchronizerActor, SynchronizerConfig
+from trinity_sync.sync.settings import SynchronizerConfig
+from trinity_sync.sync.synchronizer import SynchronizerActor
+from trinity_sync.sync.synchronizer_handle import Synchronizer
 
 PARTS = ["rank-00000"]
 LONG = 60.0

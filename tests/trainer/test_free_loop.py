@@ -397,5 +397,5 @@ def test_a_run_that_is_told_to_stop_waits_for_no_validation() -> None:
     world.validations = Validating(world)
     stop.set()
     assert not world.loop(stop=stop).run()
-    assert world.validations.given_up == "the run was told to stop"
+    assert world.validations.given_up == "the run was stopped"
     assert "wait for validations" not in world.happened

@@ -62,7 +62,7 @@ class Explorer:
         with without_collections():
             import trinity_sync.sync.weight_loader  # noqa: F401
 
-            load(f"explorer.{TARGET}", self._spec.engine[TARGET])
+            load(f"explorer.{TARGET}", str(self._spec.engine[TARGET]))
 
     def start(self) -> None:
         """Build engine and task. Not in `__init__`, whose errors Ray reports as the actor's death."""
@@ -97,7 +97,7 @@ class Explorer:
         )
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)
-        self._base = self._engine.base_digest(dtype_name(spec.sync["wire_dtype"]))
+        self._base = self._engine.base_digest(dtype_name(str(spec.sync["wire_dtype"])))
         closes = type(self._engine).close is not RolloutEngine.close
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
@@ -28,11 +27,11 @@ class ExplorerSpec:
     """
 
     member: RoundMember
-    engine: dict[str, Any]
-    task: dict[str, Any]
+    engine: dict[str, object]
+    task: dict[str, object]
     seed: int
     deterministic: bool
-    sync: dict[str, Any]
+    sync: dict[str, object]
     verify: str
     timeout_s: float
     log_dir: str | None
@@ -51,7 +50,9 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         model_path: folder or hub id of config and tokenizer.
         log_dir: folder of the explorers' logs.
     """
-    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
+    engine: dict[str, object] = {
+        name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL
+    } | {
         "model_path": model_path,
         "response_length": cfg.task["response_length"],
         "prompt_length": cfg.task.get("prompt_length"),

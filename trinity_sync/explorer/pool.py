@@ -129,8 +129,8 @@ class ExplorerPool:
             if place["base"] != self._base:
                 raise ConfigError(
                     f"model.path={self._spec.engine['model_path']}: {name} has an adapter's base with the digest "
-                    f"{place['base']}, the trainer's has {self._base}; all nodes have to see the same folder, "
-                    "and nobody may write to it while the run goes on"
+                    f"{place['base']}, the trainer's has {self._base}; all nodes must see the same folder, and it "
+                    "must not change during the run"
                 )
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:

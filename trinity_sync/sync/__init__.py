@@ -3,6 +3,7 @@
 Importing this package loads neither torch nor verl.
 """
 
-from trinity_sync.sync.synchronizer import Synchronizer, SynchronizerConfig
+from trinity_sync.sync.settings import SynchronizerConfig
+from trinity_sync.sync.synchronizer_handle import Synchronizer
 
 __all__ = ["Synchronizer", "SynchronizerConfig"]

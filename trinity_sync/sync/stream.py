@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.sync.nccl import BroadcastGroup, TorchGroup, device_of, make_group
-from trinity_sync.sync.synchronizer import Synchronizer
+from trinity_sync.sync.synchronizer_handle import Synchronizer
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES
 from trinity_sync.weights.packing import BUCKET_BYTES, describe, layouts, pack, unpack

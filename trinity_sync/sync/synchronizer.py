@@ -1,5 +1,5 @@
-"""The `Synchronizer`, through which explorers get the trainer's versions: a named Ray actor, one per run, over the pure
-`VersionBook`.
+"""The synchronizer's actor, through which explorers get the trainer's versions: named, one per run, over the pure
+`VersionBook`. Programs call it by `synchronizer_handle.Synchronizer`.
 
 It handles names, versions, digests and places, never tensor bytes. The calls for one version:
 
@@ -16,38 +16,31 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.handles import asked, forwarded
+from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.pending import failures_logged
-from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, Sealed, SynchronizerClient, SynchronizerMemory
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, Sealed, SynchronizerMemory
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.process import small_actor
-from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
-from trinity_sync.protocol.statuses import REQUIRES_SYNC, STATUSES, STOPPED, known_status
+from trinity_sync.protocol.statuses import REQUIRES_SYNC, STOPPED, known_status
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
-from trinity_sync.sync.handover import Handover, HandoverClient
-from trinity_sync.sync.settings import SynchronizerConfig, check_limit, synchronizer_config
+from trinity_sync.sync.handover import Handover
+from trinity_sync.sync.settings import SynchronizerConfig
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-
-__all__ = ["ACTOR_NAME", "STATUSES", "Synchronizer", "SynchronizerActor", "SynchronizerConfig"]
 
 ACTOR_NAME = SYNCHRONIZER
 
@@ -261,6 +254,10 @@ class SynchronizerActor(Handover):
         self._wakes += 1
         self._changes.announce()
 
+    async def settings(self) -> SynchronizerConfig:
+        """Return the actor's settings, for clients that join by name."""
+        return self._config
+
     async def memory(self) -> SynchronizerMemory:
         """Return the peak resident bytes of this process, and whether it has loaded torch (it must not)."""
         return {"peak_rss": peak_memory(), "pid": os.getpid(), "torch": "torch" in sys.modules}
@@ -271,130 +268,10 @@ def _opened(version: Version, slot: int) -> int:
     return slot
 
 
-def _process_name() -> str:
-    return f"process {os.getpid()} of {platform.node()}"
-
-
-class Synchronizer(HandoverClient):
-    """A thin, picklable client of the actor. Make it with `get_actor`; every call is bounded by the actor's timeout.
-    Each method is called plainly, or with `.remote`, which returns Ray's reference to the answer, to be awaited.
-
-    Example:
-        synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")    # the driver
-        synchronizer.set_model_state_dict(model.state_dict(), 12)                                   # the trainer
-        state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()        # an explorer
-    """
-
-    def __init__(self, actor: ActorHandle, timeout_s: float) -> None:
-        super().__init__(SynchronizerClient(actor, timeout_s))
-
-    @property
-    def actor(self) -> ActorHandle:
-        """Ray's handle of the actor."""
-        return self.client.handle
-
-    @classmethod
-    def get_actor(
-        cls,
-        config: object | None = None,
-        namespace: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        checkpoint_dir: str | os.PathLike[str] | None = None,
-    ) -> Synchronizer:
-        """Return the run's synchronizer. With a config or a setting it is created where there is none; without them it
-        has to exist. The actor serves the calling process from now on, and ends when the last process that it serves
-        has ended.
-
-        Args:
-            config: a `SynchronizerConfig`, or the `Config` of a Trinity-RFT program.
-            namespace: Ray namespace; None: the config's, else that of the program.
-            timeout_s: the setting of that name, in place of the config's. An existing actor keeps its own.
-            checkpoint_dir: the setting of that name, likewise.
-
-        Raises:
-            ConfigError: the config is neither of these, or a field of it is wrong; or the existing synchronizer has
-                another checkpoint folder.
-            RunError: there is no synchronizer, and no config or setting to create it.
-        """
-        settings = SynchronizerConfig() if config is None else synchronizer_config(config)
-        namespace = namespace or settings.namespace
-        if timeout_s is not None:
-            check_limit("timeout_s", timeout_s)
-            settings = replace(settings, timeout_s=timeout_s)
-        if checkpoint_dir is not None:
-            settings = replace(settings, checkpoint_dir=str(Path(checkpoint_dir).absolute()))
-        try:
-            actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
-            its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
-        except (ValueError, MemberDied):  # there is none, or it has just ended
-            if config is None and timeout_s is None and checkpoint_dir is None:
-                raise RunError(
-                    f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
-                ) from None
-            its = replace(settings, namespace=namespace or ray.get_runtime_context().namespace)
-            actor = _create(its)
-        else:
-            ours, theirs = settings.checkpoint_dir, its.checkpoint_dir
-            if ours is not None and theirs is not None and Path(ours).absolute() != Path(theirs).absolute():
-                raise ConfigError(
-                    f"the synchronizer of Ray namespace {namespace!r} is that of the run in {theirs}, which is not "
-                    f"over; the checkpoint folder here is {ours}"
-                )
-        found = cls(actor, its.timeout_s)
-        found._attach(_process_name())
-        return found
-
-    get_latest_model_version = forwarded(SynchronizerActor.get_latest_model_version)
-    """`()`: the step of the newest version, -1 before the first."""
-    notify_no_new_model_state_dict = forwarded(SynchronizerActor.notify_no_new_model_state_dict)
-    """`()`: no version comes now; ends the waits for one that are under way."""
-    set_trainer_status = forwarded(SynchronizerActor.set_trainer_status)
-    """`(status)`: running, requires_sync or stopped, as text, as an enum's member or as its name. `stopped` ends all
-    waits for versions, after the commits that are under way.
-    """
-    get_trainer_status = forwarded(SynchronizerActor.get_trainer_status)
-    """`()`: the trainer's last status."""
-    trainer_requires_weight_sync = forwarded(SynchronizerActor.trainer_requires_weight_sync)
-    """`()`: whether the trainer waits for a broadcast; None: it has stopped."""
-    get_explorer_status_counts = forwarded(SynchronizerActor.get_explorer_status_counts)
-    """`()`: the number of explorers in each status, of living processes."""
-    explorer_requires_sync = forwarded(SynchronizerActor.explorer_requires_sync)
-    """`()`: whether an explorer waits for a version or a broadcast."""
-
-    @asked
-    def wait_new_model_state_dict(self, current_version: int) -> Call[int]:
-        """Wait for a step past `current_version` and return it. The explorer requires sync while it waits.
-
-        Returns:
-            `current_version` itself where the trainer has stopped, or calls `notify_no_new_model_state_dict` meanwhile.
-            Before the first version the answer to -1 is 0, at once: the weights that the explorer began with.
-
-        Raises:
-            RunError: the newest version is an earlier one.
-            WaitTimeout: no version came within the configured timeout.
-        """
-        return self.client.wait_new_model_state_dict(self._attach(_process_name()), current_version)
-
-    @asked
-    def set_explorer_status(self, status: object, old_status: object = None) -> Call[None]:
-        """Record that one explorer of this process changes from `old_status` (None: it is new) to `status`. It counts
-        while the process lives. Statuses as for `set_trainer_status`.
-        """
-        process = self._attach(_process_name())
-        return self.client.set_explorer_status(process, plain(status), plain(old_status))
-
-
-class _Actor(SynchronizerActor):
-    async def settings(self) -> SynchronizerConfig:
-        """Return the actor's settings, for clients that join by name."""
-        return self._config
-
-
-def _create(settings: SynchronizerConfig) -> ActorHandle:
+def create(settings: SynchronizerConfig) -> ActorHandle:
     """Create the actor, or return the one that another process has created meanwhile."""
     return (
-        ray.remote(failures_logged(small_actor(_Actor, settings)))
+        ray.remote(failures_logged(small_actor(SynchronizerActor, settings)))
         .options(
             name=ACTOR_NAME,
             namespace=settings.namespace,

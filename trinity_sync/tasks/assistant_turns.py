@@ -9,7 +9,6 @@ refuses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from trinity_sync.errors import RunError
 from trinity_sync.tasks.chat_template import ChatTemplate, MarkedText, common_start, has_words
@@ -31,7 +30,7 @@ def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignor
     Raises:
         RunError: the template does not show where a turn begins or ends; names the place in the file.
     """
-    more: dict[str, Any] = {"tools": conversation.tools}
+    more: dict[str, object] = {"tools": conversation.tools}
     if conversation.thinking is not None:
         more["enable_thinking"] = conversation.thinking
     marked = template.marked(conversation.messages, **more)
@@ -53,7 +52,7 @@ def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignor
 
 
 def _without_calls(
-    template: ChatTemplate, messages: Sequence[Mapping[str, object]], place: int, more: Mapping[str, Any]
+    template: ChatTemplate, messages: Sequence[Mapping[str, object]], place: int, more: Mapping[str, object]
 ) -> str | None:
     """Return the text of a conversation without a message's tool calls; None: the template refuses it."""
     other = {key: value for key, value in messages[place].items() if key != "tool_calls"}
@@ -66,7 +65,7 @@ def _without_calls(
 class _Rendered:
     """Finds the turns of a conversation by rendering its beginnings."""
 
-    def __init__(self, template: ChatTemplate, conversation: Conversation, more: Mapping[str, Any]) -> None:
+    def __init__(self, template: ChatTemplate, conversation: Conversation, more: Mapping[str, object]) -> None:
         self._template, self._more = template, more
         self._where, self._messages = conversation.where, conversation.messages
         self._whole = template.render(self._messages, ask=False, **more)

@@ -92,14 +92,14 @@ class ChatTemplate:
             raise ValueError("the chat template leaves out the texts of the messages")
         return text
 
-    def marked(self, messages: Sequence[Mapping[str, object]], tools: Any, **more: object) -> MarkedText | None:
+    def marked(self, messages: Sequence[Mapping[str, object]], **more: object) -> MarkedText | None:
         """Return the text of a chat with the parts between the template's ``{% generation %}`` marks; None: it has
         none.
 
         Args:
-            messages, more: as for `render`.
-            tools: a list for the template, or None; chooses among several templates.
+            messages, more: as for `render`. Of `more`, ``tools`` chooses among several templates.
         """
+        tools = more.pop("tools", None)
         template = self._tokenizer.get_chat_template(None, tools)
         if not _GENERATION.search(template):
             return None

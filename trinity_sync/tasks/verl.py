@@ -34,7 +34,7 @@ class VerlReward:
 
     function_path: str | None = None
     function_name: str = "compute_score"
-    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reward_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ class VerlTask(FilePrompts):
         path: str | Path,
         prompt_key: str,
         shuffle: bool,
-        reward: Mapping[str, Any],
+        reward: Mapping[str, object],
         seed: int,
         *,
         prompt_length: int | None = None,

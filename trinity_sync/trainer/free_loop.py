@@ -228,7 +228,7 @@ class FreeLoop:
         if self._validator is None:
             return
         if stopped:
-            self._validator.give_up("the run was told to stop")
+            self._validator.give_up("the run was stopped")
         else:
             self._validator.wait()
         self._take_validations()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, ended, results
@@ -337,7 +337,7 @@ def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:
     of earlier releases and of other programs.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text())
+        state: dict[str, Mapping[str, object]] = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
         return None
     return state.get(name)

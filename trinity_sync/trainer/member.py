@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import ray
 import torch
@@ -20,7 +20,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import this_process
 from trinity_sync.actors.rank_client import Broadcast, RankInfo
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.backends.base import Backend
+from trinity_sync.backends.base import Backend, SelfWritingBackend
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder.lock import writer_of
@@ -43,7 +43,7 @@ from trinity_sync.weights.staging import Sources, pin_segment, stage
 class Member:
     """Stages versions and saves checkpoints. A worker inherits it, and calls `hold` when its engine is up."""
 
-    def hold(self, spec: WorkerSpec, backend: Any, rank: int) -> RankInfo:
+    def hold(self, spec: WorkerSpec, backend: Backend, rank: int) -> RankInfo:
         """Take the view of an engine that is up; return the facts of this rank.
 
         Args:
@@ -55,7 +55,7 @@ class Member:
         self._segments: dict[int, mmap.mmap] = {}
         self._saver: Saver
         self._stager: WeightStager
-        self._backend: Any = backend
+        self._backend = backend
         self._rank = rank
         shards = backend.shards()
         self._part = part_name(rank)
@@ -106,7 +106,8 @@ class Member:
         coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self._rank}")
         meetings = Meetings.of_default_group(timeout_s)
         if self._spec.backend.writes_own_files:
-            self._saver = BackendSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
+            backend = cast("SelfWritingBackend", self._backend)
+            self._saver = BackendSaver(backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
             return
         self._saver = AgentSaver(
             self._backend,

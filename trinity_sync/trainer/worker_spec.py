@@ -52,11 +52,11 @@ class WorkerSpec:
 
     backend: BackendOption
     engine: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, object] = field(default_factory=dict)
     model_path: str
     attn_implementation: str
     trust_remote_code: bool
-    lora: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, object] = field(default_factory=dict)
     what: str = "full"
     gradient_checkpointing: bool
     algorithm: Algorithm
@@ -70,7 +70,7 @@ class WorkerSpec:
     temperature: float
     seed: int
     deterministic: bool
-    sync: dict[str, Any]
+    sync: dict[str, object]
     wire_dtype: str
     keep_fp32: Sequence[str] | None = None
     bucket_bytes: int
@@ -161,7 +161,7 @@ def _reference(algorithm: Algorithm, initial: str | None) -> str | None:
     return algorithm.reference_path or initial if algorithm.needs_reference else None
 
 
-def lora_fields(adapter: Adapter) -> dict[str, Any]:
+def lora_fields(adapter: Adapter) -> dict[str, object]:
     """Return the fields of verl's model config for an adapter, its targets as in the config."""
     return {
         "lora_rank": adapter.rank,
