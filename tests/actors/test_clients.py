@@ -17,7 +17,7 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync import handover
+from trinity_sync.sync import synchronizer_handle
 from trinity_sync.sync.node_agent import NodeAgent
 from trinity_sync.sync.synchronizer import SynchronizerActor
 from trinity_sync.sync.synchronizer_handle import Synchronizer
@@ -88,7 +88,7 @@ def test_what_programs_ask_the_synchronizer_it_can_answer(monkeypatch: pytest.Mo
     handle = Handle()
     synchronizer = Synchronizer(cast(Any, handle), 1.0)
     monkeypatch.setattr(synchronizer, "_attach", Given)
-    monkeypatch.setattr(handover, "this_process", Given)  # which asks Ray, and would start one
+    monkeypatch.setattr(synchronizer_handle, "this_process", Given)  # which asks Ray, and would start one
     not_asked = {"set_model_state_dict", "get_model_state_dict", "get_model_state_dict_iterator", "_iterate"}
     methods = [name for of in Synchronizer.__mro__ for name, own in vars(of).items() if isinstance(own, HandleMethod)]
     assert {"wait_new_model_state_dict", "ready_to_nccl_sync", "get_trainer_status"} <= set(methods)

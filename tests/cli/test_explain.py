@@ -18,7 +18,15 @@ from trinity_sync.config.description import described
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("sync.interval", ["publish the weights", "whole number, at least 1", "default  1", "conf/base/sync.yaml"]),
+        (
+            "sync.interval",
+            [
+                "trainer steps between published versions",
+                "whole number, at least 1",
+                "default  1",
+                "conf/base/sync.yaml",
+            ],
+        ),
         ("backend.tp", ["tensor parallel", "(with backend=megatron)"]),
         ("task.too_long", ["refuse | filter | truncate", "task=jsonl", "task=verl"]),
         ("retention.policies.keep_last.n", ["number of checkpoints", "default  2"]),

@@ -727,5 +727,5 @@ def test_a_worker_that_is_killed_takes_the_explorer_with_it(
     loader.load(None)
     [pid] = engine.workers
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDied, match=rf"worker 0 of vLLM of explorer-0 \(pid {pid}\) is gone"):
+    with pytest.raises(EngineDied, match=rf"worker 0 of vLLM of explorer-0 \(pid {pid}\) has died"):
         loader.load(None)

@@ -117,9 +117,7 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
     return 0
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Checks, and what is said before it starts
-# --------------------------------------------------------------------------------------------------------------------
+# -- checks before the start
 
 
 def _check_comparable(source: ReplaySource, *, metrics_only: bool, repeats: int) -> None:
@@ -231,9 +229,7 @@ def _say_what_differs(source: ReplaySource, settings: Replay) -> list[Environmen
     return differs
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Running and comparing
-# --------------------------------------------------------------------------------------------------------------------
+# -- running and comparing
 
 
 def _run(settings: Recomposed, folder: Path, steps: int) -> int:

@@ -406,7 +406,7 @@ def _wrong_url(url: str | None) -> str | None:
     return None
 
 
-# What a check says, and how it asks for values.
+# -- the types of all checks
 
 
 class Problem(NamedTuple):

@@ -44,12 +44,7 @@ if TYPE_CHECKING:
 
 
 class Explorer:
-    """The actor's body; one call at a time.
-
-    Args:
-        spec: see `ExplorerSpec`.
-        synchronizer: the run's synchronizer.
-    """
+    """The actor's body; one call at a time."""
 
     def __init__(self, spec: ExplorerSpec, synchronizer: SynchronizerClient) -> None:
         own_log(spec.log_dir, spec.name)
@@ -159,10 +154,6 @@ class Explorer:
         """Load the newest version, unless it is loaded, then generate for prompts of several steps. An engine with
         `takes_beside` loads further versions at the same time.
 
-        Args:
-            work: (step, prompts of that step).
-            samples_per_prompt: samples of each prompt.
-
         Raises:
             LoadFailed: a load failed and the version before is lost; the next call repeats the load.
             RunError: the samples cannot be generated or judged.
@@ -261,8 +252,6 @@ class Follower:
     Args:
         newer: waits so many seconds for a newer version than the loaded one and returns it; None: the run is over.
             Raises `WaitTimeout` if there is none yet.
-        load: loads the newest version.
-        holds: whether a whole version is loaded.
         give_up: has the current generation raise, and each new one.
 
     Attributes:

@@ -20,9 +20,7 @@ class ExplorerSpec:
         member: its name, such as ``"explorer-0"``, and a number that each restart changes.
         engine: class of the `RolloutEngine`, and its keyword arguments.
         task: the `task` node of the config, to be instantiated in the explorer for its rewards.
-        deterministic: as of `WorkerSpec`.
         sync: the `sync` node of the config, to be instantiated for the explorer's half of the mode.
-        log_dir: folder of this process's log.
         processes: processes that hold its weights; one GPU each where there are GPUs.
     """
 
@@ -46,9 +44,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
     """Make the spec that all explorers share, without a `member`.
 
     Args:
-        cfg: the whole config, checked.
         model_path: folder or hub id of config and tokenizer.
-        log_dir: folder of the explorers' logs.
     """
     engine: dict[str, object] = {
         name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL

@@ -52,12 +52,6 @@ class FreeRollout:
     """Keeps all explorers of a run busy, and gives the trainer its batches.
 
     Args:
-        task: gives the prompts.
-        pool: the explorers.
-        rules: the rules of the queue.
-        samples_per_prompt: size of a group.
-        judge: computes the advantages of a batch.
-        first: the first step.
         position: `position` of an earlier attempt; None: begin with the prompts of `first`.
         timeout_s: limit of the trainer's wait without any delivery, seconds.
         on_load: called with each load, on an explorer's thread.

@@ -70,7 +70,6 @@ class HFEngine(TextEngine):
 
     Args:
         model_path: as for `TextEngine`; weights are read from there only where versions do not bring all of them.
-        attn_implementation: the attention, as transformers names it.
         adapter: the LoRA adapter that versions bring, without weights; None: versions bring the whole model.
         device: the device to generate on; None is the current GPU, or the CPU where there is none.
         settings: as for `TextEngine`.
@@ -224,7 +223,6 @@ def held_model(
     """Build the model that an engine holds.
 
     Args:
-        dtype: in which it computes.
         attn_implementation, trust_remote_code, keep_fp32: as for `HFEngine`.
         weights: folder in Hugging Face format, or hub id, to read them from; None: they are left unfilled.
 

@@ -40,15 +40,11 @@ class ExplorerPool:
     """The run's explorers by name.
 
     Args:
-        spec: of each explorer, without its `member`.
-        replicas: number of explorers.
-        synchronizer: the run's synchronizer.
         num_gpus: GPUs reserved for each process of an explorer that holds weights.
         max_restarts: restarts of dead explorers, over the whole run.
         start_timeout_s: limit of an explorer's start, seconds.
         timeout_s: limit of a generation, seconds.
         on_fault: called with each death that a restart repairs: (where, error).
-        on_generated: called with each generation. Any thread.
     """
 
     def __init__(

@@ -26,12 +26,7 @@ class RolloutData:
     """The `Data` of a run whose explorers generate each step's batch from the task's prompts.
 
     Args:
-        task: gives the prompts.
-        pool: the explorers.
         mode: the sync mode, by which they load.
-        numbering: the prompts of each step.
-        samples_per_prompt: size of a group.
-        judge: computes the advantages of a batch.
         group_filter: leaves out groups, in place of which further prompts are answered; None: keeps all.
     """
 
@@ -101,7 +96,6 @@ class NoData:
     """The `Data` of `workload=bytes`: empty batches, and explorers that load each version.
 
     Args:
-        pool: the explorers.
         mode: the sync mode, by which they load.
     """
 

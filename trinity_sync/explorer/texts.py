@@ -66,7 +66,6 @@ class Responses(NamedTuple):
     Attributes:
         rows: the tokens of each response, its end token included.
         log_probs: float32, natural; one for each token of `rows`, in the same order.
-        finished: whether each response ended by itself.
         spans: the versions that made the tokens; None: `SampleRequest.version` made all.
     """
 
@@ -82,11 +81,9 @@ def sequence_keys(
     """Compute the keys from which the random numbers of sequences derive, int64 of shape (sequences,) on the CPU.
 
     Args:
-        seed: the run's seed.
         step: trainer step that the samples are for.
         prompts: integers of shape (sequences,), `Prompt.index` of each.
         samples: integers of shape (sequences,), number of each within its prompt's group.
-        purpose: keeps training and validation apart.
     """
     keys = path(seed, purpose, step, prompts, samples)
     return torch.from_numpy(keys.view(np.int64))
@@ -106,7 +103,6 @@ class TextEngine(RolloutEngine):
         prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
         truncate_prompts: cut the left end of longer prompts instead of refusing them.
         chat_template: arguments of the tokenizer's chat template.
-        seed: the run's seed.
         trust_remote_code: whether code that comes with the model may run.
         keep_fp32: parts of the names of tensors that stay in fp32; None: those that the model's class names.
 

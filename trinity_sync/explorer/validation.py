@@ -59,7 +59,6 @@ class Validation:
         prompts: all of them, at least one.
         pool: the explorers, which hold the version to be validated.
         mode: the sync mode, by which a restarted explorer loads.
-        settings: see `ValidationSettings`.
     """
 
     def __init__(
@@ -109,14 +108,10 @@ class VersionValidations:
 
     Args:
         prompts: all of them, at least one.
-        pool: the explorers.
         settings: see `ValidationSettings`; `at_a_time` is for one explorer.
         begins_with: step of the version that the run begins with.
-        attempt: the run's.
-        synchronizer: the run's.
         keep: lease a version until it is validated, not only until it is loaded: there are slots enough.
         timeout_s: limit of a wait without any progress, seconds.
-        on_load: called with each load.
         on_fault: called with each loss and each retry: (where, error).
     """
 

@@ -67,7 +67,6 @@ class VLLMResponse:
     """One response, complete or not.
 
     Attributes:
-        tokens, log_probs: of the response so far.
         spans: the versions that made the tokens.
         finish_reason: vLLM's word for why it ended; None: it goes on.
     """

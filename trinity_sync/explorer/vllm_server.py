@@ -49,7 +49,6 @@ class VLLMServerEngine(VLLMBase):
     Args:
         model_path, settings: as for `TextEngine`. The server has the same model, with any weights; `batch_size` limits
             concurrent requests.
-        url: of the server.
         timeout_s: the caller's limit of a generation, seconds.
         start_timeout_s: the caller's limit for this engine's start, seconds; the server may come up in this time.
 

@@ -25,13 +25,13 @@ from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until
-from trinity_sync.host.locks import own_name
 from trinity_sync.host.logs import make_room, story
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Preparation, Setup
 from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
+from trinity_sync.launch.machine import SOCKET_BYTES, socket_room
 from trinity_sync.launch.row_scan import scanned_task
 from trinity_sync.launch.start import (
     Resume,
@@ -308,12 +308,6 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
 # -- checks of machine and model, before Ray starts
 
 
-_SOCKET_BYTES = 107
-"""Longest path of a Unix socket."""
-_SOCKET = "/{}-12345678/session_2026-01-31_14-05-00_123456_{}/sockets/plasma_store"
-"""Ray's longest socket path, below its folder for sessions."""
-
-
 def check_beforehand(cfg: Config) -> None:
     """Check that this machine and the named model can do what checked settings ask for.
 
@@ -418,13 +412,12 @@ def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
 
 def _check_sockets(cfg: Config) -> None:
     folder = Path(cfg.cluster.temp_dir or tempfile.gettempdir()).absolute()
-    room = _SOCKET_BYTES - len(_SOCKET.format(own_name("trinity-ray"), os.getpid()))
-    length = len(str(folder).encode())
+    room, length = socket_room(), len(str(folder).encode())
     if length > room:
         what = "cluster.temp_dir" if cfg.cluster.temp_dir else "the folder for temporary files"
         raise ConfigError(
             f"{what} is {folder}, of {length} bytes; Ray's sockets lie below it, whose whole path may have "
-            f"{_SOCKET_BYTES}, so name a folder of at most {room} by cluster.temp_dir"
+            f"{SOCKET_BYTES}, so name a folder of at most {room} by cluster.temp_dir"
         )
 
 

@@ -27,10 +27,8 @@ OURS = "trinity-sync"
 _GIB = 2**30
 _LEAST_DISK, _LEAST_MEMORY, _LEAST_SHARED = _GIB, 4 * _GIB, _GIB
 _LEAST_FILES = 1024
-_SOCKET_PATH = 107
-"""Longest path of a local socket, bytes."""
-_SESSION = f"{own_name('trinity-ray')}-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
-"""Ray's longest path below its folder."""
+SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
 _CONNECT_S = 5.0
 
 
@@ -132,8 +130,16 @@ def _folder(subject: str, folder: Path, instead: str) -> Finding:
     return Finding(subject, f"{_gib(free)} free in {folder}")
 
 
+def socket_room() -> int:
+    """Return the longest path, in bytes, of a folder for Ray's sessions, below which its sockets lie."""
+    longest = (
+        f"/{own_name('trinity-ray')}-12345678/session_2026-01-31_14-05-00_123456_{os.getpid()}/sockets/plasma_store"
+    )
+    return SOCKET_BYTES - len(longest)
+
+
 def _sockets(temp: Path) -> Finding:
-    if len(os.fsencode(temp / _SESSION)) > _SOCKET_PATH:
+    if len(os.fsencode(temp)) > socket_room():
         return Finding("sockets", f"{temp} is too long a path for Ray's; give another cluster.temp_dir", "error")
     return Finding("sockets", f"Ray's fit below {temp}")
 

@@ -94,9 +94,6 @@ class Drawn:
 
     Attributes:
         samples: of all groups, those of the batch included.
-        groups: number of all groups.
-        flat: number of groups without a difference.
-        filled: flat groups in the batch.
         surplus: other groups that are not in the batch.
     """
 
@@ -112,8 +109,6 @@ class Chosen:
     """The choice among the groups drawn for a step.
 
     Attributes:
-        batch: the samples to train on.
-        drawn: all samples.
         used: prompts used up; the next step answers those after them again.
     """
 
@@ -127,7 +122,6 @@ class GroupFilter:
     """Leaves out groups without a difference.
 
     Attributes:
-        wanted: groups that a step trains on.
         metric: the value that must differ within a group, by verl's names: ``reward`` (the task's, less the penalty on
             long responses), ``score`` (the task's alone), ``acc`` (whether a response is right).
         batches: most rounds of `wanted` prompts for one step.
@@ -173,7 +167,6 @@ class GroupFilter:
         """Choose the first groups with a difference, in the order of their prompts.
 
         Args:
-            step: the step.
             drawn: whole groups, sorted, of the step's first prompts.
 
         Returns:

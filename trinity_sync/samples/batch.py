@@ -363,7 +363,6 @@ class VersionSpans:
 
         Args:
             lengths: tokens of each response.
-            step: the version's step.
         """
         rows = np.stack([np.zeros_like(lengths), lengths, np.full_like(lengths, step)], axis=1).astype(np.int64)
         return cls(rows, np.arange(len(lengths) + 1, dtype=np.int64))
@@ -411,7 +410,6 @@ def staleness(version_step: int, update_step: int) -> int:
     """Return the staleness of a sample at an update, in steps; 0 is on-policy.
 
     Args:
-        version_step: step of the sample's version.
         update_step: the step that trains on the sample.
 
     Raises:

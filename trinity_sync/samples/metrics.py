@@ -98,11 +98,9 @@ def excerpt(
     """Return all samples of a batch's first groups in full.
 
     Args:
-        batch: the samples.
         advantages: one per sample; None: there are none.
         groups: most groups.
         prompt: returns the prompt of a step and a number within it.
-        validation: the samples are of a validation.
 
     Returns:
         For each sample, in the order of the batch: ``validation``; ``for_step`` (the step of its prompt), ``prompt``
@@ -162,12 +160,9 @@ class ValidationAnswers:
 
     Args:
         step: of the version that was to make them.
-        batches: all samples.
-        prompts: the prompts that they answer.
         total_s: seconds that the validation took.
 
     Attributes:
-        metrics: see `validation_metrics`.
         failure: the first error of the reward function; empty: all responses were judged.
 
     Raises:
@@ -235,7 +230,6 @@ def pass_at(k: int, right: NDArray[np.int64], made: int) -> float:
     Args:
         k: at most `made`.
         right: the number of right samples of each prompt.
-        made: samples of each prompt.
     """
     return float(np.mean([1.0 - comb(made - count, k) / comb(made, k) for count in right.tolist()]))
 

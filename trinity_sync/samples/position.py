@@ -20,9 +20,7 @@ class Numbering(NamedTuple):
     """The prompts of each step.
 
     Attributes:
-        step: a step.
         first: number of its first prompt in the order of the data, from 0.
-        per_step: prompts of each step.
     """
 
     step: int
@@ -52,8 +50,6 @@ class Position:
     """The position of a run in its data.
 
     Attributes:
-        numbering: the prompts of each step.
-        next: the next prompt to give out.
         waiting: prompts given out before and not trained on yet, ascending.
     """
 
@@ -90,7 +86,6 @@ class Position:
         """Return the position for steps of another size, without missing or repeating a prompt.
 
         Args:
-            step: the next step.
             count: prompts of each step from then on.
         """
         if count == self.numbering.per_step:
@@ -104,7 +99,6 @@ class Position:
         """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only.
 
         Args:
-            step: the next step.
             count: prompts of each step from then on.
 
         Returns:

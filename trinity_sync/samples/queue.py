@@ -45,7 +45,6 @@ class QueueRules:
     """The rules of the queue.
 
     Attributes:
-        groups_per_step: groups of an update.
         max_staleness: largest staleness of a group that is trained on, in steps.
         wait: hand out a group only if it will be within the bound at its place in the line. Otherwise hand it out if it
             would be within the bound as the next one, and drop it later if it is not.
@@ -78,18 +77,13 @@ class GroupQueue(Generic[T]):
     """All groups of a run that were given out and not taken. Not thread-safe.
 
     Args:
-        rules: see `QueueRules`.
-        step: the first update.
         clock: seconds, monotonic.
         position: `position` of an earlier queue before that update, perhaps with other rules; None: begin with the
             prompts of `step`.
 
     Attributes:
-        step: the next update.
         newest: the newest version that explorers can load, None before the first.
-        dropped: number of over-stale groups.
         aside: flat groups delivered since the last update.
-        numbering: the prompts of each step.
     """
 
     def __init__(

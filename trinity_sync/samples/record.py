@@ -123,8 +123,6 @@ def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]
     """Compute the keys at the ends of paths through the tree, from a root that the seed gives.
 
     Args:
-        seed: any integer; taken modulo 2**64.
-        purpose: use of the keys.
         numbers: the further steps of the path, each an integer or an array of integers, broadcast against each other.
 
     Returns:
@@ -167,12 +165,7 @@ def offsets_of(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64
 
 
 def positions(offsets: NDArray[np.int64], rows: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the positions of the items of some rows, row after row.
-
-    Args:
-        offsets: of all rows, see `offsets_of`.
-        rows: numbers of rows.
-    """
+    """Return the positions of the items of some rows, row after row."""
     starts, lengths = offsets[rows], np.diff(offsets)[rows]
     shifts = starts - (np.cumsum(lengths) - lengths)
     return np.repeat(shifts, lengths) + np.arange(lengths.sum())

@@ -35,7 +35,6 @@ class ChatTemplate:
 
     Args:
         tokenizer: with or without a template.
-        arguments: further arguments of the template (`task.chat_template`).
 
     Attributes:
         present: whether the tokenizer has a template.

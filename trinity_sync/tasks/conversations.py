@@ -30,13 +30,10 @@ class ConversationsTask(FileExamples[Conversation]):
     """One conversation per line or row; each pass over the file has another order.
 
     Args:
-        path: the file; see `RowFile`.
-        messages_key: field of the messages.
         tools_key: field of the tools, a list; a row may lack it.
         enable_thinking_key: field of ``enable_thinking``, true or false; a row may lack it.
         seed: the run's seed; the conversations are a pure function of the file, the seed and the step.
         max_length: longest conversation in tokens, for the trainer.
-        too_long: treatment of longer ones; see `trinity_sync.launch.row_scan`.
         chat_template: arguments of the tokenizer's chat template.
         ignore_input_ids_mismatch: accept turns whose tokens differ from those in the whole conversation.
 

@@ -26,7 +26,6 @@ class PromptEncoder:
     """Turns prompts into tokens and checks them.
 
     Args:
-        tokenizer: of the model.
         response_length: longest response, in tokens.
         prompt_length: longest prompt, in tokens; None: as long as the positions allow.
         positions: of the model, in tokens; None: unknown.
@@ -88,7 +87,6 @@ class PromptEncoder:
 
         Args:
             prompt: a text, or a chat.
-            where: names it in errors.
 
         Raises:
             RunError: it has characters without a token, no token, too many, or needs a chat template that the tokenizer
@@ -217,7 +215,6 @@ class PairEncoder:
     """Turns pairs and conversations into tokens and checks them.
 
     Args:
-        tokenizer: of the model.
         max_length: longest sequence, in tokens.
         positions: of the model, in tokens; None: unknown.
         truncate: cut the right end of longer sequences instead of refusing them.

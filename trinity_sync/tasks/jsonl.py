@@ -16,7 +16,6 @@ class JsonlTask(FilePrompts):
     """One prompt per line or row. Fields other than prompt and answer go to `Prompt.fields`.
 
     Args:
-        path: the file; see `RowFile`.
         prompt_key: field of the prompt, a text or a list of chat messages.
         answer_key: field of the answer, of any type but null.
         shuffle: shuffle each pass over the file in another order.
@@ -25,7 +24,6 @@ class JsonlTask(FilePrompts):
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens, for the explorers.
         judging: None: the defaults of `Judging`.
-        too_long: treatment of longer prompts; see `trinity_sync.launch.row_scan`.
         chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:

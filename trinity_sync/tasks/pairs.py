@@ -17,7 +17,6 @@ class TextPair(NamedTuple):
 
     Attributes:
         prompt: a text, or a list of chat messages.
-        response: the text to train on.
         where: place in the file, as in ``train.jsonl:17``.
     """
 
@@ -30,12 +29,9 @@ class PairsTask(FileExamples[TextPair]):
     """One pair per line or row; each pass over the file has another order.
 
     Args:
-        path: the file; see `RowFile`.
         prompt_key: field of the prompt, a text or a list of chat messages.
-        response_key: field of the response, a text.
         seed: the run's seed; the pairs are a pure function of the file, the seed and the step.
         max_length: longest prompt and response together in tokens, for the trainer.
-        too_long: treatment of longer ones; see `trinity_sync.launch.row_scan`.
         chat_template: arguments of the tokenizer's chat template.
 
     Raises:
@@ -72,7 +68,6 @@ def shared_rows(trained: Iterable[Item], validated: Iterable[tuple[str, Item]]) 
     conversation.
 
     Args:
-        trained: the items of training.
         validated: the items of the validation, with their places.
     """
     known = {_content(item) for item in trained}

@@ -33,7 +33,6 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
         descriptor: of the connection. The first message identifies this process. Each request has a number: first the
             pickled function, then responses.
         stack: an empty file, for `tell_stack`.
-        lifeline: see `go_on_kept`.
     """
     for inherited in (descriptor, stack, lifeline):  # not to programs that the function starts
         os.set_inheritable(inherited, False)

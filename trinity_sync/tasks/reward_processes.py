@@ -38,7 +38,6 @@ class RewardProcesses:
 
     Args:
         reward: the function; it is pickled. Its method `warm_up`, if there is one, is called once in each process.
-        judging: settings of the processes.
         name: of the function, for errors.
 
     Raises:
@@ -159,12 +158,10 @@ class RewardWorker:
     """Starts a keeper process, which starts the one that judges. Both end with this object, and with this process.
 
     Args:
-        reward: the pickled function.
         start_s: limit of its import, seconds.
 
     Attributes:
         current: index of the response that it is judging; None: there is none.
-        up: whether it has imported the function.
     """
 
     def __init__(self, reward: bytes, start_s: float) -> None:
@@ -220,7 +217,6 @@ class RewardWorker:
 
         Args:
             place: index of the response, for `current`.
-            response: to judge.
             limit: of the answer, seconds.
         """
         self.current = place

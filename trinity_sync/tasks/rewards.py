@@ -66,7 +66,6 @@ def numeric_match(prompt: Prompt, response: str, *, tolerance: float = 0.0) -> f
 
     Args:
         prompt: the last number of its answer is the right one.
-        response: what the model wrote.
         tolerance: largest difference that still counts as right.
 
     Raises:
@@ -158,12 +157,6 @@ RewardNumber = Callable[..., float]
 
 class FunctionReward:
     """Judges by a function.
-
-    Args:
-        function: see `RewardNumber`.
-
-    Attributes:
-        name: dotted, of the function.
 
     Raises:
         ConfigError: the function is asynchronous, does not take these arguments, or has a parameter with the name of
@@ -262,9 +255,7 @@ class Judging:
     """The settings of reward processes.
 
     Args:
-        on_error: see `ON_ERROR`.
         timeout_s: limit of one response, seconds.
-        processes: processes of each explorer.
 
     Raises:
         ConfigError: a value is not allowed; names its key.
@@ -296,8 +287,6 @@ def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdi
     """Have a task judge responses: by its `reward_judge` if it has one, else in this process.
 
     Args:
-        task: see `Task`.
-        responses: to prompts of one step.
         step: of the trainer, for errors.
 
     Returns:

@@ -38,7 +38,6 @@ class Row(NamedTuple):
 
     Attributes:
         number: its line (JSON Lines) or row (Parquet), from 1.
-        values: its fields.
     """
 
     number: int
@@ -51,7 +50,6 @@ class RowFile:
     Args:
         path: the file; Parquet by its name or contents, else JSON Lines in UTF-8, blank lines skipped. Either may be
             compressed by gzip.
-        seed: determines the order of the rows.
         shuffle: give each pass over the file (epoch) its own random order; otherwise that of the file.
         columns: the columns of a Parquet file to read, if it has them; None: all.
 
@@ -316,7 +314,6 @@ class FileExamples(Generic[E]):
     """The `SupervisedTask` of a file with one example per row.
 
     Args:
-        file: gives the order.
         example: makes the example of a row; called for all at once.
     """
 
@@ -349,7 +346,6 @@ class FilePrompts(ABC):
     """A task of a file with one prompt per row. A subclass adds the answer and `reward`.
 
     Args:
-        file: all rows are checked at once.
         prompt_key: field of the prompt, a text or a list of chat messages.
 
     Attributes:

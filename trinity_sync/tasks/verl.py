@@ -28,8 +28,6 @@ class VerlReward:
     Attributes:
         function_path: Python file of the function, or a name for verl's `load_extern_object`; None: verl's
             `default_compute_score`, which chooses by the data source.
-        function_name: of the function in that file.
-        reward_kwargs: further keyword arguments.
     """
 
     function_path: str | None = None
@@ -86,14 +84,11 @@ class VerlTask(FilePrompts):
     and, optionally, ``extra_info``. Further columns are not read.
 
     Args:
-        path: the file; see `RowFile`.
         prompt_key: column of the prompt, a list of chat messages or a text.
         shuffle: shuffle each pass over the file in another order.
-        reward: keyword arguments of `VerlReward`.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens, for the explorers.
         judging: None: the defaults of `Judging`.
-        too_long: treatment of longer prompts; see `trinity_sync.launch.row_scan`.
         chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:

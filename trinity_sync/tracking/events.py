@@ -253,7 +253,7 @@ def parse_event(line: Record) -> Event:
     time, attempt, name = units.finite(line.get("time")), _whole(line.get("attempt")), line.get("event")
     kind = EVENTS.get(name) if isinstance(name, str) else None
     if kind is not None:
-        values = {one.name: _CONVERT[str(one.type)](line.get(one.name)) for one in _FIELDS[kind]}
+        values = {field: convert(line.get(field)) for field, convert in _CONVERTERS[kind].items()}
         if MISSING not in values.values():
             extra = {key: value for key, value in line.items() if key not in values and key not in _HEAD}
             make: Callable[..., Event] = kind
@@ -310,11 +310,12 @@ def _required_text(value: object) -> object:
     return value if isinstance(value, str) else MISSING
 
 
-_CONVERT: Mapping[str, Callable[[object], object]] = {
+_CONVERT: Mapping[object, Callable[[object], object]] = {
     "int": _required_whole,
     "str": _required_text,
     "float | None": lambda value: None if units.finite(value) is None else value,
     "str | None": lambda value: value if isinstance(value, str) else None,
     "bool": lambda value: value is True,
 }
+_CONVERTERS = {kind: {one.name: _CONVERT[one.type] for one in found} for kind, found in _FIELDS.items()}
 """Converts a value of a line by the type of its field; `MISSING`: required and not there."""

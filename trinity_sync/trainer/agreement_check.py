@@ -34,8 +34,6 @@ class AgreementCheck:
     """Measures each explorer once, by samples of the version that the trainer holds.
 
     Args:
-        trainer: the group of ranks, initialised.
-        event: records an event.
         bound: of the mean difference, nats.
         refuse: a larger difference ends the run; otherwise it is a fault.
         timeout_s: limit of the measurement, seconds.
@@ -51,10 +49,6 @@ class AgreementCheck:
     def check(self, step: int, batch: SampleBatch) -> None:
         """Measure samples of explorers that were not measured yet, before a step trains on them. Samples of older
         versions are skipped. Records an event ``agreement`` for each explorer.
-
-        Args:
-            step: the trainer's global step.
-            batch: its samples.
 
         Raises:
             ConfigError: with `refuse`, the mean difference of an explorer is above the bound; has both figures.

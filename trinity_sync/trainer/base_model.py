@@ -25,7 +25,6 @@ class BaseModel:
     """The base as its folder has it.
 
     Args:
-        folder: in Hugging Face format.
         saved: the tensors it must have, in the dtypes in which a version of it would travel.
 
     Raises:
@@ -52,7 +51,6 @@ class BaseModel:
         tensor at a time.
 
         Args:
-            shards: the rank's part.
             sources: the elements of each shard, by name, on any device.
             digested: read all tensors and compute the folder's version digest.
 
@@ -91,8 +89,6 @@ def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, digested: bool)
     """Check a rank's part of the base against the folder. Not collective.
 
     Args:
-        folder: see `BaseModel`.
-        base: the rank's part.
         wire_dtype: dtype of floating tensors in versions, as safetensors names it.
         digested: compute the folder's digest; otherwise None is returned.
 

@@ -23,11 +23,7 @@ _PROBE_BYTES = 64 << 20
 
 
 class BytesWorker(Member):
-    """A rank that trains nothing.
-
-    Args:
-        spec: what to build.
-    """
+    """A rank that trains nothing."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec

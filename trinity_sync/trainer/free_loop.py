@@ -114,10 +114,7 @@ class FreeLoop:
     """Drives a run from its first step to its last.
 
     Args:
-        steps: the parts of a step.
-        source: gives the samples.
         mode: the sync mode, for `publish` only.
-        saves: full checkpoints.
         stop: once set, the current step is finished and saved, and is the last.
         validator: None: no validation.
     """
@@ -239,7 +236,6 @@ class FreeLoop:
         """Begin to copy the weights, to be published in the background; or skip this version.
 
         Args:
-            step: the version's step.
             needed: wait for a slot, as the next update needs samples of this version, or a checkpoint its digest.
         """
         version = Version(self._settings.attempt, step)

@@ -68,7 +68,6 @@ class SaveSettings:
 
     Attributes:
         meta: manifest fields: backend, world_size, config_digest, wire; of an adapter base.
-        ranks: names of the ranks' parts.
         timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
         of_versions: the saved weights are those that are published. Otherwise manifests of full checkpoints have no
             version digest.
@@ -109,10 +108,6 @@ class FullSaves:
     """Full checkpoints of a run.
 
     Args:
-        monitor: the checkpoint monitor.
-        trainer: the group of ranks.
-        settings: see `SaveSettings`.
-        log: takes events and faults.
         published: saves the version that explorers hold; None: there are no explorers.
     """
 
@@ -149,7 +144,6 @@ class FullSaves:
         next call of `poll`.
 
         Args:
-            step: the global step.
             digest: version digest of the weights, None if versions are not digested.
             metrics: the step's metrics, for the manifest and the retention policies.
             published: the explorers hold the version of this step; otherwise theirs is saved, too.
@@ -351,9 +345,6 @@ class WeightSaves:
     """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`).
 
     Args:
-        monitor: the checkpoint monitor.
-        settings: see `SaveSettings`.
-        log: takes events.
         durable: make the commits survive a power cut (`sync.durable`).
     """
 
@@ -397,8 +388,6 @@ def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: floa
     checkpoint of the run.
 
     Args:
-        log: takes the events.
-        result: the monitor's answer.
         blocked_s: seconds in which training was blocked.
         began: begin of the save, in Unix seconds.
     """
@@ -447,7 +436,6 @@ class PublishedState:
     """Saves and restores the newest published version.
 
     Args:
-        synchronizer: the run's synchronizer.
         agents: the agents of the nodes that hold parts, by Ray node id.
         timeout_s: limit of each wait, seconds.
     """
@@ -486,7 +474,6 @@ def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
     those of this run.
 
     Args:
-        folder: the checkpoint's folder.
         layouts: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes or of the
             published weights.
 

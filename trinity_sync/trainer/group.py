@@ -28,9 +28,7 @@ class TrainerGroup:
     """All ranks of the trainer. Each begins to import its engine at once.
 
     Args:
-        spec: of each rank.
         process_on_nodes: ranks per node, such as ``[8, 8]``; the ranks of a node have neighbouring numbers.
-        use_gpu: reserve one GPU per rank.
         start_timeout_s: limit until the engines are up, seconds.
         worker: class of the ranks; None: `TrinityWorker`.
 
@@ -68,7 +66,6 @@ class TrainerGroup:
 
         Args:
             architecture: `model_type` and fields of that Hugging Face config.
-            seed: seed of the weights.
             folder: to be made; all nodes share it.
         """
         results(self._importing[:1], self._start_timeout_s)
@@ -83,7 +80,6 @@ class TrainerGroup:
         """Call all ranks; return the results in rank order.
 
         Args:
-            ask: begins the call to one.
             timeout_s: limit for all together, seconds.
         """
         return self.begin(ask)(timeout_s)
@@ -123,7 +119,6 @@ class TrainerRank:
     """Body of a rank's actor.
 
     Args:
-        spec: what the worker is built from.
         environment: variables that verl reads in the environment of a rank.
         log_dir: folder of its log; None for Ray's own.
     """

@@ -86,10 +86,6 @@ class TrainingLoop:
     """Drives a run from its first step to its last.
 
     Args:
-        steps: the parts of a step.
-        data: gives the batches.
-        mode: the sync mode.
-        saves: full checkpoints.
         restored: where explorers begin with another version than the trainer's: its step, and the function that fills
             a slot with it.
         stop: once set, the current step is finished and saved, and is the last.

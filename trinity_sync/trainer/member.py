@@ -44,12 +44,7 @@ class Member:
     """Stages versions and saves checkpoints. A worker inherits it, and calls `hold` when its engine is up."""
 
     def hold(self, spec: WorkerSpec, backend: Backend, rank: int) -> RankInfo:
-        """Take the view of an engine that is up; return the facts of this rank.
-
-        Args:
-            backend: the result of `BackendOption.view`.
-            rank: number of this rank.
-        """
+        """Take the view of an engine that is up; return the facts of this rank."""
         self._spec = spec
         self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
         self._segments: dict[int, mmap.mmap] = {}
@@ -81,9 +76,7 @@ class Member:
         """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
 
         Args:
-            agent: of this node.
             paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
-            synchronizer: the run's synchronizer.
             make_coordinator: makes this rank's coordinator, from `node_id` and `job_id`.
             timeout_s: limit of the waits for a background save, seconds.
         """
@@ -185,11 +178,7 @@ class WeightStager:
     """Stages versions of one rank.
 
     Args:
-        backend: the engine's backend.
-        layout: of this rank's part.
         segments: slot -> this rank's bytes in it; empty for a rank that holds nothing of its own.
-        agent: the node's agent.
-        part: name of the rank's part.
         timeout_s: limit of the wait for a copy, seconds.
     """
 
@@ -221,8 +210,6 @@ class WeightStager:
         """Copy into the slot and report to the agent. Collective if the engine offloads.
 
         Args:
-            version: the version of the weights.
-            slot: number of the slot.
             lazily: return at once and copy in the background, if the engine allows it.
 
         Returns:

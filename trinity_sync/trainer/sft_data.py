@@ -45,7 +45,6 @@ class PairsData:
     Args:
         task: gives pairs or conversations.
         encoder: makes tokens of them.
-        numbering: the examples of each step.
     """
 
     def __init__(self, task: SupervisedTask, encoder: PairEncoder, numbering: Numbering) -> None:

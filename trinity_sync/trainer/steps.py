@@ -67,16 +67,13 @@ class LoopSettings:
     """The settings of a loop.
 
     Attributes:
-        steps: the last step.
         first: the first step to do (1, or one past the step that was resumed).
         mode: name of the sync mode in events.
-        sync_interval: steps between versions.
         max_staleness: largest allowed staleness of a sample, in steps.
         save_interval: steps between full checkpoints, 0 for the last only.
         sync_timeout_s, step_timeout_s: limits in seconds.
         base: digest of the base of the published adapters; None: versions are whole.
         record_interval: steps between recorded samples; 0: none are recorded.
-        record_groups: prompts whose samples are recorded.
     """
 
     steps: int
@@ -127,7 +124,6 @@ class Staged:
 
     Attributes:
         blocked_s: seconds in which the trainer was blocked for it.
-        started: begin of the staging, by `time.perf_counter`.
         sealed_s: seconds from then until it was sealed.
     """
 
@@ -150,11 +146,8 @@ class Steps:
     """The parts of a step.
 
     Args:
-        settings: see `LoopSettings`.
         trainer: the group of ranks, initialised and attached.
-        synchronizer: the run's synchronizer.
         parts: names of the parts of a version.
-        log: takes metrics and events.
         penalty: subtracts the divergence from the rewards; None: nothing is subtracted.
         agreement: compares trainer and explorers; None: no check.
     """
@@ -183,8 +176,6 @@ class Steps:
         with groups of equal rewards.
 
         Args:
-            step: the step.
-            batch: the sequences to train on.
             drawn: everything drawn for it; None: the batch is everything.
         """
         found = batch_metrics(batch)
@@ -205,8 +196,6 @@ class Steps:
         were rejected.
 
         Args:
-            step: the step.
-            batch: the sequences to train on.
             judge: computes the advantages from the rewards, less the penalty.
 
         Raises:
@@ -268,8 +257,6 @@ class Steps:
         """Have all ranks copy their weights into a slot.
 
         Args:
-            version: the version that the weights are.
-            slot: number of the slot.
             lazily: the ranks may copy while they train, until their weights change.
 
         Returns:
@@ -355,8 +342,6 @@ class LossValidation:
 
     Args:
         batches: makes the batches to measure, each at least one pair.
-        trainer: the group of ranks.
-        times: when it takes place.
         timeout_s: limit of a batch, seconds.
     """
 
@@ -417,13 +402,8 @@ class RewardPenalty:
     """Subtracts the divergence of each response from its reward.
 
     Args:
-        trainer: the group of ranks, initialised.
-        config: the coefficient, and how it changes.
         timeout_s: limit of a measurement, seconds.
         saved: `state` of the checkpoint that the run begins with; None: none.
-
-    Attributes:
-        coefficient: of the next step.
     """
 
     def __init__(
@@ -443,8 +423,6 @@ class RewardPenalty:
         ``actor/reward_kl_penalty_coeff`` (its coefficient). Then adapts the coefficient.
 
         Args:
-            step: the trainer's global step.
-            batch: its samples.
             shared: the same in Ray's object store, for the ranks.
         """
         sums, means = np.full(len(batch), np.nan), np.full(len(batch), np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""The process of a checkpoint monitor without Ray. `connecting` starts it, and it ends when the program has."""
+"""A checkpoint monitor without Ray, in a process that ends after its program. `connect` finds or starts it."""
 
 from __future__ import annotations
 
@@ -36,56 +36,39 @@ from trinity_sync.host.logs import flush_logs, log_failure, own_log, story
 from trinity_sync.host.origin import error_text
 
 _LOG = ".monitor"
-#: After a SIGTERM callers have so long to finish a save and end, as a batch system signals all processes of a job.
 _TERM_S = 21.0
-#: From then on, the monitor has so long for everything. A batch system kills after 30 s.
+"""Time after a SIGTERM for callers to finish a save and end, seconds: a batch system signals all processes of a job."""
 _KILL_S = 28.0
+"""Time after a SIGTERM for the whole end of the monitor, seconds: a batch system kills after 30 s."""
 _ATTEMPT = re.compile(r"attempt (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetime:
-    """When a monitor ends.
+    """Waits of a monitor before it ends, seconds."""
 
-    Attributes:
-        first_s: so long it waits for its first caller, seconds.
-        grace_s: for so long nobody has been connected, seconds.
-        return_s: one that goes on in the place of another waits so long for the callers of that one, seconds.
-        end_s: then the last commits have so long, seconds. The process ends after that, also where a disk hangs.
-    """
-
-    first_s: float = 15.0
-    grace_s: float = 2.0
-    return_s: float = 15.0
-    end_s: float = 14.0
+    first_s: float = 15.0  # for the first caller
+    grace_s: float = 2.0  # without a caller
+    return_s: float = 15.0  # for the callers of a killed monitor that it replaces
+    end_s: float = 14.0  # for the last commits; the process ends then even if a disk hangs
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonSettings:
-    """What the process is started with.
+    """Settings of the process."""
 
-    Attributes:
-        root: the checkpoint folder, absolute.
-        program: word of the program whose monitor it is.
-        attempt: which attempt it is to go on with; None: whichever it is.
-        resume_step: see `resume_point.put_in_order`.
-        save_strategy, config: of the monitor. `attempt` and `writer` are filled in.
-        address: where it listens.
-        lifetime: when it ends.
-    """
-
-    root: Path
-    program: str
-    attempt: int | None
-    resume_step: int | None
+    root: Path  # the checkpoint folder, absolute
+    program: str  # word that identifies the program
+    attempt: int | None  # the attempt to continue; None: any
+    resume_step: int | None  # see `resume_point.put_in_order`
     save_strategy: str
-    config: MonitorConfig
-    address: str
+    config: MonitorConfig  # `attempt` and `writer` are filled in
+    address: str  # where it listens
     lifetime: Lifetime = field(default_factory=Lifetime)
 
 
 class DaemonHello(TypedDict):
-    """What a caller is told first."""
+    """The monitor's first message to a caller."""
 
     program: str
     root: str
@@ -95,11 +78,11 @@ class DaemonHello(TypedDict):
 
 
 def serve(given: bytes, report: Report) -> None:
-    """Be the monitor, from the folder's lock to the last commit.
+    """Run the monitor, from the folder's lock to the last commit.
 
     Args:
         given: the pickled `DaemonSettings`.
-        report: gets the pickled error, or None when callers are answered.
+        report: gets a pickled error, or None when the monitor answers callers.
     """
     settings: DaemonSettings = pickle.loads(given)
     monitor = _MonitorProcess(settings)
@@ -120,15 +103,12 @@ def serve(given: bytes, report: Report) -> None:
 class _MonitorProcess:
     def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
-        self._attempt: int | None = None  # that goes on
+        self._attempt: int | None = None  # the attempt that continues
         self._ending = False
 
     def sign(self, before: str) -> str:
-        """Return the word of the lock. That of this program's own monitor, killed or at its end, stays: its attempt
-        goes on.
-
-        Raises:
-            RunError: that attempt is over, for another program has written here since.
+        """Return the word of the lock, given the one before. The word of this program's earlier monitor stays, and its
+        attempt continues. RunError: the attempt is over, since another program has written here.
         """
         settings = self._settings
         program, _, rest = before.partition("\n")
@@ -137,7 +117,7 @@ class _MonitorProcess:
             self._attempt = int(found[1])
         if settings.attempt is not None and settings.attempt != self._attempt:
             raise RunError(
-                f"{settings.root} has been taken over by another run since; attempt {settings.attempt} does not go on"
+                f"another run has taken {settings.root} over; attempt {settings.attempt} cannot continue there"
             )
         return self._word(self._attempt)
 
@@ -145,12 +125,7 @@ class _MonitorProcess:
         return self._settings.program if attempt is None else f"{self._settings.program}\nattempt {attempt}"
 
     async def run(self, lock: FolderLock, on_up: Callable[[], None]) -> None:
-        """Serve from here to the last commit.
-
-        Args:
-            lock: the folder's.
-            on_up: called when callers are answered.
-        """
+        """Serve until the last commit. `on_up` is called when the monitor answers callers."""
         settings = self._settings
         secret = secrets.token_bytes(SECRET_BYTES)
         server = LocalServer(secret)
@@ -190,7 +165,7 @@ class _MonitorProcess:
         return body, attempt
 
     async def _members_gone(self, server: LocalServer) -> float:
-        """Return when no caller is left: how long the end may take, seconds."""
+        """Wait until no caller is left; return the limit for the end, seconds."""
         lifetime = self._settings.lifetime
         gone = asyncio.ensure_future(
             server.members_gone(
@@ -224,7 +199,7 @@ class _MonitorProcess:
 
 
 def _end_in(seconds: float) -> None:
-    """End this process then, whatever it does: Python waits for threads, and a thread may wait for a disk."""
+    """End this process after a time: Python waits for threads, and a thread may wait for a disk."""
 
     def end() -> None:
         log_failure("the end of the checkpoint monitor", WaitTimeout("the checkpoint monitor", "end", seconds))
@@ -237,7 +212,7 @@ def _end_in(seconds: float) -> None:
 
 
 class _Failures(logging.Handler):
-    """Counts what went wrong."""
+    """Notes whether there was a warning or an error."""
 
     def __init__(self, before: bool) -> None:
         super().__init__(logging.WARNING)
@@ -248,7 +223,7 @@ class _Failures(logging.Handler):
 
 
 def _logged(settings: DaemonSettings) -> _Failures:
-    """Log from now on; return what knows whether there is anything in the log that somebody has to read."""
+    """Start the log; return the handler that knows whether it has anything to read."""
     log_dir, path = settings.config.log_dir, _log(settings)
     before = path.is_file() and path.stat().st_size > 0
     own_log(log_dir or settings.root, ACTOR_NAME if log_dir else _LOG)
@@ -279,24 +254,24 @@ def _pickled(error: Exception) -> bytes:
     return data
 
 
-# Finding the checkpoint monitor of a program without Ray, and starting it where it is not there.
+# The program's side: find the monitor, or start it.
 
 
 logger = logging.getLogger(__name__)
 
 WHO = "the checkpoint monitor"
 
-#: Another program has so long to be gone, or to show that it is ending, seconds.
 LOOK_S = 10.0
+"""Wait for another program to end, or to show that it is ending, seconds."""
 _POLL_S = 0.1
-#: Where the folder is held, that is how often a process is started to look again.
 _START_AGAIN_S = 1.0
-#: One that is killed while it starts is started so often.
+"""Pause between two starts while the folder is locked, seconds."""
 _MOST_KILLED = 3
-#: A wait for the end of another program's is said when it has lasted so long, seconds.
+"""Starts that may be killed before the search fails."""
 _SILENT_S = 1.0
-#: A start that has begun has so long at least.
+"""A longer wait for another program's monitor is reported, seconds."""
 _LEAST_S = 1.0
+"""Shortest limit of a start, seconds."""
 
 
 def connect(
@@ -311,29 +286,29 @@ def connect(
     address: str = "127.0.0.1",
     lifetime: Lifetime | None = None,
 ) -> LocalHandle:
-    """Connect to the checkpoint monitor of a program. It lives until nobody is connected to it any more, and what is
-    whole is committed. Where it is killed before that, one of those that may start it starts another one, which goes on
-    where it was, and all calls are made again.
+    """Connect to the checkpoint monitor of a program. The monitor ends after its last caller, when all complete steps
+    are committed. If it is killed before, a caller with `may_start` starts another one, which continues the attempt,
+    and all unanswered calls are repeated.
 
-    Every rank calls this; rank 0 of each role with `may_start`. Where this fails for rank 0, others wait for the whole
-    time: let them call it when rank 0 is connected.
+    Every rank calls this, rank 0 of each role with `may_start`. If it fails for rank 0, the other ranks would wait
+    until their timeout, so they should call it after rank 0 has connected.
 
     Args:
         root: the checkpoint folder, by the same path on all nodes.
-        program: a word that tells the program from all others, such as a random one that its ranks share.
-        may_start: start it where there is none. Else it is waited for.
+        program: a word that identifies the program, such as a random one that its ranks share.
+        may_start: start the monitor if there is none; else wait for it.
         timeout_s: limit of each wait, seconds.
-        resume_step: the step whose checkpoint the program has loaded, 0: none; see `resume_point.put_in_order`. For
-            the first one who starts a monitor of this program; later steps are set aside then. None: the newest.
-        save_strategy, config: of a monitor that is started; attempt and writer are filled in.
-        address: of this machine, where a monitor that is started listens: one by which all ranks reach it.
-        lifetime: when a monitor that is started ends.
+        resume_step: the step whose checkpoint the program has loaded, 0: none, None: the newest. Used by the first
+            start of this program's monitor, which sets later steps aside; see `resume_point.put_in_order`.
+        save_strategy, config: of a started monitor; attempt and writer are filled in.
+        address: of this machine, where a started monitor listens; all ranks have to reach it.
+        lifetime: of a started monitor.
 
     Raises:
-        ConfigError: the folder cannot be written, or another program that lives writes in it, or what is said there of
-            a monitor cannot be trusted.
-        RunError: the step to go on from is not a full checkpoint, or what was committed cannot be seen.
-        WaitTimeout: there is none, after all this time; or that of a program before does not end.
+        ConfigError: the folder cannot be written, another running program writes in it, or its file about a monitor
+            cannot be trusted.
+        RunError: the step to resume is not a full checkpoint, or committed checkpoints cannot be read.
+        WaitTimeout: no monitor answers in time, or that of an earlier program does not end.
     """
     if not program or not program.isprintable():
         raise ConfigError(f"program={program!r} has to be a word on one line")
@@ -354,24 +329,24 @@ def connect(
     search.settings = replace(settings, attempt=hello["attempt"])
 
     def again(why: str) -> Link:
-        logger.warning("%s of %s is gone (%s); it is looked for again", WHO, place, why)
+        logger.warning("the connection to %s of %s has ended (%s); connecting again", WHO, place, why)
         return search.link()
 
     return LocalHandle(link, again)
 
 
 def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait: Callable[[str], None]) -> None:
-    """Return when no monitor that listens for a checkpoint folder is ending, so that what an earlier program has
-    written is committed, or gone. One that is at work is not waited for. For a process of a program without a monitor.
+    """Wait for the end of an earlier program's monitor that is ending, so that its saves are committed or deleted. A
+    monitor with callers is not waited for. Called by a program without a monitor.
 
     Args:
         root: the checkpoint folder.
         timeout_s: limit of the wait, seconds.
-        on_wait: gets a sentence, once, where it lasts.
+        on_wait: gets a sentence, once, if the wait is long.
 
     Raises:
-        ConfigError: what is said there of a monitor cannot be trusted.
-        WaitTimeout: it does not end.
+        ConfigError: the folder's file about a monitor cannot be trusted.
+        WaitTimeout: the monitor does not end.
     """
     place = Path(root).absolute()
     nobody = DaemonSettings(
@@ -397,19 +372,12 @@ def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait:
 
 @dataclass
 class _Seen:
-    """What is there.
+    """The result of one look for a monitor."""
 
-    Attributes:
-        what: in words, for who waits.
-        link: to the monitor of this program.
-        lives: somebody is at work there.
-        ending: they will be gone when they have done what is left.
-    """
-
-    what: str
-    link: Link | None = None
-    lives: bool = False
-    ending: bool = False
+    what: str  # in words, for errors
+    link: Link | None = None  # to the monitor of this program
+    lives: bool = False  # another monitor runs
+    ending: bool = False  # and ends after its last commits
 
 
 @dataclass
@@ -422,7 +390,7 @@ class _Search:
     _killed: int = field(default=0, init=False)
 
     def link(self) -> Link:
-        """Look until there is one; errors as for `connect`."""
+        """Look until a monitor answers; errors as for `connect`."""
         deadline, self._since, self._killed = time.monotonic() + self.timeout_s, None, 0
         while True:
             left = max(_LEAST_S, deadline - time.monotonic())
@@ -436,7 +404,7 @@ class _Search:
             time.sleep(_POLL_S)
 
     def _makes_way(self, seen: _Seen) -> bool:
-        """Whether nobody is at work there, as far as one sees, and it is time to try."""
+        """Return whether no other monitor seems to run, and it is time for a start."""
         if seen.ending:
             self._since = None
         elif seen.lives:
@@ -444,7 +412,7 @@ class _Search:
         return not seen.lives and time.monotonic() > self._not_before
 
     def _bear(self, error: InUseError) -> None:
-        """Another program is at work: it has a little time to be gone, or to show that it is ending."""
+        """Tolerate another program for `LOOK_S`, in which it may end or show that it is ending."""
         now = time.monotonic()
         self._since = self._since or now
         if now > self._since + LOOK_S:
@@ -459,11 +427,11 @@ class _Search:
         return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
 
     def look(self, left: float) -> _Seen:
-        """Look once. A monitor that is there has `left` seconds to get ready."""
+        """Look once. A running monitor has `left` seconds to be ready."""
         settings = self.settings
         found = find(settings.root)
         if found is None:
-            return _Seen("nobody has said that it listens")
+            return _Seen("no monitor has written its address")
         try:
             link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
         except (OSError, EOFError, ForeignPeerError) as error:
@@ -479,9 +447,9 @@ class _Search:
         return seen
 
     def _judged(self, hello: DaemonHello, found: Rendezvous) -> _Seen | None:
-        """What a monitor is that answers; None: that of this program, at work."""
+        """Judge a monitor that answers; None: it is this program's, and goes on."""
         if not _same(hello["root"], self.settings.root):  # the file was copied
-            return _Seen(f"the one that is named there ({found}) is that of {hello['root']}")
+            return _Seen(f"the monitor that is named there ({found}) belongs to {hello['root']}")
         ours = hello["program"] == self.settings.program
         ending = hello["ending"] or (not ours and hello["members"] == 0)
         if ours and not ending:
@@ -490,7 +458,7 @@ class _Search:
         return _Seen(f"{WHO} of {whose} ({found})", lives=True, ending=ending)
 
     def _start(self, left: float) -> bool:
-        """Start one; False: somebody holds the folder, or has killed it."""
+        """Start a monitor; return False if the folder is locked, or the process was killed."""
         given = pickle.dumps(self.settings)
         try:
             error = pickle.loads(start_detached(__name__, given, who=WHO, timeout_s=left))
@@ -516,7 +484,7 @@ def _same(theirs: str, ours: Path) -> bool:
         return False
 
 
-# Where the monitor of a checkpoint folder listens: a file in it, for this user's eyes only, as the secret is in it.
+# The file in the checkpoint folder with the monitor's address. It contains the secret, so only this user can read it.
 
 
 _NAME = ".monitor.json"
@@ -524,20 +492,13 @@ _NAME = ".monitor.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """A monitor that listens, or did when this was written.
-
-    Attributes:
-        program: whose monitor it is.
-        address, port: where it listens.
-        secret: what a caller has to know, hex.
-        pid, host: the process, for messages.
-    """
+    """The address of a monitor, which may have ended since."""
 
     program: str
     address: str
     port: int
-    secret: str
-    pid: int
+    secret: str  # hex
+    pid: int  # for messages, as is `host`
     host: str
 
     def __str__(self) -> str:
@@ -545,11 +506,11 @@ class Rendezvous:
 
 
 def publish(root: Path, program: str, address: str, port: int, secret: bytes) -> Rendezvous:
-    """Say where this process listens. It has locked the folder.
+    """Write this process's address. Its caller has locked the folder.
 
     Raises:
         OSError: the disk refuses.
-        ConfigError: what is written there can be read by others.
+        ConfigError: other users can read the file.
     """
     said = Rendezvous(
         program=program, address=address, port=port, secret=secret.hex(), pid=os.getpid(), host=socket.gethostname()
@@ -565,10 +526,10 @@ def publish(root: Path, program: str, address: str, port: int, secret: bytes) ->
 
 
 def find(root: Path) -> Rendezvous | None:
-    """Read who listens; None: nobody says so.
+    """Read the address; None if there is none.
 
     Raises:
-        ConfigError: what is there was not written by this user, or others may have read it.
+        ConfigError: another user has written the file, or could read it.
     """
     path = root / _NAME
     try:
@@ -586,11 +547,11 @@ def find(root: Path) -> Rendezvous | None:
         try:
             return _checked(json.load(file))
         except (OSError, ValueError, TypeError, KeyError):
-            return None  # no word of a monitor's; the next one writes over it
+            return None  # damaged; the next monitor overwrites it
 
 
 def withdraw(root: Path, said: Rendezvous) -> None:
-    """Remove the file, as the one who wrote it."""
+    """Delete the file if this process wrote it."""
     if find(root) == said:
         with contextlib.suppress(FileNotFoundError):
             (root / _NAME).unlink()

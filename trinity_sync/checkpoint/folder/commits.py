@@ -74,12 +74,8 @@ def commit_folder(
 ) -> Manifest:
     """Make a step visible; see the module's docstring for the order. May be called again after a crash. Raises
     RunError, OSError.
-
-    Args:
-        clock: Unix seconds, for the expiry of leases.
-
     Returns:
-        The manifest that was written, with all files.
+        The manifest that was written, with all files. Times are Unix seconds.
     """
     place = versions_dir(root, draft.attempt) if beside else root
     target = step_dir(place, draft.step)
@@ -236,10 +232,7 @@ def _collect(
 
 def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
     """Make `source` visible as `target`, in place of an earlier checkpoint, unless that is pinned or leased. Raises
-    RunError, OSError.
-
-    Args:
-        clock: Unix seconds.
+    RunError, OSError. Times are Unix seconds.
     """
     if (target / MANIFEST).exists() and committed_manifest(target) is None:
         # It cannot be read, so its worth is not known.

@@ -46,10 +46,7 @@ from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
 
 def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
     """Move a checkpoint to the trash; `empty_trash` frees its bytes. Return False if it stays: it is pinned or leased,
-    or its place has another checkpoint by now, or one of verl's.
-
-    Args:
-        now: Unix seconds.
+    or its place has another checkpoint by now, or one of verl's. Times are Unix seconds.
     """
     target = step_dir(root, manifest.step)
     with leases.claimed(root, manifest, now=now) as free:
@@ -280,10 +277,7 @@ def prune_plan(
     saving: Iterable[int] = (),
 ) -> list[PruneRow]:
     """Decide which checkpoints of a folder stay: one row per checkpoint, oldest first. Deletes nothing. Raises
-    UnreadableError.
-
-    Args:
-        now: Unix seconds.
+    UnreadableError. Times are Unix seconds.
     """
     # Twice: before the folders for the steps that verl has finished, and after them for those that must stay.
     before = _trackers(root)
@@ -331,12 +325,8 @@ def _trackers(root: Path) -> dict[Kind, TrackerFile]:
 def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False) -> tuple[list[Pruned], list[str]]:
     """Delete the checkpoints that a plan does not keep, unless they are leased or pinned by now. An error with one does
     not stop the others.
-
-    Args:
-        now: Unix seconds.
-
     Returns:
-        The deleted checkpoints, and problems.
+        The deleted checkpoints, and problems. Times are Unix seconds.
     """
     pruned, problems = [], []
     started = time.monotonic()

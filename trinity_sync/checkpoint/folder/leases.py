@@ -106,10 +106,8 @@ def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
 
 
 def blockers(root: Path, manifest: Manifest, *, now: float, successor: Manifest | None = None) -> list[str]:
-    """Return the reasons why a checkpoint has to stay, for people: "a pin" and the readers with a lease.
-
-    Args:
-        now: Unix seconds.
+    """Return the reasons why a checkpoint has to stay, for people: "a pin" and the readers with a lease. Times are Unix
+    seconds.
     """
     key = (manifest.step, manifest.attempt)
     # Leases first: a pin is written under a lease, so one of the two is seen.
@@ -130,13 +128,11 @@ def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
 
 @contextmanager
 def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
-    """Keep new pins and leases off a checkpoint inside the block. Ask `blockers` for earlier ones.
+    """Keep new pins and leases off a checkpoint inside the block. Ask `blockers` for earlier ones. Times are Unix
+    seconds.
 
     The work has to be done in `_CLAIM_S` seconds: an older claim does not count, so ask `blockers` again before a step
     that cannot be undone. Raises OSError if the folder of leases cannot be written.
-
-    Args:
-        now: Unix seconds.
     """
     folder = root / LEASES
     name = f"{manifest.step}-{manifest.attempt}-{math.ceil(now + _CLAIM_S)}-{secrets.token_hex(8)}{_CLAIM}"

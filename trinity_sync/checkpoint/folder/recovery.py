@@ -100,9 +100,7 @@ def clean_versions(
     root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
 ) -> None:
     """Delete weights next to the step folders; leased ones stay until the next call. Raises RunError: see `recover`.
-
-    Args:
-        now: Unix seconds.
+    Times are Unix seconds.
     """
     _check_links(root)
     running = versions_dir(root, attempt) if attempt is not None else None

@@ -320,12 +320,8 @@ class Mirror:
     def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete the checkpoints that the policies do not keep, and torn copies of checkpoints that are not here any
         more. Raises ForeignError if the place is not this run's.
-
-        Args:
-            now: Unix seconds.
-
         Returns:
-            The deleted steps, ascending.
+            The deleted steps, ascending. Times are Unix seconds.
         """
         self._check_mine()
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from verl.trainer.ppo import checkpoint_callback
 
@@ -46,14 +45,14 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
         config: verl's.
     """
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: object = None) -> None:
         super().__init__(config)
         self._record: _SavesRecord | None = None
         if not is_on():
             say("the checkpoint callback has nothing to do: VERL_ENGINE_VENDOR is not trinity in the driver")
 
     def on_save(
-        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
+        self, trainer: object, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: object
     ) -> None:
         """Report that the trainer has written its own files. Waits for the monitor's answer, not for the commit."""
         if not is_on():

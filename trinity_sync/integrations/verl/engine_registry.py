@@ -51,27 +51,27 @@ class SavesThroughUs:
         super().initialize()  # type: ignore[misc]
         self._saves = _saves_of(self)
 
-    def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+    def train_mode(self, **kwargs: object) -> AbstractContextManager[None]:
         self._went_on()
         mode: AbstractContextManager[None] = super().train_mode(**kwargs)  # type: ignore[misc]
         return mode
 
-    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+    def eval_mode(self, **kwargs: object) -> AbstractContextManager[None]:
         self._went_on()
         mode: AbstractContextManager[None] = super().eval_mode(**kwargs)  # type: ignore[misc]
         return mode
 
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+    def get_per_tensor_param(self, *args: object, **kwargs: object) -> object:
         """As verl's, which also merges adapters into the base weights for a while."""
         self._went_on()
         self._wait_until_copied()
         return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
 
-    def optimizer_step(self) -> Any:
+    def optimizer_step(self) -> object:
         self._wait_until_copied()
         return super().optimizer_step()  # type: ignore[misc]
 
-    def lr_scheduler_step(self) -> Any:
+    def lr_scheduler_step(self) -> object:
         self._wait_until_copied()
         return super().lr_scheduler_step()  # type: ignore[misc]
 
@@ -80,11 +80,11 @@ class SavesThroughUs:
             self._wait_until_copied()
         super().to(device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def load_checkpoint(self, *args: object, **kwargs: object) -> None:
         self._wait_until_copied()
         super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, local_path: str, *args: object, **kwargs: object) -> None:
         """Save through our manager. The program's last save is written when this returns, as Ray kills workers at
         once.
         """

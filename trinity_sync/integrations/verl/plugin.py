@@ -21,7 +21,6 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 from wrapt import register_post_import_hook
 
@@ -29,21 +28,17 @@ from trinity_sync.integrations.verl import at_exit
 from trinity_sync.integrations.verl.vendor import TESTED, is_on, is_tested, say
 
 
-def _replace(module: ModuleType, name: str, instead_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    setattr(module, name, instead_of(getattr(module, name)))
-
-
 def _resume(module: ModuleType) -> None:
     from trinity_sync.integrations.verl import program_start
 
-    _replace(module, "find_latest_ckpt_path", program_start.instead_of)
+    module.find_latest_ckpt_path = program_start.instead_of(module.find_latest_ckpt_path)  # type: ignore[attr-defined]
 
 
 def _remote_copies(module: ModuleType) -> None:
     verls = module.copy
 
     @functools.wraps(verls)
-    def copy(*args: Any, **kwargs: Any) -> Any:
+    def copy(*args: object, **kwargs: object) -> object:
         # Imported at the call: these imports may be what has imported verl's module.
         from trinity_sync.integrations.verl import remote_copies
 
@@ -75,7 +70,7 @@ def _driver(module: ModuleType) -> None:
     rays = module.init
 
     @functools.wraps(rays)
-    def init(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: object, **kwargs: object) -> object:
         started = rays(*args, **kwargs)
         at_exit.finish_at_exit(at_exit.SavesOfWorkers())
         return started

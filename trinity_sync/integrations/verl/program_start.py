@@ -25,7 +25,7 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.integrations.verl.vendor import RETENTION, say
 
 Find = Callable[..., "str | None"]
-Method = Callable[..., Any]
+Method = Callable[..., object]
 
 SKIP_MISSING = "TRINITY_SYNC_SKIP_MISSING"
 """Set to 1 to start although a committed checkpoint is gone or unreadable."""
@@ -147,7 +147,7 @@ def _of_handler(module: ModuleType, init: Method) -> Method:
     """For SFT, with torchrun and under Ray. An engine that keeps verl's manager has printed a line of its own."""
 
     @functools.wraps(init)
-    def announced(self: Any, *args: Any, **kwargs: Any) -> None:
+    def announced(self: Any, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
         is_ours = self.mode != module.OrchestrationMode.SPMD or getattr(self.engine, "_saves", None) is not None
         if self.rank == 0 and is_ours:
@@ -160,7 +160,7 @@ def _of_trainer(load: Method) -> Method:
     """For PPO."""
 
     @functools.wraps(load)
-    def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def announced(self: Any, *args: object, **kwargs: object) -> object:
         with contextlib.suppress(AttributeError):  # a changed trainer: the line is not worth ending the program
             trainer = self.config.trainer
             keys = ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")[: 2 if self.use_critic else 1]

@@ -9,7 +9,6 @@ import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.checkpoint.daemon import service
 from trinity_sync.checkpoint.folder.contents import step_of
@@ -26,14 +25,14 @@ def of_manager(manager: CommittedSaves) -> None:
     _managers.add(manager)
 
 
-def instead_of(verls: Callable[..., Any]) -> Callable[..., Any]:
+def instead_of(verls: Callable[..., object]) -> Callable[..., object]:
     """Return a replacement for verl's ``hdfs_io.copy``, with the same arguments. For a checkpoint that is being written
     it returns True at once; an error of the copy is raised by the next save or printed at the program's end. A process
     without a manager, such as a driver under Ray, asks the checkpoint monitor.
     """
 
     @functools.wraps(verls)
-    def copy(src: str, dst: str, **kwargs: Any) -> Any:
+    def copy(src: str, dst: str, **kwargs: object) -> object:
         def now() -> None:
             if not verls(src, dst, **kwargs):
                 raise RunError(f"{src} could not be copied to {dst}")

@@ -1,7 +1,6 @@
-"""A worker's share of a load, beside its engine: versions arrive here, are checked, and wait to be put into the model.
-
-Until then the engine goes on generating, and bytes that turn out to be damaged never reach it. Where the parts of a
-version can be mapped, they are `mapped`; else they are `Received` into memory of the worker's own.
+"""A worker's share of a load. A version arrives in the worker and is checked while the engine generates, so damaged
+bytes never reach the model. Parts are mapped where possible (`Mapped`), and else received into the worker's memory
+(`Received`).
 """
 
 from __future__ import annotations
@@ -34,46 +33,24 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Arrival(NamedTuple):
-    """What a worker is told of a version that it is to take.
+    """The request to a worker to take a version."""
 
-    Attributes:
-        lease: of the version; parts of other nodes are named by where they lie on this one.
-        broadcast: the broadcast in which it comes, in nccl mode.
-        layouts: those of its parts that were not told before.
-        together: the file of the segment in which workers put together what no part holds whole; None: none is needed.
-    """
-
-    lease: Lease
-    broadcast: Broadcast | None
-    layouts: Sequence[PartLayout]
-    together: str | None = None
+    lease: Lease  # names parts of other nodes by their copies on this node
+    broadcast: Broadcast | None  # in nccl mode
+    layouts: Sequence[PartLayout]  # those that were not sent before
+    together: str | None = None  # file of the segment for tensors that are split over parts; None: there are none
 
 
 class Arrived(NamedTuple):
-    """What a worker says of a version that has arrived.
+    """A worker's answer about an arrived version."""
 
-    Attributes:
-        moved: bytes of the version.
-        digests: 16 bytes of each tensor that this worker has looked at, by name; empty where `sync.verify` is not
-            ``full``.
-        reread: tensors are read once more when they are put into the model, from where the lease keeps them.
-    """
-
-    moved: int
-    digests: Mapping[str, bytes]
-    reread: bool
+    moved: int  # bytes of the version
+    digests: Mapping[str, bytes]  # tensor -> 16 bytes, this worker's share; empty unless `sync.verify` is full
+    reread: bool  # the update reads tensors from the leased parts again
 
 
 class Arrivals(ABC):
-    """The versions that arrive in one worker, one at a time.
-
-    Args:
-        tensors: what a version consists of.
-        layouts: of parts that were told of before.
-
-    Attributes:
-        shapes: the tensors, layer by layer.
-    """
+    """Versions that arrive in one worker, one at a time. `shapes`: the tensors of a version, layer by layer."""
 
     def __init__(self, tensors: Shapes, layouts: LayoutCache) -> None:
         self.shapes = {name: tensors[name] for name in sorted(tensors, key=_layer)}
@@ -81,7 +58,7 @@ class Arrivals(ABC):
         self._version: Version | None = None
 
     def take(self, arrival: Arrival) -> Arrived:
-        """Have a version arrive, whole.
+        """Take a whole version.
 
         Raises:
             ChecksumError: bytes are damaged.
@@ -96,17 +73,13 @@ class Arrivals(ABC):
         return arrived
 
     def check(self, version: str) -> None:
-        """Check that it is this version that has arrived.
-
-        Raises:
-            RunError: it is not.
-        """
+        """Raise `RunError` unless this version has arrived."""
         if str(self._version) != version:
             raise RunError(f"version {version} is to be used, but {self._version or 'none'} has arrived")
 
     def tensors(self, version: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the version that has arrived, layer by layer. They are to be read only, and not to be
-        kept when the version is let go. Raises as `check`.
+        """Yield names and tensors of the arrived version, layer by layer; read-only, and valid until `let_go`. Raises
+        as `check`.
         """
         self.check(version)
         for name in self.shapes:
@@ -114,21 +87,16 @@ class Arrivals(ABC):
 
     @abstractmethod
     def read(self, name: str, rows: int | None = None) -> torch.Tensor:
-        """A tensor of the version that has arrived.
-
-        Args:
-            name: of the tensor.
-            rows: no more than so many slices along dim 0 are needed; of a tensor of fewer than two dimensions: all.
-        """
+        """Return a tensor of the arrived version, or only its first rows if it has two dimensions or more."""
         ...
 
     @abstractmethod
     def memory(self) -> Sequence[torch.Tensor]:
-        """All memory of which `read` gives views."""
+        """Return the memory behind the tensors of `read`."""
         ...
 
     def let_go(self) -> None:
-        """Hold no version any more."""
+        """Drop the version."""
         self._version = None
 
     @abstractmethod
@@ -136,14 +104,7 @@ class Arrivals(ABC):
 
 
 class Received(Arrivals):
-    """Versions that are received into memory of this worker's own, which is kept from load to load.
-
-    Args:
-        tensors: held in these dtypes.
-        layouts: of parts that were told of before.
-        transport: what they come by.
-        verify: `sync.verify`.
-    """
+    """Versions received into this worker's memory, which is reused."""
 
     def __init__(self, tensors: Shapes, layouts: LayoutCache, transport: Transport, verify: str) -> None:
         super().__init__(tensors, layouts)
@@ -165,32 +126,24 @@ class Received(Arrivals):
 
 
 def _layer(name: str) -> int:
-    """The number of the layer, by the first number in the name; -1 for what is in none."""
+    """Return the layer, that is the first number in the name; -1 without one."""
     found = _FIRST_NUMBER.search(name)
     return int(found[1]) if found else -1
 
 
-# Versions that a worker maps where they lie. Of a tensor that one part holds whole, vLLM reads its own slice there
-# and no more; the others are put together once, in a segment that all workers map.
+# Mapped versions. A tensor that lies in one part is read there, only the worker's slice; a tensor that is split over
+# parts is assembled once per node, in a segment that all workers map.
 
 
 class Share(NamedTuple):
-    """Which of the workers this one is, and how many there are."""
+    """This worker's rank, and the number of workers."""
 
     rank: int
     workers: int
 
 
 class Mapped(Arrivals):
-    """Versions whose parts are mapped.
-
-    Args:
-        tensors: given to vLLM in these dtypes.
-        layouts: of parts that were told of before.
-        maps: where the parts are.
-        verify: `sync.verify`.
-        share: this worker's part of the work.
-    """
+    """Versions whose parts are mapped."""
 
     def __init__(self, tensors: Shapes, layouts: LayoutCache, maps: PartMaps, verify: str, share: Share) -> None:
         super().__init__(tensors, layouts)
@@ -209,7 +162,7 @@ class Mapped(Arrivals):
         return list(self._tensors.values())
 
     def let_go(self) -> None:
-        """Refer to no byte of the version's parts any more."""
+        """Drop the version and all views of its parts."""
         super().let_go()
         self._tensors = {}
 
@@ -237,12 +190,7 @@ class Mapped(Arrivals):
 
 
 class _Plan:
-    """What is worked out once for a set of layouts.
-
-    Attributes:
-        of: the digests of the layouts, and the file of the segment in which tensors are put together.
-        reread: some tensors are not put together, but read from the parts.
-    """
+    """The work on versions of one set of layouts. `reread`: some tensors are read from the parts."""
 
     def __init__(
         self, layouts: Sequence[PartLayout], dtypes: Mapping[str, torch.dtype], together: str | None, share: Share
@@ -267,12 +215,7 @@ class _Plan:
         self._receiver = Receiver({name: own[name] for name in mine})
 
     def put_together(self, segments: Sequence[Segment], *, digest: bool) -> dict[str, bytes]:
-        """Put together what this worker is to.
-
-        Args:
-            segments: those of the parts.
-            digest: whether to say what was put together, in 16 bytes for each tensor.
-        """
+        """Assemble this worker's share of the split tensors; with `digest` return 16 bytes for each."""
         if digest:
             self._receiver.begin()
         for layout, segment in zip(self._spread, segments, strict=True):
@@ -280,18 +223,16 @@ class _Plan:
         return {name: found for name, *_, found in self._receiver.taken()} if digest else {}
 
     def digests(self, segments: Sequence[Segment]) -> dict[str, bytes]:
-        """The 16-byte digests of the tensors that this worker is to look at, of those that a part holds whole."""
+        """Return the 16-byte digests of this worker's share of the other tensors."""
         return self._rows.digest(segments).tensor_digests()
 
     def views(self, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
-        """All tensors, once all workers are done."""
+        """Return all tensors; called when all workers have assembled theirs."""
         return self._whole.views([*segments, self._together])
 
 
 def share_of(nbytes: Mapping[str, int], share: Share) -> set[str]:
-    """The names of the tensors that a worker deals with: of about as many bytes as those of each other worker, and each
-    tensor by one of them.
-    """
+    """Return the names of a worker's tensors: each tensor has one worker, and the workers have about equal bytes."""
     loads = [(0, rank) for rank in range(share.workers)]
     mine: set[str] = set()
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):

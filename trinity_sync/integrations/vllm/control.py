@@ -1,4 +1,4 @@
-"""What is asked of a vLLM engine to change its weights, whether it is in this process or a server."""
+"""Control of a vLLM engine while its weights change; the engine is in this process, or a server."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OnUpdate = Literal["wait", "keep", "abort"]
-"""What becomes of requests that are under way: they are finished first, go on with the new weights, or are aborted."""
+"""Handling of running requests: they finish first, continue with the new weights, or are aborted."""
 
 
 def updating(version: str) -> str:
-    """What an engine says that it holds, from before its first byte changes until all of a version is in."""
+    """Return the version that an engine reports from its first changed byte until the version is complete."""
     return f"updating-{version}"
 
 
 class EngineControl(Protocol):
-    """A vLLM engine whose weights change. Each method waits until the engine has done it.
-
-    Each raises `WaitTimeout` where it takes too long, `EngineDied` where the engine is gone, and `RunError` where it
-    fails.
+    """Control of an engine. Each method waits for the engine, and raises `WaitTimeout`, `EngineDied` if the engine has
+    died, and `RunError` if it fails.
     """
 
     def connect(self, address: WorkerAddress) -> None:
@@ -38,33 +36,32 @@ class EngineControl(Protocol):
         ...
 
     def pause(self, how: OnUpdate) -> None:
-        """Have the engine generate nothing; keys, values and prefixes of before are forgotten."""
+        """Stop generation and clear the caches of keys, values and prefixes."""
         ...
 
     def resume(self) -> None:
-        """Have it generate again."""
+        """Start generation again."""
         ...
 
     def start_update(self, version: str) -> None:
-        """Have the engine say from now on that it is being updated to a version, and begin a session."""
+        """Begin an update session; the engine reports `updating(version)` from now on."""
         ...
 
     def update(self, version: str | None) -> None:
-        """Have the version that has arrived put into the model; None: give the session up, which raises."""
+        """Load the arrived version into the model; None gives the session up, which raises."""
         ...
 
     def finish_update(self, version: str) -> None:
-        """End the session, and have the engine say from now on that this is its version."""
+        """End the session; the engine reports this version from now on."""
         ...
 
 
 class AsyncControl:
-    """An `AsyncLLM` of this process.
+    """Control of an `AsyncLLM` in this process.
 
     Args:
-        llm: the engine.
-        loop: in which it lives, running in another thread.
-        who: what errors call it.
+        loop: the engine's event loop, running in another thread.
+        who: the engine's name in errors.
         timeout_s: limit of each call, seconds.
     """
 
@@ -100,12 +97,11 @@ class AsyncControl:
         self.wait(self._llm.finish_weight_update(weight_version=version), f"finish the update to version {version}")
 
     def wait(self, doing: Coroutine[Any, Any, T], what: str, timeout_s: float | None = None) -> T:
-        """Have the engine do something.
+        """Run a coroutine on the engine's loop and wait for it.
 
         Args:
-            doing: what.
-            what: in words, for errors.
-            timeout_s: another limit than that of all calls.
+            what: the engine's task, for errors.
+            timeout_s: limit, seconds; None: that of all calls.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -114,11 +110,11 @@ class AsyncControl:
         try:
             return future.result(limit)
         except LateError as error:
-            if future.done():  # it is vLLM itself that waited for something in vain
+            if future.done():  # a timeout inside vLLM
                 raise RunError(f"{self._who} failed to {what}: {error_text(error)}") from error
             future.cancel()
             raise WaitTimeout(self._who, what, limit) from None
         except EngineDeadError as error:
-            raise EngineDied(f"{self._who} died when it was to {what}") from error
+            raise EngineDied(f"{self._who} died before it could {what}") from error
         except Exception as error:
             raise RunError(f"{self._who} failed to {what}: {error_text(error)}") from error

@@ -1,7 +1,5 @@
-"""Versions for a vLLM server that knows nothing of us: through a file in its own format, which it reloads.
-
-The file is written in the memory that this node's processes share, as versions come, and goes when the server has read
-it. Versions are checked on the way into it as on the way into tensors of a process, for that is what the file is here.
+"""Versions for a vLLM server without our plug-in: each is written to a safetensors file in shared memory, which the
+server reloads and which is deleted then. The file is mapped as tensors, so versions are checked as in any other load.
 """
 
 from __future__ import annotations
@@ -32,17 +30,14 @@ _FILE = "model.safetensors"
 
 
 class FileTarget:
-    """A server that takes versions (a `WeightTarget`) from files.
+    """A server as a `WeightTarget` that takes versions from files.
 
-    After an error in the reload the server stays paused. vLLM does not always recover from one: it may have to be
-    started again.
+    After an error in the reload the server stays paused. vLLM may not recover from one, and has to be restarted then.
 
     Args:
         control: of the server, which is on this node and runs as the same user.
-        tensors: what a version consists of; in the file they have these dtypes.
-        mode: the sync mode.
-        side: what the mode may ask.
-        verify: `sync.verify`; the digest with ``full`` is of what was written to the file.
+        tensors: the tensors of a version, with their dtypes in the file.
+        verify: `sync.verify`; with ``full`` the digest is that of the file's tensors.
     """
 
     def __init__(
@@ -62,14 +57,14 @@ class FileTarget:
         )
         self._broken = False  # the server's weights are of several versions
         for root in (DEFAULT_ROOT, _elsewhere()):
-            remove_stale(root)  # of explorers that were killed
+            remove_stale(root)  # of killed explorers
 
     def check(self, lease: Lease) -> None:
-        """Check that names and shapes fit. Done once per set of layouts."""
+        """Check names and shapes. Done once per set of layouts."""
         self._expected.check(lease)
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
-        """Write a version to a file, then have the server read that. It generates meanwhile."""
+        """Write a version to a file while the server generates, then have the server read it."""
         with self._file() as (folder, tensors):
             target = self._into(tensors)
             target.check(lease)
@@ -95,7 +90,7 @@ class FileTarget:
         try:
             self._control.pause("wait")
         except RunError:
-            if not self._broken:  # what it holds is whole
+            if not self._broken:
                 with suppress(RunError):
                     self._control.resume()
             raise
@@ -105,7 +100,7 @@ class FileTarget:
 
     @contextmanager
     def _file(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
-        """A folder with a file in the format of safetensors, and the tensors in it."""
+        """Yield a folder with a safetensors file, and the tensors in the file."""
         begin = header(self._infos)
         size = len(begin) + sum(nbytes(info) for info in self._infos.values())
         key = f"server-{os.getpid()}-{secrets.token_hex(8)}"
@@ -122,5 +117,5 @@ class FileTarget:
 
 
 def _elsewhere() -> Path:
-    """Where the file lies if shared memory has no room for it."""
+    """Return the folder of the file if shared memory has no room for it."""
     return Path(tempfile.gettempdir())

@@ -1,7 +1,6 @@
-"""The wire between who gives versions and the workers of an engine: a socket beside vLLM's own control.
-
-Each worker connects to it and is asked, by a thread of its own, while its engine generates; vLLM's own control stands
-still for the length of a call. Who connects has to know the key, which travels through vLLM.
+"""A socket between an explorer and the workers of its vLLM engine. Each worker connects, and answers requests in a
+thread while its engine generates; a call over vLLM's own control would block the engine. Both sides prove a key, which
+the workers get through vLLM.
 """
 
 from __future__ import annotations
@@ -28,23 +27,18 @@ from trinity_sync.host.threads import in_background
 _LONGEST_FOLDER = 70
 
 _CONNECT_S = 30.0
-"""For a process that listens to take a connection; the engine stands still meanwhile."""
+"""Limit for the explorer to accept a connection, seconds; the engine is blocked meanwhile."""
 
 
 class WorkerAddress(NamedTuple):
-    """Where workers connect.
-
-    Attributes:
-        path: of the socket.
-        key: that they have to know, hex.
-    """
+    """Path of the socket and its key, hex."""
 
     path: str
     key: str
 
 
 class WorkerHello(NamedTuple):
-    """What a worker says first."""
+    """A worker's first message."""
 
     rank: int
     pid: int
@@ -63,11 +57,11 @@ class _Answer(NamedTuple):
 
 
 class WorkerLink:
-    """The asking end.
+    """The explorer's end.
 
     Args:
-        who: whose workers they are, for errors.
-        workers: how many.
+        who: the explorer's name in errors.
+        workers: their number.
     """
 
     def __init__(self, who: str, workers: int) -> None:
@@ -87,27 +81,23 @@ class WorkerLink:
         threading.Thread(target=self._accept, name="workers connect", daemon=True).start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all workers are there.
-
-        Raises:
-            WaitTimeout: some are not.
-        """
+        """Wait until all workers have connected; WaitTimeout if some have not."""
         if not self._complete.wait(timeout_s):
             raise WaitTimeout(self._who, f"have {self._count} workers connect", timeout_s)
-        self._stop_listening()  # nothing is left behind, however this process ends
+        self._stop_listening()  # removes the folder now, however this process ends
 
     def ask(self, method: str, arguments: Callable[[int], tuple[object, ...]], timeout_s: float) -> list[object]:
-        """Have all workers do something side by side; return what they answer, in the order of their ranks.
+        """Call a method of all workers concurrently; return the answers in the order of the ranks.
 
         Args:
-            method: what, by the name that their `serve` was given.
-            arguments: of each worker, by its rank.
+            method: its name in the `methods` of `serve`.
+            arguments: returns the arguments for a rank.
             timeout_s: limit for all together, seconds.
 
         Raises:
-            EngineDied: a worker is gone.
-            WaitTimeout: one does not answer.
-            TrinityError: what a worker raised; of several, that of the lowest rank.
+            EngineDied: a worker has died.
+            WaitTimeout: a worker does not answer.
+            TrinityError: a worker's error; of several, that of the lowest rank.
         """
         self._number += 1
         until = time.monotonic() + timeout_s
@@ -121,7 +111,7 @@ class WorkerLink:
             for rank in (rank for rank in waiting if self._connections[rank] in ready):
                 with self._alive(rank):
                     answer: _Answer = self._connections[rank].recv()
-                if answer.number == self._number:  # of an earlier one the wait was given up
+                if answer.number == self._number:  # else it is late, and its wait has timed out
                     answers[rank] = answer
         for _, answer in sorted(answers.items()):
             if answer.error is not None:
@@ -130,11 +120,11 @@ class WorkerLink:
 
     @property
     def workers(self) -> list[int]:
-        """The pids of the workers that are there, by their ranks."""
+        """The pids of the connected workers, in the order of their ranks."""
         return [pid for _, pid in sorted(self._pids.items())]
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Close the connections, which ends the workers' threads."""
         self._stop_listening()
         for connection in self._connections.values():
             connection.close()
@@ -147,14 +137,14 @@ class WorkerLink:
     def _send(
         self, method: str, arguments: Callable[[int], tuple[object, ...]], until: float, timeout_s: float
     ) -> None:
-        """Send side by side: what does not fit into a socket waits until the worker reads."""
+        """Send concurrently: a message that does not fit into the socket blocks until the worker reads."""
         lost: dict[int, Exception] = {}
 
         def send(rank: int) -> None:
             try:
                 with self._alive(rank):
                     self._connections[rank].send(_WorkerRequest(self._number, method, arguments(rank)))
-            except Exception as error:  # raised below, by who waits
+            except Exception as error:  # raised below, in the calling thread
                 lost[rank] = error
 
         threads = {rank: threading.Thread(target=send, args=(rank,), daemon=True) for rank in self._connections}
@@ -163,7 +153,7 @@ class WorkerLink:
         for rank, thread in threads.items():
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                raise WaitTimeout(f"worker {rank} of {self._who}", f"hear that it is to {method}", timeout_s)
+                raise WaitTimeout(f"worker {rank} of {self._who}", f"read the request to {method}", timeout_s)
         for error in lost.values():
             raise error
 
@@ -172,14 +162,14 @@ class WorkerLink:
         try:
             yield
         except (EOFError, OSError) as error:
-            raise EngineDied(f"worker {rank} of {self._who} (pid {self._pids[rank]}) is gone") from error
+            raise EngineDied(f"worker {rank} of {self._who} (pid {self._pids[rank]}) has died") from error
 
     def _accept(self) -> None:
         while len(self._connections) < self._count:
             try:
                 connection = self._listener.accept()
                 hello: WorkerHello = connection.recv()
-            except Exception:  # somebody who does not know the key, or went away; or nobody will come any more
+            except Exception:  # a peer without the key, or one that has closed; or the listener is closed
                 if self._closed:
                     return
                 continue
@@ -197,20 +187,18 @@ def serve(
     begin: Callable[[], None],
     end: Callable[[], None],
 ) -> None:
-    """The answering end: connect, and answer in a thread until the asking end is gone.
+    """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection.
 
     Args:
-        address: where to connect.
-        rank: of the worker.
-        methods: what it can be asked.
-        begin: called by the thread first.
-        end: called by it last.
+        rank: the worker's.
+        methods: the methods that the explorer may call, by name.
+        begin, end: called first and last in the thread.
 
     Raises:
-        OSError, WaitTimeout: nobody listens there, or does not answer.
+        OSError, WaitTimeout: the explorer does not listen, or does not accept.
     """
     key = bytes.fromhex(address.key)
-    connecting = in_background(lambda: Client(address.path, "AF_UNIX", authkey=key), "connect to who gives versions")
+    connecting = in_background(lambda: Client(address.path, "AF_UNIX", authkey=key), "connect to the explorer")
     if not futures.wait([connecting], _CONNECT_S).done:
         raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S)
     connection = connecting.result()
@@ -233,7 +221,7 @@ def _serve(
             try:
                 connection.send(answer)
             except (TypeError, AttributeError, PicklingError) as error:
-                why = RunError(f"what came of its attempt to {request.method} cannot be sent: {error}")
+                why = RunError(f"the result of {request.method} cannot be sent: {error}")
                 connection.send(_Answer(request.number, None, why))
 
 
@@ -243,4 +231,4 @@ def _answered(request: _WorkerRequest, methods: Mapping[str, Callable[..., objec
     except TrinityError as error:
         return _Answer(request.number, None, error.with_traceback(None))
     except Exception as error:
-        return _Answer(request.number, None, RunError(f"it failed to {request.method}: {error_text(error)}"))
+        return _Answer(request.number, None, RunError(f"{request.method} failed: {error_text(error)}"))

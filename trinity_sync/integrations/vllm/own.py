@@ -1,4 +1,4 @@
-"""Versions for a vLLM of one's own: a program that has an `AsyncLLM` and the name of a run's synchronizer."""
+"""Versions for a program's own vLLM engine: it has an `AsyncLLM`, and the synchronizer of a run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ _BUCKET_BYTES = 4 << 20
 class EngineWeights:
     """The weights of an `AsyncLLM` that was started with ``weight_transfer_config={"backend": "trinity"}``.
 
-    Made and asked in another thread than the one of the engine's event loop, by `asyncio.to_thread`: each call waits.
+    Made and called outside the thread of the engine's event loop, such as by `asyncio.to_thread`, since each call
+    blocks.
 
     Args:
         llm: the engine; its workers are on this node.
-        loop: the event loop in which it lives.
-        name: what errors call it.
-        on_update: what becomes of requests under way when a version is put in: ``wait`` (they are finished first),
-            ``keep`` or ``abort``.
+        loop: the engine's event loop.
+        name: the engine's name in errors.
+        on_update: handling of running requests when a version is loaded: ``wait`` (they finish first), ``keep`` or
+            ``abort``.
         timeout_s: limit of each wait, seconds.
     """
 
@@ -63,39 +64,33 @@ class EngineWeights:
         self._segment = SharedSegment()
 
     def take_newest(self, synchronizer: Synchronizer) -> int:
-        """Have the engine take the newest version of a run, from memory or from its checkpoint.
-
-        Args:
-            synchronizer: of the run.
+        """Load the newest version of a run into the engine, from memory or from its checkpoint.
 
         Returns:
-            The version's step, which is the engine's weight version from now on.
+            The version's step, the engine's weight version from now on.
 
         Raises:
-            RunError: there is no version, or it does not fit the engine. Nothing is generated any more where the
-                engine's weights were touched, until a version is taken whole.
+            RunError: there is no version, or it does not fit the engine. If the engine's weights have changed, it stays
+                paused until another version is loaded completely.
         """
         tensors, step = synchronizer.get_model_state_dict()
         if not isinstance(tensors, dict):
             folder = tensors or synchronizer.get_latest_model_path()
             if folder is None:
                 raise RunError(f"{self._name} cannot take a version: none was published yet, or none can be had here")
-            tensors, step = _read(Path(folder), step)  # it may be a newer one by now
+            tensors, step = _read(Path(folder), step)  # may be a newer version
         self.take(tensors, step)
         return step
 
     def take(self, tensors: Mapping[str, torch.Tensor], step: int) -> str:
-        """Have the engine take these weights.
+        """Load weights into the engine; errors as of `take_newest`.
 
         Args:
-            tensors: all of the model, under the names of ``save_pretrained``; on the CPU.
-            step: what the version is called.
+            tensors: all tensors of the model on the CPU, under the names of ``save_pretrained``.
+            step: the version's step.
 
         Returns:
-            The version digest (hex) of what the engine was given.
-
-        Raises:
-            RunError: as of `take_newest`.
+            The version digest (hex) of these tensors.
         """
         shards = [whole(name, from_torch(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
         layout = PartLayout.build(_PART, shards, _BUCKET_BYTES)
@@ -123,11 +118,11 @@ class EngineWeights:
 
     @property
     def paused_s(self) -> float:
-        """Seconds from the call that paused the engine for the version that it took last until it went on."""
+        """Length of the engine's last pause for a version, seconds."""
         return self._target.paused_s if self._target is not None else 0.0
 
     def close(self) -> None:
-        """Let the workers go, and give back the memory. The engine goes on with the weights that it has."""
+        """Disconnect the workers and free the memory. The engine keeps its weights."""
         if self._target is not None:
             self._target.close()
         self._segment.close()
@@ -153,7 +148,7 @@ class EngineWeights:
 
 
 def _read(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], int]:
-    """The weights in a folder, and the step that they are of; `step` where nothing there says."""
+    """Return the weights in a folder, and their step: that of the manifest, else `step`."""
     from trinity_sync.checkpoint.reading import open_weights
 
     weights = open_weights(folder)

@@ -1,5 +1,5 @@
-"""The giving half of a load into vLLM: a version arrives in every worker while the engine generates; then generation
-pauses, vLLM's update session puts it into the model layer by layer, and generation goes on.
+"""The explorer's half of a load into vLLM. A version arrives in every worker while the engine generates; then
+generation pauses, vLLM's update session loads it into the model layer by layer, and generation continues.
 """
 
 from __future__ import annotations
@@ -39,23 +39,19 @@ from trinity_sync.weights.tensors import to_torch
 
 
 class WorkerTarget:
-    """A vLLM engine that takes versions (a `WeightTarget`).
+    """A vLLM engine as a `WeightTarget`.
 
-    After an error in the session the engine stays paused: its weights are of several versions then. The next version
-    that gets in whole lets it go on.
+    After an error in the update session the weights are of several versions, so the engine stays paused until another
+    version is loaded completely.
 
     Args:
-        control: of the engine.
-        workers: how many processes hold its weights (tensor times pipeline parallel).
-        tensors: what a version consists of, as the engine takes it.
-        side: what the mode may ask.
-        verify: `sync.verify`.
-        on_update: what becomes of requests that are under way.
-        start_timeout_s: limit until the workers have connected, seconds.
-        on_switch: told of a version that is in, just before the engine goes on with it.
+        workers: number of processes that hold its weights (tensor times pipeline parallel).
+        tensors: the tensors of a version, as the engine takes them.
+        start_timeout_s: limit for the workers to connect, seconds.
+        on_switch: called with each loaded version, just before generation continues.
 
     Attributes:
-        paused_s: seconds from the call that paused the engine for the version that it took last until it went on.
+        paused_s: length of the engine's last pause for a version, seconds.
     """
 
     def __init__(
@@ -98,7 +94,7 @@ class WorkerTarget:
             raise
 
     def check(self, lease: Lease) -> None:
-        """Check that names and shapes fit, and make room for what is put together. Done once per set of layouts."""
+        """Check names and shapes, and make room for split tensors. Done once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests != self._checked:
             layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
@@ -107,7 +103,7 @@ class WorkerTarget:
             self._checked = digests
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
-        """Have a version arrive, then put it into the model."""
+        """Have a version arrive, then load it into the model."""
         with self._kept(lease) as go_on:
             taken = self._receive(lease, broadcast)
             go_on()
@@ -117,17 +113,17 @@ class WorkerTarget:
 
     @property
     def workers(self) -> list[int]:
-        """The pids of the workers, by their ranks."""
+        """The pids of the workers, in the order of their ranks."""
         return self._link.workers
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Disconnect the workers and free the memory."""
         self._link.close()
         self._copies.close()
         self._together.close()
 
     def _make_room(self, layouts: Sequence[PartLayout]) -> str | None:
-        """The file in which workers put together the tensors that no part holds whole; None where there are none."""
+        """Return the file in which workers assemble split tensors, None without such tensors."""
         together = WholeTensors(layouts, self._dtypes).together
         if not together.nbytes:
             self._together.close()
@@ -143,14 +139,14 @@ class WorkerTarget:
         self._known.update(layout.digest for layout in new)
         arrived = [cast(Arrived, answer) for answer in answers]
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
-        # What lies in a slot is the version's only while it is leased; a file stays what it is.
+        # a slot holds the version only during the lease; a file does not change
         return LoadResult(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
-        """Compute the digest of what all workers have looked at.
+        """Return the version digest from all workers' tensors.
 
         Raises:
-            ChecksumError: it is not the one that was published, or workers have different bytes of a tensor.
+            ChecksumError: it differs from the published one, or workers have different bytes of a tensor.
         """
         held: dict[str, bytes] = {}
         for one in arrived:
@@ -162,7 +158,7 @@ class WorkerTarget:
         return digest
 
     def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Keep the version's folder while workers read it; see `LeaseFolder`."""
+        """Lease the version's folder while workers read it; see `LeaseFolder`."""
         if lease.location is None or self._side.lease_folder is None:
             return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
@@ -173,7 +169,7 @@ class WorkerTarget:
         try:
             control.pause(self._on_update)
         except RunError:
-            if not self._broken:  # what it holds is whole
+            if not self._broken:
                 with contextlib.suppress(RunError):
                     control.resume()
             raise
@@ -191,7 +187,7 @@ class WorkerTarget:
         except EngineDied:
             raise
         except RunError as error:
-            # Some workers may be in the session still, after which none can be begun.
+            # some workers may still be in the session, and no other can begin before it ends
             with contextlib.suppress(RunError):
                 control.update(None)
             with contextlib.suppress(RunError):
@@ -203,11 +199,11 @@ class WorkerTarget:
         self.paused_s = time.perf_counter() - began
 
     def _let_go(self) -> None:
-        """Have the workers refer to the version's bytes no more."""
+        """Have the workers drop the version's bytes."""
         self._link.ask("let go", lambda rank: (), self._side.timeout_s)
 
     def _spot_check(self, version: str) -> None:
-        """Read back from the engine what it holds as it came."""
+        """Compare weights in the engine with the version."""
         for rank, differing in enumerate(self._link.ask("show", lambda rank: (version,), self._side.timeout_s)):
             if differing:
                 names = listed(cast(list[str], differing))
@@ -215,22 +211,17 @@ class WorkerTarget:
 
 
 class _PartCopies:
-    """Parts of other nodes, each copied to a file of this one that is written anew with each version.
-
-    Args:
-        side: whose agents to ask.
-    """
+    """Parts of other nodes, each copied to a file of this node that each version replaces."""
 
     def __init__(self, side: ExplorerSide) -> None:
         self._side = side
         self._folder: Path | None = None
 
     def of(self, lease: Lease) -> Lease:
-        """The lease, with parts of other nodes named by their copies."""
+        """Return the lease with parts of other nodes named by their copies."""
         return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
 
     def close(self) -> None:
-        """Remove the files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -241,18 +232,15 @@ class _PartCopies:
             self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
         path = self._folder / info.part
         coming = path.with_suffix(".coming")
-        # a worker that is late may be reading the one before
+        # a late worker may still read the earlier copy
         coming.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
         coming.replace(path)
         return replace(info, node=self._side.node, path=str(path))
 
 
-# A segment of this node's shared memory that an explorer has vLLM's workers map.
-
-
 class SharedSegment:
-    """A segment that is made anew when what is to lie in it is laid out otherwise. It goes with `close`; if this
-    process is killed, with the next one that is made.
+    """A segment of shared memory that vLLM's workers map, replaced when the layout changes. `close` deletes it; that of
+    a killed process is deleted when the next one is made.
     """
 
     def __init__(self) -> None:
@@ -260,7 +248,7 @@ class SharedSegment:
         self._layout: PartLayout | None = None
 
     def laid_out(self, layout: PartLayout) -> SlotArena:
-        """An arena of one slot, in which the layout's part is.
+        """Return an arena of one slot with the layout's part.
 
         Raises:
             SegmentError: there is no room for it.
@@ -270,7 +258,7 @@ class SharedSegment:
             self.close()
             elsewhere = Path(tempfile.gettempdir())
             for root in (DEFAULT_ROOT, elsewhere):
-                remove_stale(root)  # of programs that were killed
+                remove_stale(root)  # of killed programs
             key = f"vllm-{secrets.token_hex(8)}"
             self._arena = SlotArena.create(key, 1, {layout.part: layout.nbytes}, fallback=elsewhere)
             for note in self._arena.notes:
@@ -279,7 +267,7 @@ class SharedSegment:
         return self._arena
 
     def close(self) -> None:
-        """Give the memory back once nobody maps it any more."""
+        """Free the memory; it lasts until all workers have unmapped it."""
         if self._arena is not None:
             self._arena.close()
         self._arena = None

@@ -34,8 +34,6 @@ class _Corrected(NamedTuple):
 
     Attributes:
         of_tokens: means over the micro-batch's tokens.
-        of_sequences: means over its sequences.
-        largest: maxima of the micro-batch.
     """
 
     data: TensorDict
@@ -51,11 +49,9 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, rec
     token, in steps), to measure ratios by age; and `ref_log_prob`, if there is a reference.
 
     Args:
-        config: of verl's `ppo_loss`.
         correction: with a level (`rollout_is`), token losses are multiplied by the truncated weights
             exp(`old_log_probs` - `rollout_log_probs`), without a gradient. With rules (`rollout_rs`), tokens or
             sequences that break a rule have no loss and do not count in the means.
-        recomputed: `old_log_probs` are the trainer's own.
     """
 
     def loss(
