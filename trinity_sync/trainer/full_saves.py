@@ -96,7 +96,7 @@ class _DriverPart(NamedTuple):
     deadline: float
 
 
-class _Save(NamedTuple):
+class _OpenSave(NamedTuple):
     """A save before its commit: seconds in which the ranks were blocked, and its begin in Unix seconds."""
 
     step: int
@@ -124,7 +124,7 @@ class FullSaves:
         self._trainer = trainer
         self._settings = settings
         self._log = log
-        self._pending: dict[Pending[Committed], _Save] = {}
+        self._pending: dict[Pending[Committed], _OpenSave] = {}
         self._unreported: list[_DriverPart] = []
         self._reporting = threading.RLock()
         self._failed: dict[int, TrinityError] = {}
@@ -183,7 +183,7 @@ class FullSaves:
         call = self._monitor.wait_committed(step, settings.attempt, settings.timeout_s, kind="full")
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
-        self._pending[call] = _Save(step, max(blocked), began)
+        self._pending[call] = _OpenSave(step, max(blocked), began)
         state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
         state |= {name: value for name, value in states.items() if value}
@@ -312,7 +312,7 @@ class FullSaves:
             self._log.fault(f"save of step {step}", error)
             self._failed[step] = error
 
-    def _blocked(self, save: _Save) -> float:
+    def _blocked(self, save: _OpenSave) -> float:
         """Return the seconds in which the ranks were blocked, with those of later optimizer steps if they answer."""
         try:
             return max(*self._trainer.all(lambda rank: rank.save_blocked(save.step), _ASK_S), save.blocked_s)
