@@ -32,15 +32,15 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 71_500,
-    "modules": 312,
-    "docstring lines / code lines": 0.34,
-    "import lines / code lines": 0.11,
+    "lines": 67_100,
+    "modules": 309,
+    "docstring lines / code lines": 0.26,
+    "import lines / code lines": 0.12,
     "modules on the path of a full save": 20,
     "duplicates": 6,
     "class names that occur twice": 0,
-    "uses of Any": 412,
-    "uses of dict[str, Any] or dict[str, object]": 159,
+    "uses of Any": 212,
+    "uses of dict[str, Any] or dict[str, object]": 148,
 }
 """The figures that a change must not exceed."""
 

@@ -126,17 +126,12 @@ def results(
     that have not answered.
 
     Args:
-        calls: the calls, at most one to each member.
         timeout_s: limit for all of them together, seconds.
-        what: their common task, for errors; None: the task of each call.
-        on_answer: told of each call when it has ended well.
         reserve_s: after a signal to the driver, the seconds that are left for other work: a hung member cannot block
             the end of the run.
 
     Raises:
         MemberDied: a member's process ended.
-        WaitTimeout: members did not answer in time; names them.
-        TrinityError: a member's error, with its name; or Ray itself ended the wait.
     """
     timeout_s = left(timeout_s, reserve_s)
     by_reference = {call.reference: call for call in calls}

@@ -58,8 +58,6 @@ class Pending(ABC, Generic[T_co]):
 
         Raises:
             MemberDied: the process has ended.
-            WaitTimeout: it did not answer in time.
-            TrinityError: the actor's error, with its name.
         """
 
     @abstractmethod
@@ -72,11 +70,7 @@ class Pending(ABC, Generic[T_co]):
 
     @abstractmethod
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait until it has succeeded or failed; return False at the timeout.
-
-        Raises:
-            RunError: the wait itself failed.
-        """
+        """Wait until it has succeeded or failed; return False at the timeout."""
 
     @property
     @abstractmethod
@@ -99,11 +93,7 @@ class CallTransport(ABC):
 
 
 def ended(calls: Collection[P], timeout_s: float = 0.0) -> list[P]:
-    """Wait until all calls have succeeded or failed; return those that have at the timeout (seconds; 0 does not wait).
-
-    Raises:
-        RunError: the wait itself failed.
-    """
+    """Wait until all calls have succeeded or failed; return those that have at the timeout (seconds; 0 does not wait)."""
     deadline = time.monotonic() + timeout_s
     return [call for call in calls if call.has_ended(max(0.0, deadline - time.monotonic()))]
 
@@ -139,13 +129,8 @@ class Changes:
         """Wait for a change after which `ready` is true.
 
         Args:
-            ready: the condition.
-            describe: returns the process and its task for the error.
             seconds: limit of the wait.
             deadline: `time.monotonic` of the end, for a wait that continues an earlier one of `seconds`.
-
-        Raises:
-            WaitTimeout: the condition is still false.
         """
         deadline = time.monotonic() + seconds if deadline is None else deadline
         while not ready():
@@ -166,11 +151,7 @@ class Host(Protocol):
         ...
 
     async def outlived(self, owned: Sequence[object]) -> bool:
-        """Wait for the end of the calling process; return False if the other call was answered first.
-
-        Args:
-            owned: `Pending.owned` of another call of that process, which stays unanswered during the wait.
-        """
+        """Wait for the end of the calling process; return False if the other call was answered first."""
         ...
 
 

@@ -72,12 +72,6 @@ def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy:
 
     Args:
         model: on the meta device.
-        fields: `WorkerSpec.lora`.
-        strategy: the backend's label.
-
-    Raises:
-        ConfigError: a target is not a layer that can have an adapter, peft refuses it for this model, or the adapter at
-            `model.lora.path` belongs to another model; one line that names the key and the module.
     """
     from peft import LoraConfig
 
@@ -120,9 +114,6 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a saved adapter has the tensors that a model needs (shapes by saved name), and no others.
 
     Only the header of the file in the folder `path` is read.
-
-    Raises:
-        ConfigError: it differs; names a tensor.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -214,11 +205,7 @@ class SavedParts:
         return self._names
 
     def of(self, held: str, shape: Sequence[int], start: int, stop: int) -> list[Cut]:
-        """Return the parts of the saved tensors in a range of a model tensor's elements; `shape`: of the whole tensor.
-
-        Raises:
-            ConfigError: the tensor has another size than in the architecture, so some of it would be left out.
-        """
+        """Return the parts of the saved tensors in a range of a model tensor's elements; `shape`: of the whole tensor."""
         names = self._names.get(held, [])
         size = sum(prod(self._saved[name].shape) for name in names)
         if names and size != prod(shape):

@@ -208,11 +208,7 @@ class FsdpParts:
         self._name_of = name_of or str
 
     def find(self) -> Iterator[HeldPart]:
-        """Yield the parts in the order of the memory.
-
-        Raises:
-            ConfigError: a tensor's cut or size is not supported, or a tensor has no saved form.
-        """
+        """Yield the parts in the order of the memory."""
         buffers = sorted(self._buffers())
         if fsdp_version(self._module) == 1:
             yield from self._flat_parts()
@@ -244,11 +240,7 @@ class FsdpParts:
         return buffers
 
     def _held_name(self, names: Sequence[str]) -> str | None:
-        """Return a tensor's name in `Saved.held`; None: it is not part of a version. A tied tensor has several `names`.
-
-        Raises:
-            ConfigError: it is part of a version, but has no saved form.
-        """
+        """Return a tensor's name in `Saved.held`; None: it is not part of a version. A tied tensor has several `names`."""
         named = [held for name in names if (held := self._name_of(clean_tensor_name(name))) is not None]
         found = next((held for held in named if held in self._parts.held), None)
         if named and found is None:

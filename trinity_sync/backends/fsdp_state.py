@@ -96,9 +96,6 @@ class FsdpState:
     def load(self, folder: Path) -> None:
         """Restore the state below `folder`, in either format, except the settings of optimizer and learning rate.
         Collective.
-
-        Raises:
-            RunError: a file is missing or holds what it should not.
         """
         engine = self._engine
         with (
@@ -259,9 +256,6 @@ def write(
     Collective, on any thread.
 
     Args:
-        value: nested containers of live tensors.
-        copied: a plain tensor of this rank below `value` -> its copy in the CPU's memory.
-        folder: is created.
         meeting: the meeting of the save's ranks.
 
     Raises:
@@ -332,12 +326,7 @@ def settings_kept(optimizer: HasGroups) -> Iterator[None]:
 
 @contextmanager
 def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
-    """Have the state dicts of a model and of its optimizer contain this rank's shards during the block.
-
-    Args:
-        model: wrapped by FSDP.
-        offload: FSDP1 returns tensors on the CPU.
-    """
+    """Have the state dicts of a model and of its optimizer contain this rank's shards during the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
         with get_fsdp_state_ctx(

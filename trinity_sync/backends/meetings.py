@@ -77,9 +77,6 @@ class Meetings:
         """Make a meeting of the ranks of torch's default process group, through its store.
 
         All ranks make the same ones, in the same order; none waits for another here.
-
-        Raises:
-            WaitTimeout: rank 0, which serves the store, does not answer.
         """
         store = cast(Store, _get_default_store())
         rank = dist.get_rank()
@@ -92,7 +89,6 @@ class Meetings:
 
         Args:
             what: names the save, such as ``"step 20"``.
-            prepare: this rank's preparation.
 
         Raises:
             RunError: on all ranks, if one fails to prepare or does not come; names the rank and the error.
@@ -132,7 +128,6 @@ class RankMeeting:
 
         Args:
             what: for errors, such as ``"write its share"``.
-            work: returns something that can be pickled.
 
         Raises:
             RunError: on all ranks, if one fails or does not come; names the rank and the error.
@@ -201,11 +196,7 @@ class _Client:
         self.call(lambda store: store.num_keys())  # connects, which waits for the server too
 
     def call(self, ask: Callable[[Store], T], waits_s: float = 0.0) -> T:
-        """Call the store: `ask` makes one call on a client, which may itself wait `waits_s` seconds for other ranks.
-
-        Raises:
-            WaitTimeout: the server does not answer.
-        """
+        """Call the store: `ask` makes one call on a client, which may itself wait `waits_s` seconds for other ranks."""
         client = self._client
         outcome: list[tuple[Store | None, Callable[[], T]]] = []
 

@@ -53,9 +53,6 @@ def packed_attention(
 
     Queries, keys and values are of shape (1, heads, tokens, head size), keys and values with as many heads or fewer;
     `position_ids` (1, tokens), from 0 in each sequence. Returns (1, tokens, heads, head size), and no weights.
-
-    Raises:
-        ValueError: rows are padded, or positions are missing.
     """
     if attention_mask is not None or position_ids is None or len(query) != 1:
         raise ValueError(f"{ATTENTION} takes packed sequences: one row with positions and without a mask")

@@ -65,12 +65,6 @@ _METADATA: Mapping[str, tuple[str, ...]] = {
 def nothing_runs(folder: str | Path) -> Iterator[None]:
     """Make ``torch.load`` weights-only during the block, and restrict metadata of torch.distributed.checkpoint to
     torch's own classes.
-
-    Args:
-        folder: the source, for the error.
-
-    Raises:
-        RunError: it contains something else, or cannot be loaded.
     """
     with _LOADING:
         before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
@@ -91,11 +85,7 @@ def nothing_runs(folder: str | Path) -> Iterator[None]:
 
 
 def load_file(path: Path, *, mmap: bool = False) -> StateDict:
-    """Load a rank's file of ``torch.save`` onto the CPU, without running its pickle; `mmap`: read tensors on use.
-
-    Raises:
-        RunError: the file is missing, cannot be read, or contains what it should not.
-    """
+    """Load a rank's file of ``torch.save`` onto the CPU, without running its pickle; `mmap`: read tensors on use."""
     if not path.exists():
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
     with nothing_runs(path):

@@ -29,12 +29,7 @@ FAMILIES = (
 
 
 def unpackable(model: Mapping[str, object], attention: str) -> str | None:
-    """Return why a model does not support packed sequences; None: it does.
-
-    Args:
-        model: the fields of its Hugging Face config.
-        attention: `model.attn_implementation`.
-    """
+    """Return why a model does not support packed sequences; None: it does."""
     if attention == "eager":
         return "model.attn_implementation is eager, which sees across the ends of packed sequences"
     family = model.get("model_type")

@@ -55,7 +55,6 @@ def compare(
 
     Args:
         dtype: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
-        progress: called with (tensors done, tensors in all).
     """
     names = sorted({*a, *b})
     found = []

@@ -266,9 +266,6 @@ class CheckpointDisk:
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
         """Put the folder in order and make the book of its state. Raises RunError if another run writes in the folder
         now.
-
-        Args:
-            make_book: gets the committed (step, attempt, kind).
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)

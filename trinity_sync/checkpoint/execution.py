@@ -63,11 +63,7 @@ class Execution:
         self._forever = asyncio.ensure_future(self._work())
 
     def start_mirror(self, place: str, settings: MirrorSettings, owner: Owner | None, *, resumed: bool) -> None:
-        """Copy committed full checkpoints to a mirror from now on, after those that are missing there.
-
-        Args:
-            owner: the run; None: there is no driver.
-        """
+        """Copy committed full checkpoints to a mirror from now on, after those that are missing there."""
         assert self._disk.root is not None, "there is nothing to copy"
         loop = asyncio.get_event_loop()
         steps = self._disk.full_steps()

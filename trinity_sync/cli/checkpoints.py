@@ -256,12 +256,7 @@ def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool)
 
 
 def find(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """Return the checkpoint folder, and the step that the user named, in the path or as an argument.
-
-    Raises:
-        ConfigError: the path is not a folder of a run, of checkpoints or of a step, or names another step; or the run's
-            checkpoint folder belongs to another run.
-    """
+    """Return the checkpoint folder, and the step that the user named, in the path or as an argument."""
     own = _checkpoints_of(path)
     elsewhere = not own.resolve().is_relative_to(path.resolve())
     if elsewhere:
@@ -287,12 +282,7 @@ def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
 
 
 def newest(root: Path) -> CheckpointInfo:
-    """Return the newest checkpoint. Never returns an older one silently.
-
-    Raises:
-        ConfigError: there is none.
-        RunError: the newest folder is not a checkpoint, or cannot be read now or by this version.
-    """
+    """Return the newest checkpoint. Never returns an older one silently."""
     infos = scan(root)
     if not infos:
         raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
@@ -421,14 +411,6 @@ def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
 def saved_policies(nodes: Mapping[str, Any], allowed: Sequence[str], run: Path) -> tuple[Policy, ...]:
     """Make the policies of a run's saved settings. Another user may have made that folder, so only our own or allowed
     classes are imported.
-
-    Args:
-        nodes: resolved fields by policy name.
-        allowed: packages or dotted names that may also be run.
-        run: the run's folder, for errors.
-
-    Raises:
-        ConfigError: a policy is not allowed, unknown or wrong.
     """
     from trinity_sync import config
 

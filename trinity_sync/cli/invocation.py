@@ -109,11 +109,7 @@ class Invocation:
 
     @classmethod
     def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
-        """Make it from Hydra's own saved settings of a run or a sweep.
-
-        Args:
-            overrides: of the run's settings; those of Hydra's search path are added.
-        """
+        """Make it from Hydra's own saved settings of a run or a sweep."""
         extra = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
         given = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
         searched = [text for text in map(str, given or ()) if text.startswith("hydra.searchpath=")]
@@ -155,17 +151,7 @@ class Invocation:
     def recompose(
         self, new: Sequence[str], allowed: Sequence[str], *, places: Places = "all", given: Sequence[str] = ()
     ) -> Recomposed:
-        """Compose the settings again, with new overrides after the old ones.
-
-        Args:
-            new: as the user has just given them; their relative paths count from here.
-            allowed: packages whose classes the saved settings may name.
-            places: which places outside the run's folder must be recorded or given again.
-            given: overrides whose values the user vouches for, but which are not composed.
-
-        Raises:
-            ConfigError: a setting is wrong or no longer exists, or names an untrusted class.
-        """
+        """Compose the settings again, with new overrides after the old ones."""
         saved = config.chosen_by_option(self.overrides)
         try:
             merge_overrides(saved, ())
@@ -240,10 +226,6 @@ class Recomposed:
 def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:
     """Drop old overrides of keys that the newly chosen option of their group does not have. Example: a run with
     ``backend=megatron backend.tp=2``, resumed with ``backend=fsdp2``, has no `backend.tp`.
-
-    Args:
-        old, new: overrides as text.
-        compose: returns the configuration with one override, the choice.
     """
     kept = list(old)
     for choice in new:
@@ -266,9 +248,6 @@ def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
     An override is replaced by a later one of the same type and key. `+key=1` therefore stays before a plain `key=2`,
     which needs the key to exist.
-
-    Raises:
-        ConfigError: a new one cannot be parsed.
     """
     with explained():
         parsed = OverridesParser.create().parse_overrides([*old, *new])

@@ -37,9 +37,6 @@ _RUNS = ("run", "resume", "reproduce")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Args:
-        arguments: the command line without the program; None for `sys.argv`.
-
     Returns:
         The exit code: 0 done, 1 the run or the check failed, 2 the user's input is wrong, 130 interrupted.
     """

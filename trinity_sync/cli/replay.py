@@ -57,16 +57,7 @@ class Replay:
 
 
 def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> Replay:
-    """Compose the settings of the repetition.
-
-    Args:
-        source: the run.
-        new: the user's new overrides, without Hydra's own.
-        allowed: packages whose classes the run's settings may name.
-
-    Raises:
-        ConfigError: the settings name an untrusted or missing class, or are not those of the record.
-    """
+    """Compose the settings of the repetition."""
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
     saved = _anchored(without_places(source.config), invocation.started_in)
@@ -147,14 +138,7 @@ def _says_where(override: str) -> bool:
 
 
 def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
-    """Refuse settings that do not have the digest of the run's record: their result is unknown.
-
-    Args:
-        cfg: the settings of the repetition, for files that lie elsewhere now.
-
-    Raises:
-        ConfigError: the digests differ.
-    """
+    """Refuse settings that do not have the digest of the run's record: their result is unknown."""
     expected = source.record.get("config_digest")
 
     def is_expected() -> bool:
@@ -248,15 +232,7 @@ def _experiment_of(run: Path) -> object:
 
 
 def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -> ReplaySource:
-    """Read a run from its folder, or from a bundle.
-
-    Args:
-        config_dir: the user's new folder of option files.
-        new: the user's new overrides.
-
-    Raises:
-        ConfigError: it is neither, is in use, or cannot be read.
-    """
+    """Read a run from its folder, or from a bundle."""
     if place.is_dir():
         invocation = Invocation.read(place)
         if owner := lock_owner(place):
@@ -279,11 +255,7 @@ def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -
 
 
 def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) -> DictConfig:
-    """Return saved settings with references resolved; unused places where the run lived may stay unresolvable.
-
-    Raises:
-        ConfigError: they read this user's environment without a record or a new value of this user.
-    """
+    """Return saved settings with references resolved; unused places where the run lived may stay unresolvable."""
     trust = invocation.trust(new, ())
     with explained():
         given = dict(trust.given)

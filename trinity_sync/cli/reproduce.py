@@ -145,11 +145,7 @@ def _check_known(source: ReplaySource) -> None:
 
 
 def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Separate the override of the run's folder, which is Hydra's own, from the others.
-
-    Raises:
-        ConfigError: it names no folder, or asks for a sweep.
-    """
+    """Separate the override of the run's folder, which is Hydra's own, from the others."""
     given, folder = [], None
     for text in overrides:
         key = text.lstrip("+").partition("=")[0]

@@ -162,12 +162,6 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     The settings are composed again from the run's overrides and the new ones, checked, and saved when the next attempt
     starts, so that a mistake leaves the run as it was.
 
-    Args:
-        folder: of the run, absolute.
-        overrides: new ones.
-        allowed: packages whose classes the saved settings may name.
-        resume: how it is resumed.
-
     Returns:
         The exit code.
     """

@@ -32,14 +32,7 @@ class SweepJob:
     invocation: Invocation
 
     def settings(self, allowed: Sequence[str]) -> Recomposed:
-        """Compose the job's settings.
-
-        Args:
-            allowed: packages whose classes the saved settings may name.
-
-        Raises:
-            ConfigError: they are wrong, name an untrusted class, or have relative paths that differ here.
-        """
+        """Compose the job's settings."""
         found = self.invocation.recompose((), allowed)
         place = self.invocation.started_in
         if config.anchored(found.cfg, place) != found.cfg:
@@ -63,16 +56,8 @@ class SweepJob:
 def resume_sweep(sweep: Path, *, begin: Callable[[SweepJob], int], go_on: Callable[[Path], int]) -> int:
     """Resume a sweep, one job after another, and write its report.
 
-    Args:
-        sweep: its folder.
-        begin: starts a job, and returns its exit code.
-        go_on: resumes the run in a folder, and returns its exit code.
-
     Returns:
         The exit code, as of the sweep itself: 0 all completed, 1 some did not, 130 interrupted.
-
-    Raises:
-        ConfigError: the sweep cannot be read, or it is a search, whose jobs are unknown before they run.
     """
     jobs = read_jobs(sweep)
     states = [job.state for job in jobs]

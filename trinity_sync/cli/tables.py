@@ -25,14 +25,7 @@ def print_table(
     column: int = -1,
     colours: Mapping[str, str] = NO_COLOURS,
 ) -> None:
-    """Print columns as wide as their longest cell; nothing if there are no rows.
-
-    Args:
-        head: titles of the columns.
-        rows: cells.
-        column: the coloured column.
-        colours: colour of a cell by a word in it; the first match counts.
-    """
+    """Print columns as wide as their longest cell; nothing if there are no rows."""
     if not rows:
         return
     rows = [tuple(map(printable, row)) for row in rows]

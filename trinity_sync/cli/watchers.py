@@ -36,16 +36,10 @@ def watch_run(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int
     """Show a run until it ends, and then its result.
 
     Args:
-        folder: of the run, absolute.
-        view: shows it.
-        once: show only the current state.
         wait_s: timeout of the run's start, seconds.
 
     Returns:
         The exit code: 0 it completed, or `once` and it runs; 1 it ended otherwise.
-
-    Raises:
-        RunError: it did not start, or was killed.
     """
     watched, patience = RunWatch(folder, view), Patience(wait_s)
     while not (now := watched.look()).over:

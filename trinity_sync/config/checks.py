@@ -72,9 +72,6 @@ def check(cfg: DictConfig) -> None:
     Checks values, the paths that they name, and the source of users' classes, without importing those. Of other files
     it reads only the model's `config.json`, the headers of its weights, an adapter's `adapter_config.json`, and tables
     in the source of transformers and verl. Starts nothing.
-
-    Raises:
-        ConfigError: with every problem: its key, what is wrong and what would be right.
     """
     problems = _find_problems(cfg)
     if problems:
@@ -84,9 +81,6 @@ def check(cfg: DictConfig) -> None:
 def check_own_classes(cfg: DictConfig) -> None:
     """Check the users' classes for saving, build a user's backend and algorithm once, and run their checks on a
     configuration that has passed `check`.
-
-    Raises:
-        ConfigError: a named class cannot be used, or there are problems, each with its key.
     """
     for key, kind in _SAVING.items():
         named = str(OmegaConf.select(cfg, f"{key}.{TARGET}"))

@@ -58,9 +58,6 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
     The configuration is resolved. `LOCATIONS` are left out, and our own classes, since they follow from the options.
     Local paths of `NAMED_BY_PATH` count by their last component. Canonical JSON is UTF-8 with sorted keys and no
     blanks.
-
-    Args:
-        places: keys that do not count.
     """
     values = _plain_values(OmegaConf.to_container(cfg, resolve=True))
     _drop_places(values, places)

@@ -39,9 +39,6 @@ def compose(
 
     Args:
         overrides: as on the command line, such as ``["sync=nccl", "trainer.steps=10"]``.
-        config_name: the primary config.
-        config_dir: one more folder of option files, as `--config-dir` gives.
-        hydra: include Hydra's own settings, below the key `hydra`.
 
     Raises:
         HydraException, OmegaConfBaseException: an override has an unknown name or a wrong type.
@@ -80,11 +77,6 @@ def inspected(
 ) -> Iterator[None]:
     """Within the block, inspect each composition of Hydra (by `compose` or `hydra.main`) before it is used. Inspecting
     one composition beforehand would not be enough: options can depend on the time of day.
-
-    Args:
-        place: called with each entry of `hydra.searchpath` before Hydra looks there.
-        composed: called with each configuration, with Hydra's own settings. An exception of either ends the
-            composition.
     """
     initialize_sources, load_configuration = ConfigRepository.initialize_sources, ConfigLoaderImpl.load_configuration
 
@@ -144,11 +136,7 @@ shapes.
 
 
 def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Return a copy with absolute paths: relative ones if the run was started in another folder, and those with ``~/``.
-
-    Args:
-        folder: of the run's first start.
-    """
+    """Return a copy with absolute paths: relative ones if the run was started in another folder, and those with ``~/``."""
     found = copy.deepcopy(cfg)
     for key in PATHS:
         with suppress(OmegaConfBaseException):  # the checks report it
@@ -160,10 +148,6 @@ def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
 
 def from_here(overrides: Sequence[str], folder: Path) -> list[str]:
     """Return overrides for a run of another folder, with relative paths resolved here.
-
-    Args:
-        overrides: as the user has just given them.
-        folder: of the run's first start.
 
     Raises:
         HydraException: one cannot be parsed.

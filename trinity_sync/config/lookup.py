@@ -37,11 +37,7 @@ class ModuleSource(NamedTuple):
 
 
 def module_source(module: str, folders: Iterable[Path] = ()) -> ModuleSource | None:
-    """Find a top-level module without importing it: on the import path, else in these folders; None: it is missing.
-
-    Raises:
-        OSError: one of its files cannot be read.
-    """
+    """Find a top-level module without importing it: on the import path, else in these folders; None: it is missing."""
     if not module.isidentifier():
         return None
     found = (PathFinder.find_spec(module, [str(folder)]) for folder in folders)
@@ -87,14 +83,7 @@ def missing(name: str) -> str | None:
 
 
 def load(key: str, name: str) -> Any:
-    """Import the object of a dotted name.
-
-    Args:
-        key: the configuration key with the name.
-
-    Raises:
-        ConfigError: it cannot be imported; the message has key and name.
-    """
+    """Import the object of a dotted name."""
     parts = name.split(".")
     for depth in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:depth])
@@ -124,16 +113,7 @@ def load_class(key: str, name: str, kind: type[T]) -> type[T]:
 
 
 def build(key: str, values: Mapping[str, object], kind: type[T]) -> T:
-    """Build the object of a part of the configuration: the class under `_target_`, from all other keys.
-
-    Args:
-        key: of the part.
-        values: of the part, plain.
-        kind: required base class.
-
-    Raises:
-        ConfigError: the class cannot be imported, has another base, or refuses a value.
-    """
+    """Build the object of a part of the configuration: the class under `_target_`, from all other keys."""
     named, others = f"{key}.{TARGET}", {name: value for name, value in values.items() if name != TARGET}
     found = load_class(named, str(values.get(TARGET)), kind)
     if wrong := mistyped(found, others):

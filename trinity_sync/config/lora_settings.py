@@ -47,11 +47,7 @@ class Adapter:
 
 
 def adapter_of(lora: LoraConfig) -> Adapter | None:
-    """Return the adapter that is trained; None: all weights are trained.
-
-    Raises:
-        ConfigError: the folder cannot be used, or contradicts the other keys.
-    """
+    """Return the adapter that is trained; None: all weights are trained."""
     if lora.path is None:
         if not lora.rank:
             return None

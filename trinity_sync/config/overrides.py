@@ -32,12 +32,7 @@ def quote(text: str) -> str:
 
 
 def as_typed(override: str, text: Callable[[str], str] = str) -> str:
-    """Quote the values of an override whose setting is text and which Hydra would change.
-
-    Args:
-        override: for Hydra's grammar.
-        text: maps a value to its text; by default itself.
-    """
+    """Quote the values of an override whose setting is text and which Hydra would change."""
     key, _, value = override.partition("=")
     name = key.lstrip("+")
     if override.startswith(("-", "~")) or _QUOTED.search(value) or not re.search(r"[\da-z]", value, re.IGNORECASE):

@@ -14,11 +14,7 @@ from trinity_sync.protocol.retention import Policy, make_policy, policy_named
 
 
 def retention_policies(cfg: DictConfig | Config) -> tuple[Policy, ...]:
-    """Build the chosen retention policies. Users' own policies are imported.
-
-    Raises:
-        ConfigError: a policy is unknown, or refuses its fields; the message names the key.
-    """
+    """Build the chosen retention policies. Users' own policies are imported."""
     return tuple(build_policy(str(name), node) for name, node in cfg.retention.policies.items())
 
 

@@ -239,12 +239,6 @@ def only_trusted_places(trust: Trust) -> Iterator[None]:
 def only_trusted(overrides: Sequence[str], trust: Trust) -> Iterator[None]:
     """Within the block, Hydra refuses to compose settings that do more than all settings may or than the user vouches
     for; the same for the places of option files.
-
-    Args:
-        overrides: all of them, the saved ones and then the new ones.
-
-    Raises:
-        ConfigError: names the keys, and the arguments to add.
     """
     ours = _shipped()
 
@@ -263,12 +257,6 @@ def saved_references(cfg: DictConfig) -> Iterator[Doubt]:
 def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *, sweep: bool = False) -> str | None:
     """Return the record of a starting run or sweep: all values for which a resume would need trust; None: this user has
     no key.
-
-    Args:
-        composed: settings of the run, or of each job of a sweep with Hydra's own.
-        hydra: Hydra's own settings, if they are not among those.
-        trust: of a run for which nobody vouches.
-        sweep: also record a model's code, since the jobs of a sweep start without questions.
     """
     every = (doubt for cfg in composed for doubt in _of_run(cfg, cfg.get("hydra") or hydra, trust))
     doubts = [doubt for doubt in every if sweep or not doubt.key.endswith(_OF_MODELS)]
@@ -283,9 +271,6 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
 def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
     """Return the arguments, besides the folder, that a resume of a run needs, quoted for a shell; empty if the settings
     cannot be read.
-
-    Args:
-        used: places by key, see `launch.start.used_places`.
     """
     with suppress(Exception):  # the resume itself reports the problem
         hydra: Any = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
@@ -486,15 +471,7 @@ def _words(value: object) -> str:
 
 
 def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
-    """Refuse a class that a run's settings name, unless it is one of ours for that key, or the user vouches for it.
-
-    Args:
-        key: of the name, not one of Hydra's own.
-        allowed, where: see `Trust`.
-
-    Raises:
-        ConfigError: it is refused.
-    """
+    """Refuse a class that a run's settings name, unless it is one of ours for that key, or the user vouches for it."""
     Trust(where=where, allowed=allowed, recorded=Recorded.read(where)).refuse(_target(key, name, allowed))
 
 

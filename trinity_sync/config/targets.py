@@ -31,15 +31,8 @@ def check_inputs(cfg: DictConfig, task: object = None) -> object:
     """Build everything once that a user's class may refuse: backend, algorithm, retention policies, sync mode and task.
     Reads the task's file line by line and imports its reward function, before Ray starts.
 
-    Args:
-        cfg: a configuration that has passed `check`.
-        task: already built from the same task settings, with any seed; None: it is built here.
-
     Returns:
         The task.
-
-    Raises:
-        ConfigError: with the key, and file and line if there are any.
     """
     check_own_classes(cfg)
     retention_policies(cfg)
@@ -67,10 +60,6 @@ def _check_sync(cfg: DictConfig) -> None:
 
 def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     """Build the task from all keys of its node and the seed.
-
-    Args:
-        node: the part `task` of the configuration, or its plain values in another process.
-        seed: of the run.
 
     Raises:
         TrinityError, ConfigError: as `instantiate_target`.
@@ -118,14 +107,7 @@ def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, ins
 
 
 def validation_task(cfg: DictConfig | Config) -> Any:
-    """Build the task (`ValidatingTask`) or the rows that a run validates on; None: it does not validate.
-
-    Args:
-        cfg: a configuration that has passed `check`.
-
-    Raises:
-        ConfigError: the file does not suit the task, or the task has no prompts for validation.
-    """
+    """Build the task (`ValidatingTask`) or the rows that a run validates on; None: it does not validate."""
     values = _task_values(cfg)
     if not validates(values):
         return None
@@ -160,16 +142,7 @@ def _check_text(value: object, key: str) -> None:
 
 
 def instantiate_target(node: DictConfig, **kwargs: object) -> object:
-    """Build the object that a node names by `_target_`. The only call of Hydra's `instantiate`.
-
-    Args:
-        node: a part of the configuration with the key `_target_`.
-        kwargs: further arguments; they replace keys of the same name.
-
-    Raises:
-        TrinityError: raised by the class itself, unchanged.
-        ConfigError: the target cannot be imported, or refuses its arguments; the message has key and target.
-    """
+    """Build the object that a node names by `_target_`. The only call of Hydra's `instantiate`."""
     try:
         return instantiate(node, **kwargs)
     except (Exception, SystemExit) as error:  # a module may exit when it is imported

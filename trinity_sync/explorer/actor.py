@@ -97,11 +97,7 @@ class Explorer:
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
-        """Load a committed version, the newest for None.
-
-        Args:
-            broadcast: the one that brings the version, in nccl mode.
-        """
+        """Load a committed version, the newest for None."""
         assert self._loader is not None, "attach() comes first"
         with _engine_alive():
             report = self._loader.load(version, broadcast)
@@ -119,11 +115,7 @@ class Explorer:
     def generate(
         self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing = FOR_TRAINING
     ) -> SampleBatch:
-        """Generate samples for the prompts, scored and labelled with their version.
-
-        Raises:
-            RunError: this explorer holds no version.
-        """
+        """Generate samples for the prompts, scored and labelled with their version."""
         return self._generate(step, prompts, samples_per_prompt, self._held_for(step), drawing)
 
     def _held_for(self, step: int) -> Version:
@@ -156,7 +148,6 @@ class Explorer:
 
         Raises:
             LoadFailed: a load failed and the version before is lost; the next call repeats the load.
-            RunError: the samples cannot be generated or judged.
         """
         report = self._take_newest()
         if not self._engine.takes_beside:

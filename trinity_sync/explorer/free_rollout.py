@@ -119,13 +119,7 @@ class FreeRollout:
             self._changed.notify_all()
 
     def take(self, step: int) -> SampleBatch:
-        """Return the samples for an update, sorted. Waits while too few are ready.
-
-        Raises:
-            RunError: no explorer is left, an error that no restart repairs, `fail` was called, or too few groups differ
-                (`GroupFilter.check_filled`).
-            WaitTimeout: no samples were delivered for too long.
-        """
+        """Return the samples for an update, sorted. Waits while too few are ready."""
         began = time.monotonic()  # the explorers may have been idle before
         with self._changed:
             while True:

@@ -119,9 +119,6 @@ class HFEngine(TextEngine):
     def destinations(self) -> dict[str, torch.Tensor]:
         """Return the live tensors that a load overwrites: of the model without a vision tower, under the names of
         `save_pretrained`, or of the adapter, under those of peft.
-
-        Raises:
-            ConfigError: `save_pretrained` writes tensors in another form than the model holds, so no load can.
         """
         if self._adapter is None:
             try:
@@ -222,12 +219,7 @@ def held_model(
 ) -> PreTrainedModel:
     """Build the model that an engine holds.
 
-    Args:
-        attn_implementation, trust_remote_code, keep_fp32: as for `HFEngine`.
-        weights: folder in Hugging Face format, or hub id, to read them from; None: they are left unfilled.
-
     Raises:
-        ConfigError: the model does not compute with the tensors that `keep_fp32` names.
         OSError, ValueError: transformers has no such model, or there are no weights.
     """
     if weights is None:
@@ -301,7 +293,6 @@ def uniforms(keys: torch.Tensor, position: int) -> torch.Tensor:
 
     Args:
         keys: int64 of any shape and device, from `sequence_keys`.
-        position: place of the token in the response, from 0.
 
     Returns:
         float64 of the same shape, on the same device.

@@ -93,12 +93,7 @@ class ExplorerPool:
         self._starting = {name: client.start() for name, client in self.clients.items()}
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
-        """Set the node agents to which `join` connects explorers one by one.
-
-        Args:
-            agents: by Ray node id.
-            base: digest of the base of the trainer's adapter, which each explorer must have; None: versions are whole.
-        """
+        """Set the node agents to which `join` connects explorers one by one."""
         self._agents = agents
         self._base = base
 
@@ -107,11 +102,7 @@ class ExplorerPool:
         self._connect({name: self._starting.pop(name)})
 
     def attach(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
-        """Wait until all explorers are up and connect them to the node agents. Arguments as of `introduce`.
-
-        Raises:
-            ConfigError: an explorer has another base.
-        """
+        """Wait until all explorers are up and connect them to the node agents. Arguments as of `introduce`."""
         self.introduce(agents, base)
         starting, self._starting = self._starting, {}
         self._connect(starting)
@@ -130,11 +121,7 @@ class ExplorerPool:
                 )
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
-        """Have all explorers load a version through the sync mode's `deliver`.
-
-        Raises:
-            RunError: an explorer died and no restart is left.
-        """
+        """Have all explorers load a version through the sync mode's `deliver`."""
         reports = self._load(dict(self.clients), version, deliver)
         self._held = version
         return sorted(reports, key=lambda report: report.explorer)
@@ -165,11 +152,7 @@ class ExplorerPool:
         deliver: Deliver,
         drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
-        """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample.
-
-        Raises:
-            RunError: an explorer died and no restart is left, or did not finish in time.
-        """
+        """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample."""
         shares = dict(zip(self.clients, assign(len(prompts), len(self.clients)), strict=True))
         while True:
             began = time.time()
@@ -196,8 +179,6 @@ class ExplorerPool:
         Raises:
             LoadFailed: it could not load the newest version.
             MemberDied: it is dead.
-            WaitTimeout: it did not answer in time.
-            RunError: it could not generate or judge.
         """
         began = time.time()
         try:
@@ -232,9 +213,6 @@ class ExplorerPool:
 
         Returns:
             False: no restart is left; the explorer is gone for good.
-
-        Raises:
-            RunError: the model's folder has changed, such as the base of an adapter.
         """
         while self._may_restart():
             self._on_fault(name, str(why))

@@ -82,11 +82,7 @@ class Validation:
         return self._settings.times.due(step)
 
     def run(self, step: int) -> dict[str, float]:
-        """Validate the version of a step, which all explorers hold; return the metrics, ``val/...``.
-
-        Raises:
-            RunError: an explorer died and no restart is left, a reward failed, or another version made a sample.
-        """
+        """Validate the version of a step, which all explorers hold; return the metrics, ``val/...``."""
         each, drawing = self._settings.samples_per_prompt, self._settings.drawing
         batches = [
             self._pool.generate(step, prompts, each, self._mode.deliver, drawing)
@@ -171,7 +167,6 @@ class VersionValidations:
 
         Raises:
             BaseException: the error given to `fail`.
-            WaitTimeout: there was no progress for `timeout_s`.
         """
         with self._changed:
             self._progress = time.monotonic()
@@ -219,7 +214,6 @@ class VersionValidations:
 
         Raises:
             MemberDied, WaitTimeout: the explorer is lost; the validation waits for another.
-            RunError: a reward failed, or another version made a sample.
         """
         version, began = Version(self._attempt, step), time.monotonic()
         try:

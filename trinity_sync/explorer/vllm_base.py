@@ -91,11 +91,7 @@ class VLLMResponse:
 
 
 def joined(responses: Sequence[VLLMResponse]) -> Responses:
-    """Return the responses as arrays, in the same order.
-
-    Raises:
-        RunError: one did not end by itself or by the limit, or has no token.
-    """
+    """Return the responses as arrays, in the same order."""
     if odd := {str(one.finish_reason) for one in responses} - {"stop", "length"}:
         raise RunError(f"vLLM ended requests by {', '.join(sorted(odd))}, so they are no samples")
     if not all(one.tokens for one in responses):

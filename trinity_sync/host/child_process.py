@@ -75,7 +75,6 @@ class Channel:
 
         Raises:
             TimeoutError: the child has not read all of it in time; the connection cannot send any more.
-            OSError: the connection is closed.
         """
         data = pickle.dumps(message)
         head = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
@@ -175,15 +174,7 @@ def start_child(
     process's module path and the user's environment.
 
     Args:
-        module: dotted name; its `serve` gets the file descriptor of its end of the connection, and must return when
-            that is closed, that is, with this process.
-        log: gets the child's output, and is kept short; None: this process's standard error.
         message_s: limit for the child to read a message, seconds.
-        further: file descriptors that `serve` gets after its own.
-        with_driver: the kernel kills the child when the driver ends.
-
-    Raises:
-        OSError: it could not be started.
     """
     open_missing()
     ours, theirs = socket.socketpair()
@@ -270,14 +261,10 @@ def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> 
     open, and gets no signals of the terminal.
 
     Args:
-        module: dotted name.
-        who: the process's name in errors.
         timeout_s: limit for the report, seconds. A late process is not killed.
 
     Raises:
         KilledError: it ended without a report and without output.
-        RunError: it ended without a report; contains its last line of output.
-        WaitTimeout: there is no report.
     """
     try:
         child = subprocess.Popen(
@@ -355,11 +342,6 @@ def go_on_kept(lifeline: int, forwarded: signal.Signals, not_kept: Sequence[int]
 
     The keeper ends with the fork's exit status, after all descendants of the fork. It kills all of them when the other
     end of the lifeline is closed, as by the end of the process that holds it.
-
-    Args:
-        lifeline: file descriptor of a pipe's reading end.
-        forwarded: a signal that the keeper forwards.
-        not_kept: file descriptors that the keeper closes.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)

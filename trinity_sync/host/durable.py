@@ -17,15 +17,7 @@ _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
 
 def replace_file(path: Path, data: bytes | str | Iterable[str], *, durable: bool = True) -> None:
-    """Replace a file atomically: a reader, or a crash at any moment, sees the old bytes or the new ones.
-
-    Args:
-        data: the new contents; a text, or an iterable of texts, is written in UTF-8.
-        durable: the new contents survive a power cut.
-
-    Raises:
-        OSError: the disk refuses; the old file is still there.
-    """
+    """Replace a file atomically: a reader, or a crash at any moment, sees the old bytes or the new ones."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # not the pid: hosts may share the folder
     try:
         with open(draft, "wb") as file:
@@ -116,11 +108,7 @@ def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], 
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders below and last this one, each with the names of its files. A missing folder is empty.
-
-    Raises:
-        OSError: one cannot be listed; `os.walk` itself would take it for empty.
-    """
+    """Yield the folders below and last this one, each with the names of its files. A missing folder is empty."""
     for parent, _, names in os.walk(folder, topdown=False, onerror=_refuse):
         yield Path(parent), names
 

@@ -136,9 +136,6 @@ def own_modules_found(*folders: Path, unless_named: bool = False) -> Iterator[No
     """Find the user's modules, such as a reward or a task, in these folders during the block.
 
     They are searched last, so that no file of theirs hides another module. They replace the folders of an outer block.
-
-    Args:
-        unless_named: only if no outer block has named folders (or none).
     """
     global _named
     here, around, before = [str(folder) for folder in folders], list(_folders), _named

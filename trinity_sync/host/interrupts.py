@@ -68,8 +68,6 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
     the end, when the block is over and saved. Signal handlers exist in the main thread only; in others nothing changes.
 
     Args:
-        sigterm_saves: whether the first SIGTERM lets the current step end, see `finishing_steps`. The signals of a
-            queue always do.
         limit_s: timeout from the first signal to the end of the program, whatever it waits for, seconds. Half of it is
             for the current step. It does not apply to a queue's signals: its SIGTERM follows.
     """

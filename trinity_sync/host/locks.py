@@ -27,7 +27,6 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
 
     Raises:
         ForeignFileError: it is not a regular file.
-        OSError: it cannot be opened.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
     try:
@@ -43,11 +42,7 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file (`shared`: with others that share it) if it is free; return whether it is locked.
-
-    Raises:
-        OSError: the file system has no flock.
-    """
+    """Lock an open file (`shared`: with others that share it) if it is free; return whether it is locked."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -56,12 +51,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool = False) -> None:
-    """Lock an open file (`shared`: with others that share it), and wait until it is free.
-
-    Raises:
-        WaitTimeout: it is still locked; names the other process, as far as the kernel reports it.
-        OSError: the file system has no flock.
-    """
+    """Lock an open file (`shared`: with others that share it), and wait until it is free."""
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -111,7 +101,6 @@ def open_own_folder(path: Path, *, create: bool) -> int:
     Raises:
         ForeignFileError: a link, something else or another user's folder has the name.
         FileNotFoundError: it is missing, without `create`.
-        OSError: it cannot be created or opened.
     """
     if create:
         with contextlib.suppress(FileExistsError):

@@ -232,7 +232,6 @@ def log_failure(what: str, error: BaseException) -> None:
 
     Args:
         what: the failed work, such as ``generate``.
-        error: its error.
     """
     here = f"{_HERE}-{os.getpid()}"
     if getattr(error, _LOGGED_BY, None) == here:

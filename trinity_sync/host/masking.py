@@ -48,12 +48,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked(value: object, name: str = "") -> Any:
-    """Return a value for display, at any depth: secrets are masked, and references stay.
-
-    Args:
-        value: unresolved settings; a text, a list or a number.
-        name: of its key.
-    """
+    """Return a value for display, at any depth: secrets are masked, and references stay."""
     if isinstance(value, Mapping):
         return {key: masked(inner, name if is_secret(name) else str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -180,10 +180,6 @@ def stack_told(file: int) -> str:
 def place_of(stack: str, caller: str) -> str | None:
     """Return file and line of the innermost call in a stack, above `caller`, that is not a library's; else of any; or
     None.
-
-    Args:
-        stack: from `stack_told`, innermost call first.
-        caller: path of the file whose call the stack belongs to.
     """
     calls = []
     for line in stack.splitlines():

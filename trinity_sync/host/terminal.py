@@ -17,12 +17,7 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 def printable(text: str, keep: str = "", instead: str = "?") -> str:
-    """Return a foreign text for a terminal, without unprintable characters, such as those of a control sequence.
-
-    Args:
-        keep: characters that stay, such as line breaks; all kinds of blanks stay.
-        instead: replaces each of the others.
-    """
+    """Return a foreign text for a terminal, without unprintable characters, such as those of a control sequence."""
 
     def shown(char: str) -> str:
         return char if char.isprintable() or char in keep or unicodedata.category(char) == "Zs" else instead

@@ -138,11 +138,7 @@ class Actors:
         self.model_path = _absolute(self.model_path)
 
     def start(self) -> None:
-        """Build and connect them, and restore the checkpoint that the run starts from.
-
-        Raises:
-            TrinityError: an actor cannot start, or not in time.
-        """
+        """Build and connect them, and restore the checkpoint that the run starts from."""
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.worker_spec import check_whole
         from trinity_sync.weights.shards import listed
@@ -506,12 +502,6 @@ def start_agents(
     log_dir: str,
 ) -> dict[str, AgentClient]:
     """Start the node agents, have them make their slots, and attach the trainer's ranks.
-
-    Args:
-        infos: in rank order.
-        make_coordinator: called in a rank or agent with `node_id` and `job_id`.
-        run_key: unique to the run.
-        fallback: folder of slots as files, if shared memory is too small.
 
     Returns:
         Agents by Ray node id.

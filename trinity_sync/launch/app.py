@@ -106,12 +106,6 @@ def run_main(
 ) -> int:
     """Run a Hydra entry and return the exit code of the process.
 
-    Args:
-        main: a function decorated by `hydra.main` whose body returns `job(cfg)`.
-        arguments: the command line without the program, see `CommandLine`; None for `sys.argv`.
-        resume: how the run in `hydra.run.dir` is resumed; None: a new one is started.
-        until: the step after which it ends; None: `trainer.steps`.
-
     Returns:
         0 done; 1 the run or a job of the sweep failed; 2 configuration or command line wrong (a sweep: of all jobs);
         130 interrupted.
@@ -171,7 +165,6 @@ def job(cfg: DictConfig) -> float:
     Raises:
         KeyboardInterrupt: the user interrupts, which stops a sweep too.
         SystemExit: a queue that is out of time will restart the job.
-        RunError: the objective would be NaN, which Optuna does not accept.
     """
     if _session.rerun:
         _take_free_folder()
@@ -453,16 +446,6 @@ def settings_files(
 ) -> Iterator[None]:
     """Save what a resume needs: of a new run the record, of a resumed run also the settings. If the launcher refuses
     the run, the earlier settings are restored.
-
-    Args:
-        run: its folder.
-        cfg: as composed by the current job of Hydra.
-        used: the same with the places that the run uses.
-        started_in: folder of the first start, from which relative paths count.
-        saved_by_hydra: Hydra has saved the settings of this start.
-
-    Raises:
-        RunError: a file cannot be written.
     """
     folder = run / FOLDER
     texts = _texts(run, cfg, used, started_in)

@@ -69,15 +69,7 @@ def cluster(
     """Connect to Ray for the length of the block.
 
     Args:
-        namespace: unique to this run.
-        cpus: logical CPUs that the run's actors reserve.
-        env: environment variables for all actors.
-        forked: a local Ray starts its workers as forks.
         lost: called with the error, on another thread, before this program exits because its node is lost.
-
-    Raises:
-        ConfigError: no cluster at the address accepts this program, or there is no folder for a local one.
-        RunError: a local one did not start, or this program is already connected to one.
     """
     import ray
 

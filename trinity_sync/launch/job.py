@@ -60,7 +60,6 @@ class Job:
         """Do all steps, then finish all saves.
 
         Raises:
-            TrinityError: the run failed.
             KeyboardInterrupt: it was interrupted.
         """
         from trinity_sync.trainer.full_saves import FullSaves

@@ -78,21 +78,8 @@ def run(
 ) -> int:
     """Do one run, from start to end.
 
-    Args:
-        config: the checked configuration.
-        run_dir: the run's folder.
-        resume: resume in place; None: start in a new folder.
-        until: end after this step as if it were the last, but do at least one step; None: `trainer.steps`.
-        job: builds and drives the run.
-        settings: saves the settings. A new run enters it before its record begins, so that every run with a record can
-            be resumed; a resume, which may still be refused, enters it after its record.
-
     Returns:
         The exit code: 0 done, 130 interrupted.
-
-    Raises:
-        ConfigError: an input is wrong; nothing was started.
-        RunError: the run failed; its record has the error.
     """
     cfg = config.settings
     threads = _threads()
@@ -153,11 +140,7 @@ def run(
 
 
 def look(config: RunConfig, run_dir: Path) -> None:
-    """Check whether a new run could start in a folder; write nothing.
-
-    Raises:
-        ConfigError: it could not.
-    """
+    """Check whether a new run could start in a folder; write nothing."""
     cfg = config.settings
     _threads()
     if holds_run(run_dir):
@@ -309,11 +292,7 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
 
 
 def check_beforehand(cfg: Config) -> None:
-    """Check that this machine and the named model can do what checked settings ask for.
-
-    Raises:
-        ConfigError: naming the key and a valid value.
-    """
+    """Check that this machine and the named model can do what checked settings ask for."""
     if cfg.cluster.address is None:
         _check_processors(cfg)
         _check_sockets(cfg)

@@ -42,10 +42,6 @@ def starting_raylets_watched(folder: str) -> Iterator[None]:
 def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
     """Within the block, report the death of this node's raylet on stderr.
 
-    Args:
-        node: Ray's node id.
-        ours: this program has started the raylet, so a missing one has died; else it may be invisible.
-
     Yields:
         an event to set before the raylet is ended on purpose.
     """
@@ -59,9 +55,6 @@ def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def _watched(look: Callable[[], int | None], what_then: str) -> Iterator[threading.Event]:
     """Report the death of a raylet.
-
-    Args:
-        look: returns its pid once it runs.
 
     Yields:
         an event to set if its death is expected.

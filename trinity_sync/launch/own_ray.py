@@ -246,9 +246,6 @@ def _ended_on_error() -> Iterator[contextlib.ExitStack]:
 def start_ray(limit_s: float, **options: Any) -> None:
     """Start a Ray by `ray.init`, whatever RAY_ADDRESS says. Retry on a busy machine, where Ray gives its own processes
     only 30 seconds, and once if one of them dies.
-
-    Raises:
-        RunError: it does not start within `limit_s` seconds, or this program is connected to a Ray already.
     """
     import ray
 
@@ -464,14 +461,7 @@ class Forks:
 
 @contextlib.contextmanager
 def fork_server(folder: Path) -> Iterator[Forks]:
-    """Run a fork server within the block.
-
-    Args:
-        folder: for its socket and its log; private to this user.
-
-    Raises:
-        RunError: it cannot be started.
-    """
+    """Run a fork server within the block."""
     from trinity_sync.actors.calls import ends_noted_in
 
     path, noted = folder / "forks", folder / "forks.log"
@@ -545,9 +535,6 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
     `ray.shutdown` ends Ray's own processes. Workers would take seconds to notice, so they are killed; processes that an
     actor has started end when they miss their parent. If Ray hangs, its local processes are killed; if that does not
     help, this program exits.
-
-    Args:
-        begin: called once the processes to be ended are known.
     """
     import ray
 

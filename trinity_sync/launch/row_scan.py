@@ -131,16 +131,7 @@ class _UnreadableModel(NamedTuple):
 
 
 def scanned_task(cfg: Config) -> Scanned:
-    """Build a run's task and look through its rows. Called by the driver, before Ray is started.
-
-    Args:
-        cfg: a configuration that has passed `check`.
-
-    Raises:
-        ConfigError: a row cannot be used, or there are arguments of a chat template that it does not read; the message
-            names file and line, or the key.
-        RunError: the process that tokenises died, or said nothing for too long.
-    """
+    """Build a run's task and look through its rows. Called by the driver, before Ray is started."""
     if cfg.workload.kind == "bytes":
         return NOTHING
     task = build_task(cfg.task, cfg.seed)
@@ -156,14 +147,7 @@ def scanned_task(cfg: Config) -> Scanned:
 
 
 def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
-    """Tell where rows that are validated on are trained on, too.
-
-    Args:
-        cfg: of the run.
-        task: that is trained on.
-        validating: that is validated on: so many of its first rows.
-        count: how many.
-    """
+    """Tell where rows that are validated on are trained on, too."""
     if not hasattr(task, "all_rows"):
         return
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
@@ -278,11 +262,7 @@ def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel
 
 
 def serve(descriptor: int) -> None:
-    """Run as the child: look at the rows of one request, telling after every thousand how many are done.
-
-    Args:
-        descriptor: file descriptor of the connection to the parent.
-    """
+    """Run as the child: look at the rows of one request, telling after every thousand how many are done."""
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with Connection(descriptor) as connection:
         request: _ScanRequest = connection.recv()
@@ -332,11 +312,7 @@ def _look(request: _ScanRequest, tell: Callable[[int], None]) -> _Found | _Unrea
 
 
 def _check_model(request: _ScanRequest, tokens: ModelTokens) -> None:
-    """Check that trainer and explorers choose the same class and attention. The config may come from the hub.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Check that trainer and explorers choose the same class and attention. The config may come from the hub."""
     fields = tokens.config.to_dict()
     on_cpu = request.vllm_on_cpu
     if on_cpu is not None and (problem := model_problem(fields, on_cpu=on_cpu)):
@@ -353,9 +329,6 @@ def _check_model(request: _ScanRequest, tokens: ModelTokens) -> None:
 def _at_least(request: _ScanRequest, encoder: _Encoder) -> dict[int, int]:
     """Numbers of the rows that are too long however they are divided into tokens, and how many these have at least:
     to tokenise megabytes would take minutes.
-
-    Raises:
-        ConfigError: there is one, and it is not to be left out.
     """
     if encoder.limit is None:
         return {}

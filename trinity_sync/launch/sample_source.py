@@ -88,13 +88,7 @@ def _section(value: object, schema: type[S]) -> S | None:
 def lockstep_data(
     cfg: Config, task: Any, start: Start, model_path: str, pool: ExplorerPool | None, publisher: Publisher
 ) -> NoData | PairsData | RolloutData:
-    """Make the data of a run whose explorers and trainer take turns.
-
-    Args:
-        task: the run's task, scanned.
-        model_path: folder of the model, for its tokenizer.
-        pool: None: the task has pairs.
-    """
+    """Make the data of a run whose explorers and trainer take turns."""
     if cfg.workload.kind == "bytes" and pool is not None:
         from trinity_sync.explorer.rollout import NoData
 
@@ -159,7 +153,6 @@ def loss_validation_of(
     """Make the validation in which the trainer measures the loss of rows; None: there are no rows.
 
     Args:
-        model_path: folder of the model, for its tokenizer.
         timeout_s: timeout of a batch as large as a step's, seconds.
     """
     rows, most = cast("Examples", scanned.validation), _batch_size(cfg)
@@ -227,13 +220,7 @@ def free_data(
     recorder: Recorder,
     validations: VersionValidations | None = None,
 ) -> FreeRollout:
-    """Make the source of samples of a run whose explorers run ahead of the trainer.
-
-    Args:
-        task: the run's task, scanned.
-        recorder: records loads and faults of explorers.
-        validations: explorers do these before they generate.
-    """
+    """Make the source of samples of a run whose explorers run ahead of the trainer."""
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.steps import record_load
@@ -282,13 +269,7 @@ def _pair_batches(encoder: PairEncoder, rows: Examples, most: int) -> list[PairB
 
 
 def _numbering(start: Start, count: int, key: str, task: object, by_number: str) -> Numbering:
-    """Return which of the task's prompts each step of a run in lockstep has.
-
-    Args:
-        count: prompts of each step.
-        key: the setting of that count, for messages.
-        by_number: name of the task's method that returns prompts by their number.
-    """
+    """Return which of the task's prompts each step of a run in lockstep has."""
     from trinity_sync.samples.position import Position
 
     step, saved = start.step + 1, _saved(start)

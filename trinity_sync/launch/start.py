@@ -66,18 +66,7 @@ class Start:
         mirror: RunMirror | None = None,
         recorded: Recorded = (),
     ) -> Start:
-        """Find where a run starts.
-
-        Args:
-            resume: None: a new run. Else the newest checkpoint, here or at the mirror, that verifies.
-            committed: steps of committed checkpoints, see `committed_steps`.
-            recorded: commits in the run's record, see `recorded_commits`.
-
-        Raises:
-            ConfigError: there is no checkpoint or too many steps, or the run's engine cannot load it; a committed
-                checkpoint cannot be seen; or the mirror cannot be used for a new run.
-            RunError: no checkpoint here verifies, and the mirror cannot be reached.
-        """
+        """Find where a run starts."""
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded)
         start = cls.first(cfg, checkpoints, None)
@@ -142,12 +131,7 @@ def run_mirror(
     resume: Resume | None = None,
     copied: Collection[str] = (),
 ) -> RunMirror | None:
-    """Return the mirror of a run's committed checkpoints, if it has one.
-
-    Args:
-        logs: log folder of the run.
-        copied: mirrors that have copies of the run, see `copied_to`.
-    """
+    """Return the mirror of a run's committed checkpoints, if it has one."""
     node = cfg.checkpoint
     if node.mirror is None:
         return None
@@ -165,11 +149,7 @@ def run_mirror(
 
 
 def look_before_resume(cfg: Config, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
-    """Check quickly, before anything is written, that a resume can see its checkpoints.
-
-    Raises:
-        ConfigError: a committed checkpoint cannot be seen, and there is no mirror.
-    """
+    """Check quickly, before anything is written, that a resume can see its checkpoints."""
     if resume.from_scratch:
         return
     with _advised():
@@ -208,11 +188,7 @@ def _newest(
 
 
 def _least(checkpoints: Path, found: catalog.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:
-    """Return the oldest step that is useful from the mirror: an older one would be refused here.
-
-    Args:
-        unread: a checkpoint newer than `found` cannot be read now.
-    """
+    """Return the oldest step that is useful from the mirror: an older one would be refused here."""
     there = {info.step: info for info in catalog.scan(checkpoints)}
     after = found.step if found is not None else 0
     named = read_tracker(checkpoints, FULL).step
@@ -348,11 +324,7 @@ class Resume:
 
 
 def written_places(cfg: Config, run: Path) -> dict[str, str | None]:
-    """Return the resolved places of checkpoints by config key, for run.json; without places that have a password.
-
-    Args:
-        run: the run's folder. A place inside it is recorded relative to it, so that it moves with the run.
-    """
+    """Return the resolved places of checkpoints by config key, for run.json; without places that have a password."""
     saved = cfg.checkpoint
     found = {_DIR: saved.dir, _MIRROR: saved.mirror, _RESUME_FROM: saved.resume_from}
     if (place := found[_DIR]) is not None:
@@ -364,14 +336,7 @@ def written_places(cfg: Config, run: Path) -> dict[str, str | None]:
 
 
 def used_places(run: Path) -> dict[str, str | None]:
-    """Return the places of checkpoints by config key that a resume uses, from run.json.
-
-    Args:
-        run: the run's folder, absolute.
-
-    Raises:
-        ConfigError: run.json cannot be read.
-    """
+    """Return the places of checkpoints by config key that a resume uses, from run.json."""
     recorded = read_record(run / "run.json").get("places") or {}
     found = {key: recorded[key] for key in PLACES if key in recorded}
     if (folder := found.get(_DIR)) is not None:
@@ -380,12 +345,7 @@ def used_places(run: Path) -> dict[str, str | None]:
 
 
 def resume_command(run: Path, called: str) -> str:
-    """Return the command line that resumes a run, with all arguments that it needs.
-
-    Args:
-        run: the run's folder, absolute.
-        called: the folder as shown to the user.
-    """
+    """Return the command line that resumes a run, with all arguments that it needs."""
     try:
         asked = asked_again(run, used_places(run))
     except ConfigError:
@@ -394,14 +354,7 @@ def resume_command(run: Path, called: str) -> str:
 
 
 def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:
-    """Check that a checkpoint folder belongs to the run in a folder. Writes nothing.
-
-    Args:
-        named: `checkpoint.dir` is on the command line of this resume.
-
-    Raises:
-        ConfigError: it belongs to another run, or its owner or run.json cannot be read.
-    """
+    """Check that a checkpoint folder belongs to the run in a folder. Writes nothing."""
     id = read_record(run / "run.json").get("id", "")  # earlier releases have no id
     owner.check(checkpoints, owner.Owner.new(id, run), recorded=recorded_commits(run / "events.jsonl"), named=named)
 
@@ -421,14 +374,7 @@ def copied_to(events: Path) -> set[str]:
 
 
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:
-    """Return the steps of a run's committed full checkpoints that still exist by its events, ascending.
-
-    Args:
-        checkpoints: its checkpoint folder, which notes deletions that the run did not see.
-
-    Raises:
-        RunError: the events cannot be read.
-    """
+    """Return the steps of a run's committed full checkpoints that still exist by its events, ascending."""
     steps: set[int] = set()
     gone = noted_deletions(checkpoints)
     for event in read_events(events):

@@ -83,10 +83,6 @@ def sweep_problem(config: DictConfig, jobs: Sequence[ComposedJob]) -> str | None
     A search (a sweeper that chooses values as it goes) has only its first job checked, without the chosen values, and
     only for its folder. Settings of jobs that may run on other machines are checked there.
 
-    Args:
-        config: of the sweep, from Hydra's callback.
-        jobs: its `sweep_jobs`.
-
     Raises:
         OmegaConfBaseException: the folder of a job cannot be resolved.
     """

@@ -47,11 +47,6 @@ def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, save
 
     Args:
         model: of transformers; may be on the meta device.
-        targets: `all-linear`, another regular expression for whole names of modules, or a list of ends of names.
-        saved: the targets are those of a saved adapter, which may name layers of other models, too.
-
-    Raises:
-        ConfigError: a target matches no layer, or one that cannot have an adapter; names the module and the reason.
     """
     found, left_out = _Modules(model), list[str]()
     if targets == ALL_LINEAR:

@@ -30,9 +30,6 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per character: padding, begin, end, `CHARACTERS`, unused ones up to `vocab_size`.
 
     It puts the begin token before a text. Encoding an unknown character raises.
-
-    Raises:
-        ConfigError: the vocabulary is too small.
     """
     check_vocabulary(vocab_size)
     characters = [*SPECIAL.values(), *CHARACTERS]
@@ -57,11 +54,7 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
-    """Make the config from `model_type` and fields of that Hugging Face config.
-
-    Raises:
-        ConfigError: transformers cannot build the architecture; names the key.
-    """
+    """Make the config from `model_type` and fields of that Hugging Face config."""
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
@@ -96,16 +89,6 @@ def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Pat
 
     Weights are in bf16, except those that the class keeps in fp32. The same arguments give the same bytes. The
     process's random state stays unchanged. The folder appears as a whole or not at all.
-
-    Args:
-        architecture: `model_type` and fields of that Hugging Face config. Token ids of padding, begin and end are 0, 1,
-            2 and need not be given.
-        seed: seed of the weights.
-        path: the folder to create; must not exist, or be empty.
-
-    Raises:
-        ConfigError: transformers cannot build the architecture; names the key.
-        RunError: the folder exists and is not empty.
     """
     config = architecture_config(architecture)
     path.parent.mkdir(parents=True, exist_ok=True)

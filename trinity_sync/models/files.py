@@ -53,9 +53,6 @@ class ModelFiles:
 
         Weights of any format and their indexes are left out, and so are the files of an adapter, hidden files, and a
         trainer's files for its own resume.
-
-        Raises:
-            ConfigError: a file cannot be read, or there is far more than models have besides their weights.
         """
         contents, too_large, total = {}, [], 0
         for name, path in sorted(_found(folder)):
@@ -83,9 +80,6 @@ class ModelFiles:
         """Return the files of the same model with weights in another dtype (torch's name, such as ``bfloat16``).
 
         config.json and the configs inside it name the dtype.
-
-        Raises:
-            ConfigError: config.json is not a JSON object.
         """
         body = self.config
         if {body[key] for key in _DTYPES if key in body} == {dtype}:
@@ -93,14 +87,7 @@ class ModelFiles:
         return self.with_values({path: dtype for path in _dtype_keys(body)})
 
     def with_values(self, values: Mapping[tuple[str, ...], object]) -> ModelFiles:
-        """Return these files with other values in config.json, whose other bytes stay unchanged.
-
-        Args:
-            values: by keys, those of the outer objects first. A missing key is added to its object.
-
-        Raises:
-            ConfigError: config.json is not a JSON object, or JSON has no such value.
-        """
+        """Return these files with other values in config.json, whose other bytes stay unchanged."""
         if not values:
             return self
         body = self.config

@@ -14,10 +14,6 @@ def check_named(model_path: str) -> None:
     """Check that a model of the hub is in the cache of this machine, or that the hub knows it.
 
     The hub gets one request, and only if the cache has no config.json of it. Folders are not checked.
-
-    Raises:
-        ConfigError: there is no such folder, it is not in the cache, and the hub does not know it, refuses it to this
-            user, or does not answer.
     """
     if Path(model_path).is_dir():
         return
@@ -70,9 +66,6 @@ def local_folder(model_path: str) -> Path:
 
     Missing files of the hub are fetched as transformers fetches them: config.json, and ``model.safetensors`` or the
     files of its index, if there are any.
-
-    Raises:
-        ConfigError: there is neither such a folder nor such a model, or the hub does not give its files.
     """
     if Path(model_path).is_dir():
         return Path(model_path).absolute()

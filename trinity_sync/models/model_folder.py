@@ -37,14 +37,7 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
     """Return names of the tensors of a folder that are in no version.
 
     Args:
-        folder: the model's, in Hugging Face format. Without safetensors, or with quantised weights, nothing is checked;
-            with a vision tower these are refused.
         model: made from the folder's config, on the meta device.
-        saved: the tensors that `save_pretrained` of the model would write (`saved_list`).
-
-    Raises:
-        ConfigError: names tensors of the model that the folder lacks, unknown tensors of the folder, differing copies
-            of one tensor of the model, or a file that cannot be read.
     """
     stored = _stored(folder)
     frozen = tower(model)

@@ -41,11 +41,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def read_shapes(shapes: str) -> dict[str, object]:
-    """Read the fields of a model's config, given a name in `published/` or the path of a config.json (`model.shapes`).
-
-    Raises:
-        ConfigError: there is none, or it is broken; lists the names.
-    """
+    """Read the fields of a model's config, given a name in `published/` or the path of a config.json (`model.shapes`)."""
     published = {file.stem: file for file in _PUBLISHED.glob("*.json")}
     path = published.get(shapes, Path(shapes))
     try:
@@ -68,9 +64,6 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
 
     Returns:
         The fields of the whole model and of the cut one.
-
-    Raises:
-        ConfigError: transformers does not know the model, or its language model has fewer layers.
     """
     from transformers import CONFIG_MAPPING
 
@@ -114,11 +107,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
 
 
 def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, Saved]:
-    """Return the tensors of a version of a model with these fields, by name; or of an adapter for it.
-
-    Raises:
-        ConfigError: transformers cannot make a causal language model of them, or the adapter has no layer.
-    """
+    """Return the tensors of a version of a model with these fields, by name; or of an adapter for it."""
     from trinity_sync.weights.tensors import version_list
 
     model = _made(model_config(fields), "meta", None)
@@ -158,9 +147,6 @@ def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrai
 def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
     """Check that a model of `BytesOption.make_model` is the one of `BytesOption.engine_fields`: a resumed run has its
     own.
-
-    Raises:
-        ConfigError: it is another; names the key.
     """
     sizes = json.loads((folder / SIZES).read_text(encoding="utf-8"))
     for key in ("shapes", "layers", "lora"):
@@ -169,12 +155,7 @@ def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
 
 
 def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
-    """Return the bytes in bf16 of a model cut to 0, 1, ... and all layers of its language model.
-
-    Args:
-        saved: by name.
-        layers: at least so many; the last ones may have no saved tensor.
-    """
+    """Return the bytes in bf16 of a model cut to 0, 1, ... and all layers of its language model."""
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():
         found = _LAYER.search(name)

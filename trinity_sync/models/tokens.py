@@ -76,7 +76,6 @@ def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
 
     Raises:
         OSError, ValueError: it is not here, and the hub does not give it.
-        ConfigError: it is here, and transformers cannot read its config or its tokenizer.
     """
     from transformers import AutoConfig, AutoTokenizer
 

@@ -25,12 +25,7 @@ def temperature_problem(temperature: float) -> str | None:
 
 
 def model_problem(fields: Mapping[str, object], *, on_cpu: bool) -> str | None:
-    """Return why vLLM does not compute the same as the trainer; None: it does.
-
-    Args:
-        fields: of the model's config, with the defaults of the family.
-        on_cpu: whether vLLM runs on a CPU.
-    """
+    """Return why vLLM does not compute the same as the trainer; None: it does."""
     named, made = named_class(fields), made_class(fields)
     if named is not None and made not in (None, named):
         return (

@@ -135,12 +135,7 @@ class CommitBook:
         """Name all parts of a step and ask for its commit as `kind`. Further calls add to it.
 
         Args:
-            parts: names of the parts; with `DIGEST_PART` among them the commit waits for the version digest.
             weights_parts: those of them that are weights; for a ``state_dict`` commit all of them are.
-            durable: whether the commit as this kind has to survive a power cut. True stays True in further calls.
-
-        Raises:
-            RunError: the step has failed, or all of these parts are committed already.
         """
         entry = self._announced(step, attempt)
         if entry.failed is not None:
@@ -196,16 +191,7 @@ class CommitBook:
         later.
 
         Args:
-            ticket: the caller's name for this turn; a repeated call with the same ticket is the same turn.
-            node_id, job_id: name the writing process.
-            weights: whether it writes a weights part; None: unknown, so every commit of the step waits for it.
-            life: tells the process from an earlier one with the same node_id and job_id.
             collective: the save has barriers with its peers, so it does not queue.
-            anonymous: the writer will report its end without the ticket.
-
-        Raises:
-            RunError: the step has failed, or the part comes after the commit (see `finished`). Collective saves are
-                exempt, because their peers may already be in a barrier.
         """
         if step is not None:
             entry = self._open(step, attempt)
@@ -242,20 +228,7 @@ class CommitBook:
         ticket: str | None = None,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """Note that a part is written.
-
-        Args:
-            part: its name. A repeated report counts for nothing. A report with a new ticket is another save of a
-                committed part; it stands for the registrations that came with that save.
-            report: for a part without a name, an id of this report, so that a repeated one is recognised.
-            files: the files written for it; None: unknown.
-            digest: the version digest of the weights; two different ones fail the step.
-            ticket: the turn that ends with this; None: there was none.
-
-        Raises:
-            RunError: the part comes after the commit that it belongs to, and was neither announced nor registered. A
-                repeated report of a commit of an earlier process is accepted.
-        """
+        """Note that a part is written."""
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")
         entry = self._open(step, attempt)

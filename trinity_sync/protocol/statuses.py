@@ -68,11 +68,7 @@ class StatusBook:
         return self._explorer_spoke and not counts[RUNNING] and not counts[REQUIRES_SYNC]
 
     def set_explorer(self, member: RoundMember, status: str, old_status: str | None) -> None:
-        """Move one explorer of a process from `old_status` (None: it is new) to `status`.
-
-        Raises:
-            ValueError: a status is unknown, or no explorer of the process is in the old one.
-        """
+        """Move one explorer of a process from `old_status` (None: it is new) to `status`."""
         status = known_status(status)
         counts = self._explorers.setdefault(member.life, Counter())
         if old_status is not None:

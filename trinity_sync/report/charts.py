@@ -142,18 +142,7 @@ def line_chart(
     marks: Mapping[float, str] | None = None,
     empty: str = "Nothing recorded yet.",
 ) -> Markup:
-    """Draw curves over one axis of numbers.
-
-    Args:
-        series: the curves; those without a value are left out.
-        label: describes the chart for screen readers.
-        y_format: returns the text of a value.
-        width, height: size in pixels, before scaling.
-        y_bounds: values that the axis has to include, where not None.
-        log: a logarithmic vertical axis; values of zero or less are left out.
-        marks: vertical lines by x, with their text.
-        empty: the text of a chart without values.
-    """
+    """Draw curves over one axis of numbers."""
     most = min(_MOST_POINTS, max(100, _MOST_TOGETHER // max(len(series), 1)))
     curves = [item for item in (_thinned(item, log, most) for item in series) if item.pieces]
     if not curves:
@@ -188,12 +177,7 @@ def bar_chart(
     y_format: Format,
     empty: str = "Nothing recorded yet.",
 ) -> Markup:
-    """Draw stacked bars by step: one bar per step, or in a long run per few steps (means).
-
-    Args:
-        xs: the steps, ascending.
-        parts: heights by name, one per step, the lowest part first.
-    """
+    """Draw stacked bars by step: one bar per step, or in a long run per few steps (means)."""
     if not xs or not parts:
         return _said(empty)
     share = math.ceil(len(xs) / _MOST_BARS)

@@ -120,11 +120,7 @@ class Sweep:
 
 
 def load(path: Path) -> Run | Sweep:
-    """Read the folder of a run or of a sweep.
-
-    Raises:
-        ConfigError: it is neither, or no folder.
-    """
+    """Read the folder of a run or of a sweep."""
     path = path.absolute()
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run or of a sweep")

@@ -332,11 +332,7 @@ def span_lanes(found: Iterable[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
 
 
 def span_rows(ordered: Iterable[TimelineSpan], slack_s: float = 1e-3) -> list[list[TimelineSpan]]:
-    """Put the spans of one lane, sorted by begin, into as few rows without overlaps as possible.
-
-    Args:
-        slack_s: clocks differ by up to this; for such an overlap the later span is cut.
-    """
+    """Put the spans of one lane, sorted by begin, into as few rows without overlaps as possible."""
     found: list[list[TimelineSpan]] = []
     for span in ordered:
         row = next((row for row in found if span.begin >= row[-1].end - slack_s), None)

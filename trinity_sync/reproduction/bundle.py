@@ -62,11 +62,7 @@ class Bundle:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read a file of `Bundle.write`.
-
-    Raises:
-        ConfigError: it cannot be read, is not a bundle, is from a newer version, or was changed since it was written.
-    """
+    """Read a file of `Bundle.write`."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

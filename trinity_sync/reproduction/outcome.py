@@ -118,11 +118,7 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
 
 
 def read_outcome(folder: Path, record: RunJson) -> Outcome:
-    """Read the outcome of a run's folder, and its last version from its record.
-
-    Raises:
-        ConfigError: a log cannot be read, or is damaged.
-    """
+    """Read the outcome of a run's folder, and its last version from its record."""
     try:
         metrics, events = json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
     except RunError as error:

@@ -49,9 +49,7 @@ def group_advantages(
     exactly 0 and does not count for its group.
 
     Args:
-        batch: samples with finite rewards, or NaN for none.
         normalise: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025).
-        overlong: penalty on the rewards; None: none. The batch is not changed.
 
     Returns:
         float64 of shape (samples,), in the order of the batch.
@@ -143,9 +141,6 @@ class GroupFilter:
     def differing(self, batch: SampleBatch) -> NDArray[np.bool_]:
         """Tell which groups of a batch have a difference, in the order of `SampleBatch.groups`. Samples that could not
         be judged do not count.
-
-        Raises:
-            RunError: the task does not give the `metric`.
         """
         relative, _, group = relative_rewards(replace(batch, rewards=self._values(batch)))
         return np.asarray(np.bincount(group, relative != 0) > 0)
@@ -166,14 +161,8 @@ class GroupFilter:
     def choose(self, step: int, drawn: SampleBatch) -> Chosen | None:
         """Choose the first groups with a difference, in the order of their prompts.
 
-        Args:
-            drawn: whole groups, sorted, of the step's first prompts.
-
         Returns:
             None: there are too few, and more may be drawn.
-
-        Raises:
-            RunError: as `check_filled`.
         """
         _, group = drawn.groups()
         differs = self.differing(drawn)
@@ -191,11 +180,7 @@ class GroupFilter:
         )
 
     def check_filled(self, step: int, missing: int, made: int) -> None:
-        """Check that a step with too few groups may take flat ones.
-
-        Raises:
-            RunError: it may not.
-        """
+        """Check that a step with too few groups may take flat ones."""
         if missing and not self.fill:
             raise RunError(
                 f"of the {made} prompts that were answered for step {step}, {self.wanted - missing} have samples whose "

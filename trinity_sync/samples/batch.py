@@ -269,15 +269,7 @@ class PairBatch:
         responses: Sequence[Sequence[int]],
         learnt: Sequence[Sequence[bool]] | None = None,
     ) -> PairBatch:
-        """Build from one sequence of token ids per prompt and per response.
-
-        Args:
-            prompts, responses: tokens.
-            learnt: marks the tokens of each response that count; None: all.
-
-        Raises:
-            ValueError: the numbers of prompts and responses, or of marks and tokens, differ.
-        """
+        """Build from one sequence of token ids per prompt and per response."""
         if len(prompts) != len(responses):
             raise ValueError(f"{len(prompts)} prompts do not pair with {len(responses)} responses")
         marks = [[True] * len(response) for response in responses] if learnt is None else learnt
@@ -316,15 +308,7 @@ class PairBatch:
 
 
 def assign(n_prompts: int, replicas: int) -> list[range]:
-    """Divide prompt numbers into contiguous blocks, one per replica; sizes differ by at most one, larger ones first.
-
-    Args:
-        n_prompts: prompts of a step; with fewer than replicas, some have none.
-        replicas: at least 1.
-
-    Raises:
-        ValueError: a negative number of prompts, or no replica.
-    """
+    """Divide prompt numbers into contiguous blocks, one per replica; sizes differ by at most one, larger ones first."""
     if n_prompts < 0 or replicas < 1:
         raise ValueError(f"{n_prompts} prompts cannot be assigned to {replicas} replicas")
     size, larger = divmod(n_prompts, replicas)
@@ -359,11 +343,7 @@ class VersionSpans:
 
     @classmethod
     def whole(cls, lengths: NDArray[np.integer], step: int) -> VersionSpans:
-        """Build for samples of a single version.
-
-        Args:
-            lengths: tokens of each response.
-        """
+        """Build for samples of a single version."""
         rows = np.stack([np.zeros_like(lengths), lengths, np.full_like(lengths, step)], axis=1).astype(np.int64)
         return cls(rows, np.arange(len(lengths) + 1, dtype=np.int64))
 
@@ -407,14 +387,7 @@ class VersionSpans:
 
 
 def staleness(version_step: int, update_step: int) -> int:
-    """Return the staleness of a sample at an update, in steps; 0 is on-policy.
-
-    Args:
-        update_step: the step that trains on the sample.
-
-    Raises:
-        ValueError: the version is not older than the update.
-    """
+    """Return the staleness of a sample at an update, in steps; 0 is on-policy."""
     if version_step >= update_step:
         raise ValueError(f"version {version_step} cannot exist before the update of step {update_step}")
     return update_step - 1 - version_step

@@ -97,11 +97,6 @@ def excerpt(
 ) -> list[Line]:
     """Return all samples of a batch's first groups in full.
 
-    Args:
-        advantages: one per sample; None: there are none.
-        groups: most groups.
-        prompt: returns the prompt of a step and a number within it.
-
     Returns:
         For each sample, in the order of the batch: ``validation``; ``for_step`` (the step of its prompt), ``prompt``
         and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``, ``reward`` (None: it
@@ -189,9 +184,6 @@ class ValidationAnswers:
 def validation_metrics(batch: SampleBatch) -> dict[str, float]:
     """Measure the samples of a validation.
 
-    Args:
-        batch: equally many samples of each prompt, at least one.
-
     Returns:
         ``val/prompts``, ``val/samples`` and ``val/failed`` (numbers; failed samples could not be judged);
         ``val/reward/mean``, ``std``, ``min``, ``max`` of samples with a reward, if there are any;
@@ -226,10 +218,6 @@ def validation_metrics(batch: SampleBatch) -> dict[str, float]:
 def pass_at(k: int, right: NDArray[np.int64], made: int) -> float:
     """Estimate without bias the probability that one of k samples of a prompt is right: 1 - C(made - right, k) /
     C(made, k), the mean over prompts (Chen et al.: "Evaluating Large Language Models Trained on Code", 2021).
-
-    Args:
-        k: at most `made`.
-        right: the number of right samples of each prompt.
     """
     return float(np.mean([1.0 - comb(made - count, k) / comb(made, k) for count in right.tolist()]))
 

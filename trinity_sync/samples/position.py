@@ -83,11 +83,7 @@ class Position:
         }
 
     def with_count(self, step: int, count: int) -> Position:
-        """Return the position for steps of another size, without missing or repeating a prompt.
-
-        Args:
-            count: prompts of each step from then on.
-        """
+        """Return the position for steps of another size, without missing or repeating a prompt."""
         if count == self.numbering.per_step:
             return self
         old = self.numbering
@@ -97,9 +93,6 @@ class Position:
 
     def in_step(self, step: int, count: int) -> tuple[Position, int, int]:
         """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only.
-
-        Args:
-            count: prompts of each step from then on.
 
         Returns:
             The position, the number of prompts that it misses, and the number trained on twice. Both are 0 unless

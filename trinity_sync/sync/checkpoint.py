@@ -225,11 +225,7 @@ class VersionFolder:
         self._files.append({"path": name, "bytes": size, "xxh3_128": digest})
 
     def commit(self, step: int | None, *, tensors: int = 0, digest: str | None = None) -> list[Path]:
-        """Give the folder its name, once all in it is durable; return the files of its buckets.
-
-        Raises:
-            RunError: it cannot be committed, or is gone.
-        """
+        """Give the folder its name, once all in it is durable; return the files of its buckets."""
         draft = self.path
         body = {"format": 1, "step": step, "tensors": tensors, "digest": digest, "files": self._files}
         number = "" if step is None else f"_{step}"
@@ -258,12 +254,7 @@ def begin_version(root: Path, timeout_s: float) -> VersionFolder:
     """Make the folder of a version; delete drafts that no process has.
 
     Args:
-        root: the folder of all versions, made if it is not there.
         timeout_s: timeout of the wait for other processes that list it, seconds.
-
-    Raises:
-        RunError: the folder cannot be made or locked.
-        WaitTimeout: another process keeps `root` locked.
     """
     token = secrets.token_hex(8)
     try:

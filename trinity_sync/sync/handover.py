@@ -68,13 +68,7 @@ class Handover:
     async def set_model_state_dict(
         self, step: int, attempt: int | None, state: object, location: str | None, publisher: RoundMember
     ) -> None:
-        """Publish a version: by `put_state`, or by `announce` where there is no state.
-
-        Args:
-            attempt: None: that of the newest version, or the next one where the trainer has gone back to an earlier
-                step. For a version on disk only a process that started later can go back: saves may end out of order.
-            publisher: the process that calls.
-        """
+        """Publish a version: by `put_state`, or by `announce` where there is no state."""
         saved = self._book.newest_in(Place.DISK)
         restarted = saved is not None and saved.version == self._book.latest and publisher.life not in self._here
         version = self._version(step, attempt, restarted=restarted or state is not None)

@@ -169,16 +169,7 @@ class SharedRoom:
 
 
 def read_room(source: tuple[int, int, int], into: memoryview, owner: str) -> None:
-    """Copy the first bytes of another process's room. A mapping would keep memory that its owner frees meanwhile.
-
-    Args:
-        source: `SharedRoom.source`.
-        into: writable; filled whole.
-        owner: whose room it is, for errors.
-
-    Raises:
-        RunError: the room cannot be opened here, is another one, or is too short.
-    """
+    """Copy the first bytes of another process's room. A mapping would keep memory that its owner frees meanwhile."""
     pid, number, inode = source
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)

@@ -334,7 +334,6 @@ def _join(broadcast: Broadcast, sender: int, rank: int) -> BroadcastGroup:
     """Enter the group of one sender (rank 0) and all explorers, once all of them are there.
 
     Raises:
-        RunError: the round was given up.
         DistStoreError: a member did not come in time.
     """
     from torch.distributed import PrefixStore
@@ -377,8 +376,6 @@ def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: fl
     """Enter a group of ``gloo`` or ``nccl``; of gloo it returns when all members have met.
 
     Args:
-        store: where the members meet; its keys belong to this group alone.
-        rank, size: of this member, and of the group.
         timeout_s: timeout of each operation, seconds.
     """
     import torch.distributed as dist

@@ -109,7 +109,6 @@ class NodeAgent:
 
         Args:
             layouts: by part; empty where the node's ranks hold replicas only.
-            make_coordinator: makes the `CheckpointCoordinator` of this agent's saves; None: it saves nothing.
         """
         self._layouts = dict(layouts)
         if make_coordinator is not None:
@@ -374,7 +373,6 @@ class StateSlots:
 
         Raises:
             SegmentError: there is not enough memory.
-            RunError: the segment is too small, and its files are still being written.
         """
         with self._lock:
             arena = self._arenas.get(part)
@@ -391,12 +389,7 @@ class StateSlots:
             return str(arena.path(0, part)), list(arena.notes)
 
     def take(self, given: StatePart, coordinator: Coordinator) -> None:
-        """Write a part's files in the background; returns when the monitor has let the write begin.
-
-        Raises:
-            RunError: an earlier part is still being written, or the step has failed.
-            WaitTimeout: the monitor does not let it begin.
-        """
+        """Write a part's files in the background; returns when the monitor has let the write begin."""
         begun = threading.Event()
         with self._lock:
             if not self._idle(given.part):
@@ -413,14 +406,7 @@ class StateSlots:
             raise RunError(f"{given.part} of step {given.step} was not written: {error}") from error
 
     def wait_written(self, part: str, timeout_s: float, *, hurry: bool) -> None:
-        """Wait until the segment of a part may be used again; errors of its files were reported to the monitor.
-
-        Args:
-            hurry: training waits for it, so writing no longer yields to training.
-
-        Raises:
-            WaitTimeout: the files are still being written.
-        """
+        """Wait until the segment of a part may be used again; errors of its files were reported to the monitor."""
         if part not in self._writes:
             return
         future, work = self._writes[part]

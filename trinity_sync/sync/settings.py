@@ -52,11 +52,7 @@ def check_limit(name: str, seconds: object) -> None:
 
 
 def synchronizer_config(config: object) -> SynchronizerConfig:
-    """Return the settings of a configuration of ours, or of a `Config` of Trinity-RFT, recognized by its fields.
-
-    Raises:
-        ConfigError: it is neither, or a field is missing or wrong; names the field.
-    """
+    """Return the settings of a configuration of ours, or of a `Config` of Trinity-RFT, recognized by its fields."""
     if isinstance(config, SynchronizerConfig):
         return config
     if not hasattr(config, "synchronizer") or not hasattr(config, "ray_namespace"):

@@ -44,8 +44,6 @@ def get(version: Version, stored: StoredState, timeout_s: float) -> dict[str, to
 
     Raises:
         StateLostError: the process that put them is gone.
-        RunError: they cannot be fetched on this node now.
-        WaitTimeout: they did not arrive in time.
         ChecksumError: a bucket is damaged.
     """
     try:

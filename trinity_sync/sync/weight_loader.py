@@ -104,13 +104,10 @@ class WeightTarget(Protocol):
         """Take a whole version.
 
         Args:
-            lease: of the version, which lasts until this returns.
-            broadcast: in nccl mode, the broadcast that sends it.
             give_up: to be called before the first byte of the version before is overwritten.
 
         Raises:
             ChecksumError: bytes are damaged, or the digest is not the one that was published.
-            RunError: it cannot be taken.
         """
         ...
 
@@ -131,12 +128,7 @@ class WeightLoader:
         self.held: Version | None = None
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
-        """Load a committed version (None: the newest).
-
-        Raises:
-            RunError: it is gone, its bytes are damaged or were replaced meanwhile, or its digest differs from the
-                published one.
-        """
+        """Load a committed version (None: the newest)."""
         started = time.perf_counter()
         synchronizer = self._synchronizer
         lease = synchronizer.lease(self._member, version).result(synchronizer.timeout_s)

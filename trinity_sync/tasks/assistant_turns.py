@@ -20,16 +20,7 @@ _MARKS = "give the model a chat template with {% generation %} marks"
 
 
 def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignore_mismatch: bool) -> MarkedText:
-    """Return the text of a conversation, and the assistant's parts of it, each with its end token.
-
-    Args:
-        template: of the model's tokenizer.
-        conversation: with at least one message of the assistant.
-        ignore_mismatch: accept a turn whose text in the conversation differs from its text as the last message.
-
-    Raises:
-        RunError: the template does not show where a turn begins or ends; names the place in the file.
-    """
+    """Return the text of a conversation, and the assistant's parts of it, each with its end token."""
     more: dict[str, object] = {"tools": conversation.tools}
     if conversation.thinking is not None:
         more["enable_thinking"] = conversation.thinking

@@ -77,11 +77,6 @@ class ChatTemplate:
 
         Args:
             messages: with ``role`` and ``content``.
-            ask: end with the generation prompt, which makes the model answer.
-            more: further arguments of the template for this chat.
-
-        Raises:
-            ValueError: the template refuses the chat, or leaves out all texts of the user.
         """
         chat = [dict(message) for message in messages]
         with _refusals():

@@ -83,15 +83,7 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: Prompt, where: str) -> list[int]:
-        """Return the tokens of a prompt.
-
-        Args:
-            prompt: a text, or a chat.
-
-        Raises:
-            RunError: it has characters without a token, no token, too many, or needs a chat template that the tokenizer
-                lacks.
-        """
+        """Return the tokens of a prompt."""
         ids = self._one(prompt, where)
         if self.limit is None or len(ids) <= self.limit:
             return ids
@@ -100,11 +92,7 @@ class PromptEncoder:
         raise RunError(f"{where} has {len(ids)} tokens; {self.limit_text}")
 
     def lengths(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[int]:
-        """Return the numbers of tokens of prompts, also above the limit. Much faster than one call for each.
-
-        Raises:
-            RunError: as `encode`, except for the length; of the first wrong prompt.
-        """
+        """Return the numbers of tokens of prompts, also above the limit. Much faster than one call for each."""
         try:
             rows = self._many(prompts)
         except Exception:  # one at a time, to name the wrong one
@@ -270,22 +258,13 @@ class PairEncoder:
         )
 
     def encode(self, examples: Sequence[TextPair | Conversation]) -> list[Encoded]:
-        """Return the tokens of examples.
-
-        Raises:
-            RunError: one has no token that counts, nothing before it, too many tokens, or cannot be encoded; names its
-                place in the file.
-        """
+        """Return the tokens of examples."""
         return [
             self._fitted(example.where, *found) for example, found in zip(examples, self._all(examples), strict=True)
         ]
 
     def lengths(self, examples: Sequence[TextPair | Conversation], places: Sequence[str] = ()) -> list[int]:
-        """Return the numbers of tokens of examples, also above the limit.
-
-        Raises:
-            RunError: as `encode`, except for the length.
-        """
+        """Return the numbers of tokens of examples, also above the limit."""
         found = self._all(examples)
         usable = self._fitted if self._truncate else self._parted
         for example, (ids, learnt) in zip(examples, found, strict=True):

@@ -66,9 +66,6 @@ Item = Prompt | TextPair | Conversation
 def shared_rows(trained: Iterable[Item], validated: Iterable[tuple[str, Item]]) -> list[str]:
     """Return the places of validation rows that are trained on, too: with the same prompt, or the same pair or
     conversation.
-
-    Args:
-        validated: the items of the validation, with their places.
     """
     known = {_content(item) for item in trained}
     return [where for where, item in validated if _content(item) in known]

@@ -27,13 +27,7 @@ Answer = RewardResult | Failure | None
 
 
 def serve(descriptor: int, stack: int, lifeline: int) -> None:
-    """Answer one request after another, until the connection is closed.
-
-    Args:
-        descriptor: of the connection. The first message identifies this process. Each request has a number: first the
-            pickled function, then responses.
-        stack: an empty file, for `tell_stack`.
-    """
+    """Answer one request after another, until the connection is closed."""
     for inherited in (descriptor, stack, lifeline):  # not to programs that the function starts
         os.set_inheritable(inherited, False)
     connection = Connection(descriptor)
@@ -65,9 +59,6 @@ def _ended_by_signals(counted: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Let signals end this process in the block, and after it while a program of the function runs: the signals may end
     that program, too, and make a verdict wrong. Otherwise the process survives them, which saves importing the function
     again.
-
-    Args:
-        counted: the usual handlers. A handler of the function stays.
     """
     _exchange(counted, dict.fromkeys(counted, signal.SIG_DFL))
     yield
@@ -89,11 +80,7 @@ def encoded(number: str, answer: Answer) -> bytes:
 
 
 def decoded(data: bytes) -> tuple[str, Answer]:
-    """Return number and answer.
-
-    Raises:
-        ValueError: the bytes are not an answer.
-    """
+    """Return number and answer."""
     match json.loads(data):
         case [str(number), None]:
             return number, None

@@ -73,11 +73,7 @@ class RewardProcesses:
             self._workers.append(RewardWorker(self._pickled, _START_S))
 
     def judge(self, responses: Sequence[Response], *, step: int) -> list[Verdict]:
-        """Judge responses; see `Judge.judge`.
-
-        Raises:
-            RunError: one failed and `on_error` is ``stop``, or the function cannot be imported in its process.
-        """
+        """Judge responses; see `Judge.judge`."""
         verdicts: dict[int, Verdict] = {}
         left = deque(range(len(responses)))
         signals = _SIGNALS * self._judging.processes
@@ -216,7 +212,6 @@ class RewardWorker:
         """Have it judge a response.
 
         Args:
-            place: index of the response, for `current`.
             limit: of the answer, seconds.
         """
         self.current = place

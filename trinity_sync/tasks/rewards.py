@@ -34,22 +34,13 @@ _EXACT = Context(prec=1000)
 
 
 def exact_match(prompt: Prompt, response: str, *, ignore_case: bool = False) -> float:
-    """Return 1 if the response equals the answer, without blanks at both ends, else 0.
-
-    Raises:
-        TypeError: the answer is neither a text nor a number.
-    """
+    """Return 1 if the response equals the answer, without blanks at both ends, else 0."""
     said, right = response.strip(), _answer_text(prompt).strip()
     return float(said.casefold() == right.casefold() if ignore_case else said == right)
 
 
 def contains_answer(prompt: Prompt, response: str, *, ignore_case: bool = False) -> float:
-    """Return 1 if the response contains the answer as whole words (``7`` in ``it is 7.``, not in ``17``), else 0.
-
-    Raises:
-        TypeError: the answer is neither a text nor a number.
-        ValueError: the answer is blank: every response contains it.
-    """
+    """Return 1 if the response contains the answer as whole words (``7`` in ``it is 7.``, not in ``17``), else 0."""
     right = _answer_text(prompt).strip()
     if not right:
         raise ValueError("the answer is blank")
@@ -63,14 +54,6 @@ def numeric_match(prompt: Prompt, response: str, *, tolerance: float = 0.0) -> f
 
     An answer may thus include its derivation, as ``... so 3 + 4 = 7. #### 7``. Numbers are decimal, with an optional
     sign, commas between thousands, and an exponent; the comparison is exact (``7``, ``7.0`` and ``0.7e1`` are equal).
-
-    Args:
-        prompt: the last number of its answer is the right one.
-        tolerance: largest difference that still counts as right.
-
-    Raises:
-        TypeError: the answer is neither a text nor a number.
-        ValueError: there is no number in the answer.
     """
     right, margin = _last_number(_answer_text(prompt)), Decimal(repr(tolerance))
     if right is None:
@@ -99,10 +82,6 @@ def _last_number(text: str) -> Decimal | None:
 def check_function_file(path: Path, name: str, arguments: Collection[str]) -> None:
     """Check that a file defines a function with certain keyword arguments. A name that is bound in another way, such as
     by an import, passes.
-
-    Raises:
-        ConfigError: the file cannot be read or has no such name, or the function is asynchronous or has other
-            parameters.
     """
     try:
         module = ast.parse(path.read_bytes(), str(path))
@@ -193,11 +172,7 @@ class FunctionReward:
 
 
 def check_plain(function: Callable[..., object], name: str) -> None:
-    """Check that a function is neither asynchronous nor a generator.
-
-    Raises:
-        ConfigError: it is.
-    """
+    """Check that a function is neither asynchronous nor a generator."""
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
@@ -286,14 +261,8 @@ def _is_number(value: object) -> bool:
 def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdict]:
     """Have a task judge responses: by its `reward_judge` if it has one, else in this process.
 
-    Args:
-        step: of the trainer, for errors.
-
     Returns:
         One verdict for each response, in their order.
-
-    Raises:
-        RunError: one cannot be judged; names the function, the prompt and the step.
     """
     reward_judge: Judge | None = getattr(task, "reward_judge", None)
     if reward_judge is not None:
@@ -302,11 +271,7 @@ def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdi
 
 
 def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -> RewardResult:
-    """Have a task judge one response in this process.
-
-    Raises:
-        RunError: the task raised, or returned something other than a `RewardResult` of finite numbers.
-    """
+    """Have a task judge one response in this process."""
     result = judged_here(task.reward, Response(prompt, text, finished))
     if isinstance(result, Failure):
         name = getattr(task, "reward_name", None) or f"{type(task).__module__}.{type(task).__qualname__}.reward"

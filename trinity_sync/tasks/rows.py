@@ -153,11 +153,7 @@ class RowFile:
         return f"{self.path}:{row.number}" if self._unit == "line" else f"{self.path}: row {row.number}"
 
     def value(self, row: Row, key: str) -> object:
-        """Return a field of a row.
-
-        Raises:
-            ConfigError: it is missing or null, or cannot be read.
-        """
+        """Return a field of a row."""
         if self.optional(row, key) is not None:
             return row.values[key]
         if key in row.values:
@@ -168,9 +164,6 @@ class RowFile:
     def optional(self, row: Row, key: str) -> object:
         """Return a field of a row; None: it is missing or null. Objects have no null values: Parquet adds those for
         keys of other rows.
-
-        Raises:
-            ConfigError: it cannot be read.
         """
         for number in (row.number, None):
             if (reason := self.unread.get((number, key))) is not None:
@@ -179,11 +172,7 @@ class RowFile:
         return found if self._known is None else _without_nulls(found)
 
     def text(self, row: Row, key: str) -> str:
-        """Return a field that must be a non-empty text.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Return a field that must be a non-empty text."""
         value = self.value(row, key)
         if not isinstance(value, str):
             raise ConfigError(f"{self.where(row)}: the field {key!r} is {_kind(value)}; it must be a text")
@@ -192,11 +181,7 @@ class RowFile:
         return value
 
     def text_or_messages(self, row: Row, key: str) -> str | tuple[Message, ...]:
-        """Return a field that must be a text, or a list of chat messages: objects with the texts `role` and `content`.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """Return a field that must be a text, or a list of chat messages: objects with the texts `role` and `content`."""
         self.value(row, key)
         value = self.optional(row, key)
         if not isinstance(value, list):
@@ -383,11 +368,7 @@ class FilePrompts(ABC):
 
     @abstractmethod
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
-        """Return a row's answer and the further fields for the reward.
-
-        Raises:
-            ConfigError: there is no answer.
-        """
+        """Return a row's answer and the further fields for the reward."""
 
     def _prompt(self, index: int, row: Row) -> Prompt:
         prompt = self._file.text_or_messages(row, self._prompt_key)

@@ -40,11 +40,7 @@ class VerlReward:
         return ".".join(_VERLS) if self.function_path is None else f"{self.function_path}:{self.function_name}"
 
     def check(self) -> None:
-        """Check that the file has the function, without running it.
-
-        Raises:
-            ConfigError: it has not, or the function's parameters are not those of verl's functions.
-        """
+        """Check that the file has the function, without running it."""
         if self.function_path is not None and "://" not in self.function_path:
             check_function_file(
                 Path(self.function_path).expanduser(), self.function_name, {*_ARGUMENTS, *self.reward_kwargs}

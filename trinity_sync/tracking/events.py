@@ -263,11 +263,7 @@ def parse_event(line: Record) -> Event:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read the events of a log, oldest first.
-
-    Raises:
-        RunError: a line before the last is not a JSON object, or the file cannot be read.
-    """
+    """Read the events of a log, oldest first."""
     return [parse_event(line) for line in json_lines.read(path)]
 
 

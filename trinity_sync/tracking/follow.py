@@ -41,11 +41,7 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing:
-    """Return the status of a run.
-
-    Raises:
-        ConfigError: there is a run.json that cannot be read.
-    """
+    """Return the status of a run."""
     owner = lock_owner(folder)
     record = read_record(folder / "run.json") if (folder / "run.json").exists() else None
     status = record.get("status") if record is not None else None
@@ -80,7 +76,6 @@ class Tail:
 
         Raises:
             ReplacedError: the log was cut or replaced.
-            RunError: it cannot be read.
         """
         try:
             with self.path.open("rb") as file:

@@ -41,11 +41,7 @@ class JsonlWriter:
             raise _write_error(path, error) from error
 
     def append(self, record: Record) -> None:
-        """Write one line; the operating system has it on return.
-
-        Raises:
-            RunError: the disk refuses (full, gone), or the writer is closed. Earlier lines are unharmed.
-        """
+        """Write one line; the operating system has it on return."""
         line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
             if self._handle is None:
@@ -60,11 +56,7 @@ class JsonlWriter:
                 raise _write_error(self.path, error) from error
 
     def close(self) -> None:
-        """Make the lines durable and close the file; closing twice is fine.
-
-        Raises:
-            RunError: the disk did not take the lines.
-        """
+        """Make the lines durable and close the file; closing twice is fine."""
         with self._lock:
             handle, self._handle = self._handle, None
             if handle is None:
@@ -78,11 +70,7 @@ class JsonlWriter:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """Read the objects of a log, oldest first; none if the file does not exist. A torn last line is skipped.
-
-    Raises:
-        RunError: a line before the last is not a JSON object, or the file cannot be read.
-    """
+    """Read the objects of a log, oldest first; none if the file does not exist. A torn last line is skipped."""
     return [record for _, record in _lines(path)]
 
 
@@ -116,14 +104,8 @@ def by_time(*logs: Iterable[Record]) -> Iterator[Record]:
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
     """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte.
 
-    Args:
-        key: returns the step of a line; None: the line always stays.
-
     Returns:
         The number of whole lines that were dropped.
-
-    Raises:
-        RunError: the log is damaged before its last line, or the disk refuses; the log is then unchanged.
     """
     if not path.exists():
         return 0
@@ -223,11 +205,7 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 
 
 def write_atomic(path: Path, data: bytes | Iterable[str]) -> None:
-    """Replace `path` by `data`, given as bytes or as pieces of text. Readers see the old content or the new one.
-
-    Raises:
-        RunError: the disk refuses (full, read-only, gone); the old file is still there.
-    """
+    """Replace `path` by `data`, given as bytes or as pieces of text. Readers see the old content or the new one."""
     try:
         replace_file(path, data)
     except OSError as error:

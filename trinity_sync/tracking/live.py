@@ -102,13 +102,7 @@ class LiveView:
     def show(
         self, state: RunState | None, *, label: str = "", above: Callable[[], RenderableType] | None = None
     ) -> None:
-        """Switch to another run; line mode prints its state at once.
-
-        Args:
-            state: the run; None: none is shown.
-            label: prefix of its lines.
-            above: draws the area above its panel.
-        """
+        """Switch to another run; line mode prints its state at once."""
         with self._lock:
             self._above, self._shown = above, state is not None
             state = state or RunState(began=self._state.began)

@@ -47,11 +47,7 @@ class MlflowTracker:
         self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run, or continue the earlier one.
-
-        Raises:
-            ConfigError: MLflow is not installed, the server does not answer, or it has no such run.
-        """
+        """Begin a run, or continue the earlier one."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         folder = run.folder / "mlflow"
         uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")

@@ -124,21 +124,8 @@ class Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
 
         Args:
-            folder: the run folder, locked by this process.
             command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
-            total_steps: the last step of the run; None: no limit.
-            name, subtitle: title of the view, and a note next to it (backend, sync mode).
-            config: for the trackers, see `TrackedRun`.
-            resumed_from: the step from which a resume starts, required for a resume; later lines are cut.
-            view: mode of the live view.
-            report: writes the report of a run folder at the end; a failure is only logged.
-            resume: returns the command that resumes the run, for the summary.
-            checkpoints: the checkpoint folder, in which the summary counts checkpoints; None: it counts by the events.
             clock: returns Unix seconds.
-
-        Raises:
-            ConfigError: a tracker cannot start, or an earlier run.json cannot be read; nothing is written in this case.
-            RunError: the disk refuses.
         """
         if folder.resumed and resumed_from is None:
             raise ValueError("a resume needs the step it starts from")
@@ -202,11 +189,7 @@ class Recorder:
             self.view.take(event)
 
     def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
-        """Record the numbers of one trainer step, such as ``reward/mean`` and ``timing/update`` (seconds).
-
-        Raises:
-            RunError: the disk refuses.
-        """
+        """Record the numbers of one trainer step, such as ``reward/mean`` and ``timing/update`` (seconds)."""
         numbers = {name: plain(value) for name, value in {**(values or {}), **more}.items()}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
@@ -227,22 +210,13 @@ class Recorder:
         self._trackers.samples(int(step), rows)
 
     def event(self, event: Event) -> None:
-        """Record one event with the time and the attempt. Any thread; after `finish` it is dropped with a log line.
-
-        Raises:
-            RunError: the disk refuses.
-        """
+        """Record one event with the time and the attempt. Any thread; after `finish` it is dropped with a log line."""
         event = replace(event, time=self._clock(), attempt=self.attempt)
         if not self._record_event(event):
             logger.warning("an event came after the end of the run and is not recorded: %s", event_line(event))
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Record a failure. Any thread.
-
-        Args:
-            where: the part that failed: an actor, a rank, a stage of the work.
-            error: the reason.
-        """
+        """Record a failure. Any thread."""
         text = error if isinstance(error, str) else str(error) or type(error).__name__
         found = None if isinstance(error, str) else origin(error)
         trace = None if found is None else without_hidden(found.traceback)
@@ -254,11 +228,7 @@ class Recorder:
         Every part is tried even if another one fails. A second call does nothing.
 
         Args:
-            error: the reason of a failure, one paragraph.
             peak_memory: bytes by role; the driver's own is added.
-
-        Raises:
-            RunError: the disk refused one of the files (the first error).
         """
         error = error and without_hidden(error)
         with self._lock:

@@ -156,14 +156,7 @@ class RunRecord:
         """Describe an attempt; nothing is written before `start`.
 
         Args:
-            path: run.json. If it exists this is one attempt more, else attempt 0.
-            command: as typed; a sequence is quoted and joined.
-            id: the run id; None: that of run.json, or a new one.
-            source: the folder whose git commit counts; the working directory by default.
             clock: returns Unix seconds.
-
-        Raises:
-            ConfigError: run.json exists and cannot be read.
         """
         earlier = _earlier_attempts(read_record(path)) if path.exists() else []
         return cls(
@@ -191,16 +184,7 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, error: str | None = None, last_version: VersionJson | None = None) -> None:
-        """Write the end of the attempt.
-
-        Args:
-            status: completed, failed or interrupted.
-            error: the reason of a failure, one paragraph.
-            last_version: the newest that was published or committed.
-
-        Raises:
-            RunError: the disk refuses.
-        """
+        """Write the end of the attempt."""
         if status not in ENDINGS:
             raise ValueError(f"a run ends as one of {', '.join(ENDINGS)}, not as {status!r}")
         self.status, self.ended, self.error = status, self.clock(), error
@@ -248,11 +232,7 @@ class RunRecord:
 
 
 def read_record(path: Path) -> RunJson:
-    """Read the content of a run.json.
-
-    Raises:
-        ConfigError: it is missing, is not a record of a run, or is from a newer version.
-    """
+    """Read the content of a run.json."""
     try:
         record: RunJson = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -273,11 +253,7 @@ def read_record(path: Path) -> RunJson:
 
 
 def check_shape(record: Mapping[str, object], path: Path) -> None:
-    """Check the types of a record, or of an attempt in it; another program may have written it.
-
-    Raises:
-        ConfigError: a value has the wrong type or range.
-    """
+    """Check the types of a record, or of an attempt in it; another program may have written it."""
     for name, fits in _SHAPES.items():
         value = record.get(name)
         if value is not None and not fits(value):
@@ -335,10 +311,6 @@ def run_id(path: Path) -> str:
     """Return the run id of a run.json; a new one where there is no file.
 
     Earlier releases wrote no id: then a new one is saved, so the next call returns the same.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        RunError: the disk refuses.
     """
     new_id = uuid.uuid4().hex
     if not path.exists():
@@ -463,13 +435,8 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
         """Lock the folder for this process.
 
-        Args:
-            path: the folder. Created for a fresh run; must have a run for a resume.
-            resume: whether to resume the run in the folder.
-
         Raises:
             RunFolderInUse: another process has locked it.
-            ConfigError: a fresh run in a folder with a run, a resume without one, or a folder that takes no writes.
         """
         path = Path(path).absolute()
         run_json = path / "run.json"
@@ -520,7 +487,6 @@ def lock_run_folder(path: str | os.PathLike[str]) -> None:
 
     Raises:
         RunFolderInUse: another process has locked it.
-        ConfigError: it takes no writes.
     """
     path = Path(path).absolute()
     lock = _locked(path)

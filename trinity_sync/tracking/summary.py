@@ -226,12 +226,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 
 def kept_checkpoints(events: Iterable[Event], checkpoints: Path | None = None) -> list[CommitEvent]:
-    """List the commits that were not pruned later, by step; a step committed again counts once.
-
-    Args:
-        checkpoints: the checkpoint folder; checkpoints that it lacks are not kept. None, or an unreadable folder:
-            count by the events alone.
-    """
+    """List the commits that were not pruned later, by step; a step committed again counts once."""
     kept = _kept(events, checkpoints)
     return [kept[step] for step in sorted(kept)]
 
@@ -479,11 +474,7 @@ def validation_figures(metrics: Sequence[Record]) -> ValidationFigures | None:
 
 
 def was_validated(metrics: Path, step: int) -> bool:
-    """Return whether metrics.jsonl has a validation of a step's version.
-
-    Raises:
-        RunError: it is damaged.
-    """
+    """Return whether metrics.jsonl has a validation of a step's version."""
     lines = (line for line in json_lines.read(metrics) if json_lines.metrics_step(line) == step)
     return any(name.startswith("val/") for line in lines for name in line)
 

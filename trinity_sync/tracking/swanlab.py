@@ -50,11 +50,7 @@ class SwanlabTracker:
         self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
-        """Open the experiment, the earlier one on a resume.
-
-        Raises:
-            ConfigError: SwanLab is not installed, or refuses (no login, wrong mode).
-        """
+        """Open the experiment, the earlier one on a resume."""
         try:
             import swanlab
         except ImportError as error:

@@ -32,11 +32,7 @@ class TensorBoardTracker:
         self._writer: _Writer | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a new event file.
-
-        Raises:
-            ConfigError: TensorBoard is not installed, or the folder takes no writes.
-        """
+        """Open a new event file."""
         try:
             from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
             from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]

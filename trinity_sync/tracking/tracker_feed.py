@@ -283,11 +283,7 @@ class Apart:
 
 
 def serve(descriptor: int) -> None:
-    """Run as the child: do what the parent asks for, one call after another, and end with it.
-
-    Args:
-        descriptor: file descriptor of the connection to the parent.
-    """
+    """Run as the child: do what the parent asks for, one call after another, and end with it."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     process = os.getpid()

@@ -35,11 +35,7 @@ class TrackioTracker:
         self._complaints: list[str] = []
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run, or continue the earlier one.
-
-        Raises:
-            ConfigError: Trackio is not installed, or cannot use the folder or the Space.
-        """
+        """Begin a run, or continue the earlier one."""
         folder = self._folder or os.environ.get("TRACKIO_DIR") or str(run.folder / "trackio")
         os.environ["TRACKIO_DIR"] = folder  # read when the package is imported
         if self._space is None and not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():

@@ -42,11 +42,7 @@ class WandbTracker:
         self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, the earlier one on a resume.
-
-        Raises:
-            ConfigError: wandb is not installed, or refuses (no login, wrong mode).
-        """
+        """Open the run, the earlier one on a resume."""
         try:
             import wandb
         except ImportError as error:

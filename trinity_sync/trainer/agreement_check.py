@@ -49,9 +49,6 @@ class AgreementCheck:
     def check(self, step: int, batch: SampleBatch) -> None:
         """Measure samples of explorers that were not measured yet, before a step trains on them. Samples of older
         versions are skipped. Records an event ``agreement`` for each explorer.
-
-        Raises:
-            ConfigError: with `refuse`, the mean difference of an explorer is above the bound; has both figures.
         """
         fresh = np.flatnonzero((batch.version_steps == step - 1) & ~np.isin(batch.explorers, [*self._measured]))
         of_each = [fresh[batch.explorers[fresh] == name] for name in np.unique(batch.explorers[fresh])]

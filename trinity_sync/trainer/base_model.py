@@ -52,13 +52,9 @@ class BaseModel:
 
         Args:
             sources: the elements of each shard, by name, on any device.
-            digested: read all tensors and compute the folder's version digest.
 
         Returns:
             The digest, hex; None without `digested`.
-
-        Raises:
-            ConfigError: they differ; names the tensors.
         """
         held = {shard.name: shard for shard in shards}
         odd, entries = [], []
@@ -90,10 +86,6 @@ def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, digested: bool)
 
     Args:
         wire_dtype: dtype of floating tensors in versions, as safetensors names it.
-        digested: compute the folder's digest; otherwise None is returned.
-
-    Raises:
-        ConfigError: the folder cannot be read, or has another model.
     """
     digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=digested)
     wire = WireFormat.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})

@@ -30,11 +30,7 @@ class BytesWorker(Member):
         join_group("gloo", spec.timeout_s)
 
     def initialise(self) -> RankInfo:
-        """Make the weights. Collective.
-
-        Raises:
-            ConfigError: a resumed run began with another model.
-        """
+        """Make the weights. Collective."""
         spec, rank = self._spec, int(os.environ["RANK"])
         folder = Path(spec.model_path)
         check_made_of(folder, spec.engine)

@@ -233,11 +233,7 @@ class FreeLoop:
     # -- versions
 
     def _begin_version(self, step: int, *, needed: bool) -> None:
-        """Begin to copy the weights, to be published in the background; or skip this version.
-
-        Args:
-            needed: wait for a slot, as the next update needs samples of this version, or a checkpoint its digest.
-        """
+        """Begin to copy the weights, to be published in the background; or skip this version."""
         version = Version(self._settings.attempt, step)
         started = time.perf_counter()
         if needed:

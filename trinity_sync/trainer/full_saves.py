@@ -144,16 +144,8 @@ class FullSaves:
         next call of `poll`.
 
         Args:
-            digest: version digest of the weights, None if versions are not digested.
-            metrics: the step's metrics, for the manifest and the retention policies.
-            published: the explorers hold the version of this step; otherwise theirs is saved, too.
             state: the driver's state for a resume: under ``data`` the position in the data
                 (`samples.position.Position`), under ``algorithm`` the algorithm's state; empty ones are not written.
-            late: gives metrics for which the commit waits, half of `SaveSettings.timeout_s` at most; None: there are
-                none.
-
-        Raises:
-            TrinityError: a rank or the monitor is dead.
         """
         self.poll()
         self._log.saving(step)
@@ -213,7 +205,6 @@ class FullSaves:
 
         Args:
             timeout_s: limit of each report, seconds; None: `SaveSettings.timeout_s`.
-            at_once: do not wait for late metrics.
         """
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
         with self._reporting:
@@ -259,11 +250,7 @@ class FullSaves:
             self._collect(done)
 
     def finish(self) -> None:
-        """Wait for all saves and for the background work of the ranks.
-
-        Raises:
-            TrinityError: the error of the newest save, if it failed.
-        """
+        """Wait for all saves and for the background work of the ranks."""
         settings = self._settings
         self._report(at_once=True)
         finished = self._trainer.begin(RankClient.finish_saves)  # first: from now on saves need not yield to training
@@ -476,9 +463,6 @@ def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
     Args:
         layouts: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes or of the
             published weights.
-
-    Raises:
-        RunError: a file cannot be read.
     """
     path = folder / EXPLORER / _FILE
     if not path.exists():

@@ -62,12 +62,7 @@ class TrainerGroup:
         self._importing = [rank.import_engine() for rank in self.ranks]
 
     def make_model(self, architecture: dict[str, object], seed: int, folder: str) -> None:
-        """Have rank 0 write the initial model of a run, which all ranks and explorers then read.
-
-        Args:
-            architecture: `model_type` and fields of that Hugging Face config.
-            folder: to be made; all nodes share it.
-        """
+        """Have rank 0 write the initial model of a run, which all ranks and explorers then read."""
         results(self._importing[:1], self._start_timeout_s)
         self.ranks[0].make_model(architecture, seed, folder).result(self._start_timeout_s)
 
@@ -153,9 +148,6 @@ class TrainerRank:
 def rank_actor(worker: type | None) -> type:
     """Return a class for `ray.remote`: a `TrainerRank` that passes all other methods of `RankClient`, and those that
     the worker's own class adds, on to its worker.
-
-    Args:
-        worker: class of the worker, made from a `WorkerSpec` once its engine is imported; None: the backend's.
     """
     names = [*vars(RankClient), *(vars(worker) if worker is not None else ())]
     passed = {name: _passed_on(name) for name in names if name[0] != "_" and name not in OWN}

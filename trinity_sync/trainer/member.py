@@ -76,8 +76,6 @@ class Member:
         """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
 
         Args:
-            paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
-            make_coordinator: makes this rank's coordinator, from `node_id` and `job_id`.
             timeout_s: limit of the waits for a background save, seconds.
         """
         # The call ends when this process dies. A death in a free run may interrupt no other call.
@@ -209,9 +207,6 @@ class WeightStager:
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> float:
         """Copy into the slot and report to the agent. Collective if the engine offloads.
 
-        Args:
-            lazily: return at once and copy in the background, if the engine allows it.
-
         Returns:
             Seconds in which the rank was blocked so far.
         """
@@ -232,11 +227,7 @@ class WeightStager:
         return blocked
 
     def wait_copied(self) -> None:
-        """Wait until the weights may change. Called on the training thread.
-
-        Raises:
-            WaitTimeout: the copy takes too long.
-        """
+        """Wait until the weights may change. Called on the training thread."""
         with self._lock:
             if self._copied.is_set():
                 return

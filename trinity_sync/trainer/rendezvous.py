@@ -25,11 +25,7 @@ def join_group(backend: str, timeout_s: float) -> None:
     in actors of a `TrainerGroup`.
 
     Args:
-        backend: torch's name of it; it includes gloo, so that no rank returns before all have joined.
         timeout_s: limit of the wait for rank 0, and of the group's collectives, seconds.
-
-    Raises:
-        WaitTimeout: rank 0 has not opened a port.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=timeout_s)

@@ -28,11 +28,7 @@ class SupervisedTask(Protocol):
 
 
 def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:
-    """Return pairs or conversations as tokens.
-
-    Raises:
-        RunError: one cannot be encoded; names its place in the file.
-    """
+    """Return pairs or conversations as tokens."""
     encoded = encoder.encode(examples)
     return PairBatch.of(
         [one.prompt for one in encoded], [one.response for one in encoded], [one.learnt for one in encoded]
@@ -53,11 +49,7 @@ class PairsData:
         self._numbering = numbering
 
     def batch(self, step: int) -> PairBatch:
-        """Return the pairs of a step, with an end-of-sequence token after each response.
-
-        Raises:
-            RunError: one cannot be encoded; names its place in the file.
-        """
+        """Return the pairs of a step, with an end-of-sequence token after each response."""
         return pair_batch(self._encoder, self._of_step(step))
 
     def _of_step(self, step: int) -> Examples:

@@ -174,9 +174,6 @@ class Steps:
     def measure(self, step: int, batch: SampleBatch | PairBatch, drawn: Drawn | None) -> dict[str, float]:
         """Return the metrics of a step's batch. Records events: responses that could not be judged, and a batch filled
         with groups of equal rewards.
-
-        Args:
-            drawn: everything drawn for it; None: the batch is everything.
         """
         found = batch_metrics(batch)
         if drawn is not None:
@@ -194,12 +191,6 @@ class Steps:
         """Have all ranks train on a batch; return its advantages and the metrics, with a `loss` if the batch is not
         empty. Records events: updates skipped because their gradient was not finite, and a step all of whose tokens
         were rejected.
-
-        Args:
-            judge: computes the advantages from the rewards, less the penalty.
-
-        Raises:
-            RunError: the loss is not finite, or missing.
         """
         interrupts.check()
         if self._agreement is not None and isinstance(batch, SampleBatch):
@@ -228,11 +219,7 @@ class Steps:
         return {} if self._penalty is None else self._penalty.state()
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
-        """Return the staleness of a batch's samples as metrics.
-
-        Raises:
-            RunError: a sample is staler than `LoopSettings.max_staleness`.
-        """
+        """Return the staleness of a batch's samples as metrics."""
         if not isinstance(batch, SampleBatch):
             return {}
         versions, counts = np.unique(batch.version_steps, return_counts=True)

@@ -45,9 +45,7 @@ def share(
     optimizer step do not depend on the number of ranks.
 
     Args:
-        count: of all sequences.
         rank, ranks: the data-parallel rank and the number of them.
-        mini_batches: optimizer steps.
         balanced: tokens of each sequence, to give ranks about as many tokens of each mini-batch in equally many
             sequences; None: each rank has a contiguous block.
 
@@ -69,11 +67,7 @@ def check_fits(lengths: np.ndarray, max_tokens: int | None, sharing: int) -> Non
 
     Args:
         lengths: tokens of each, on all ranks.
-        max_tokens: of a micro-batch and rank; None: no limit.
         sharing: ranks that share a sequence.
-
-    Raises:
-        RunError: one is too long. Raised on every rank.
     """
     longest = int(lengths.max(initial=0))
     if max_tokens is not None and longest > max_tokens * sharing:
@@ -106,11 +100,7 @@ def grpo_batch(
         prompts: int64 token ids per sequence, at least one.
         responses: int64 token ids per sequence, at least one, end-of-sequence included.
         log_probs: float32 log-probs of the response tokens under the sampler.
-        advantages: see `with_advantages`; None: that is called later.
-        temperature: the sampler's temperature.
-        entropy: have the engine compute the entropy of each token's distribution, too.
         staleness: int64, of each response token, in steps; None: unknown.
-        batching: see `Batching`.
     """
     lengths = [len(response) for response in responses]
     sampled = _jagged(np.concatenate(log_probs), lengths)
@@ -129,12 +119,7 @@ def grpo_batch(
 
 
 def with_advantages(data: TensorDict, advantages: np.ndarray) -> TensorDict:
-    """Return a rank's share of a GRPO step with its advantages.
-
-    Args:
-        data: from `grpo_batch`.
-        advantages: float64, one per sequence, given to each of its response tokens.
-    """
+    """Return a rank's share of a GRPO step with its advantages."""
     lengths = data["response_mask"].offsets().diff().tolist()
     data = data.copy()
     data["advantages"] = _jagged(np.repeat(np.asarray(advantages, np.float32), lengths), lengths)

@@ -89,12 +89,7 @@ class TrinityWorker(Member, TrainingWorker):
         super().__init__(worker_config(spec))
 
     def initialise(self) -> RankInfo:
-        """Build model, optimizer and scheduler. Collective.
-
-        Raises:
-            ConfigError: transformers does not have `model.attn_implementation` for this model; or the adapter's base is
-                not the one in the model's folder.
-        """
+        """Build model, optimizer and scheduler. Collective."""
         check_attention(self.engine.model_config.hf_config.to_dict(), self._spec.attn_implementation)
         check_class(self.engine.model_config)
         folder = local_folder(self._spec.model_path)
@@ -137,13 +132,7 @@ class TrinityWorker(Member, TrainingWorker):
     # -- training
 
     def train_step(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
-        """Train on this rank's share of a batch; return the metrics. Collective.
-
-        Args:
-            step: the trainer's global step.
-            batch: the whole batch, the same on every rank.
-            advantages: one per sequence (GRPO), None for pairs.
-        """
+        """Train on this rank's share of a batch; return the metrics. Collective."""
         started = time.perf_counter()
         spec = self._spec
         data = self._data_of(step, batch, advantages)
@@ -165,10 +154,6 @@ class TrinityWorker(Member, TrainingWorker):
     def divergences(self, step: int, batch: SampleBatch) -> Divergences | None:
         """Measure the divergence of this rank's share of a step from the reference, before training on it; None on
         pipeline stages before the last. Collective.
-
-        Args:
-            step: the trainer's global step.
-            batch: the whole batch, the same on every rank.
         """
         rows, batching = self._share_of(batch)
         data = self._samples(step, batch, rows, batching)
@@ -245,12 +230,7 @@ class TrinityWorker(Member, TrainingWorker):
 
 
 def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
-    """Make verl's config of the engine. Sequences are packed if the model allows it.
-
-    Raises:
-        ConfigError: packing is required and the model does not allow it, or the adapter does not fit the model; names
-            the key.
-    """
+    """Make verl's config of the engine. Sequences are packed if the model allows it."""
     engine, optimizer = spec.backend.engine_configs(spec.engine, spec.optimizer)
     model = AutoConfig.from_pretrained(local_folder(spec.model_path), trust_remote_code=spec.trust_remote_code)
     packed = spec.backend.packs(model.to_dict(), spec.attn_implementation, spec.remove_padding)
@@ -284,13 +264,7 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
 
 
 def divergences(data: TensorDict, rows: np.ndarray, estimator: str) -> Divergences | None:
-    """Measure the divergence of a rank's share of a step from the reference, by verl's estimators.
-
-    Args:
-        data: with `old_log_probs` and `ref_log_prob` of `with_log_probs`; None is returned without them.
-        rows: numbers of these samples in the step.
-        estimator: verl's name of it.
-    """
+    """Measure the divergence of a rank's share of a step from the reference, by verl's estimators."""
     if "ref_log_prob" not in data:
         return None
     padded = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
@@ -303,10 +277,6 @@ def divergences(data: TensorDict, rows: np.ndarray, estimator: str) -> Divergenc
 def adapted(coefficient: float, divergence: float, samples: int, config: InRewardConfig) -> float:
     """Return the coefficient of the next step by verl's adaptive controller (Ziegler et al., "Fine-Tuning Language
     Models from Human Preferences", 2019).
-
-    Args:
-        coefficient, divergence, samples: of this step; the divergence is per token, in nats.
-        config: the target of the divergence, and the horizon.
     """
     controller = AdaptiveKLController(coefficient, config.target_kl, config.horizon)
     controller.update(current_kl=divergence, n_steps=samples)
@@ -323,12 +293,6 @@ def with_log_probs(
 ) -> TensorDict:
     """Return a rank's share of a step with an engine's log-probs of the response tokens: with the dtypes, the
     temperature and the micro-batches of training, without dropout. Collective.
-
-    Args:
-        engine: idle.
-        data: from `grpo_batch`. Unchanged on pipeline stages before the last.
-        name: key of the log-probs.
-        inside: entered while the engine infers.
     """
     data = data.copy()
     log_probs = inferred(engine, data, inside)
@@ -342,12 +306,6 @@ def inferred(
 ) -> torch.Tensor | None:
     """Return an engine's log-prob of each next token of a rank's sequences: nested, float32, on the CPU; None on
     pipeline stages before the last. Collective.
-
-    Args:
-        engine: idle.
-        data: from `grpo_batch` or `sft_batch`; unchanged.
-        inside: entered while the engine infers.
-        training: with dropout, as in training.
     """
     request = data.copy()  # the engine adds its results
     packed = engine.model_config.use_remove_padding  # a reference may differ from the trained model
@@ -419,11 +377,7 @@ def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
 
 
 def reference_digest(path: str) -> str:
-    """Return the digest of a reference's stored weights, hex. Reads all of them.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """Return the digest of a reference's stored weights, hex. Reads all of them."""
     folder = local_folder(path)
     try:
         tensors = open_hugging_face(folder)
@@ -442,8 +396,6 @@ def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, f
         metrics: of verl's `train_mini_batch`: a number or a `Metric`, or a list with one entry per optimizer step. The
             result is the mean of a list, or the maximum if the name ends with ``_max``. Of ``grad_norm`` only finite
             entries count: an optimizer step with another one was skipped.
-        recomputed: the samples' log-probs were recomputed, so each optimizer step measured the mismatch of the weights
-            before the step. Otherwise only the first entry counts.
 
     Returns:
         By name, and under `SKIPPED` the number of skipped optimizer steps.
@@ -474,16 +426,8 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
     """Measure verl's loss of a rank's share of a batch with the masks, dtypes and micro-batches of training, without
     dropout and without a gradient. Collective.
 
-    Args:
-        engine: idle.
-        spec: of the engine.
-        batch: any number of pairs, the same on every rank.
-
     Returns:
         None on pipeline stages before the last.
-
-    Raises:
-        RunError: a pair does not fit into a micro-batch.
     """
     rows, mine, batching = _share(engine, spec, batch.lengths)
     # rows that only fill up do not count

@@ -85,10 +85,6 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
 
     Args:
         infos: of all ranks.
-        backend: its name, for the message.
-
-    Raises:
-        ConfigError: names what would be missing.
     """
     saved = next((info.saved for info in infos if info.saved is not None), None)
     assert saved is not None, "rank 0 has the names of all tensors"
@@ -107,7 +103,6 @@ def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
 
     Args:
         infos: of all ranks.
-        wire_dtype: `sync.wire_dtype`.
     """
     saved = next(info.saved for info in infos if info.saved is not None)
     return WireFormat.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
@@ -117,10 +112,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
     """Make the spec of a rank from a checked config.
 
     Args:
-        cfg: the whole config.
-        model_path: folder or hub id of the model to train.
         log_dir: folder of the ranks' logs.
-        given: the run's `model.path`, if the run trains other weights of it.
     """
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
     adapter = adapter_of(cfg.model.lora)

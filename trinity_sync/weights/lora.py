@@ -92,11 +92,7 @@ def held_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def pairs(names: Iterable[str]) -> dict[str, FactorPair]:
-    """Return the factors of an adapter by the saved name of the weight that they change.
-
-    Raises:
-        RunError: there are other tensors than pairs of factors of linear layers.
-    """
+    """Return the factors of an adapter by the saved name of the weight that they change."""
     names = set(names)
     found = {
         name.removeprefix(PREFIX).removesuffix(_A) + ".weight": FactorPair(name, name.removesuffix(_A) + _B)
@@ -122,9 +118,6 @@ def target_text(targets: str | Iterable[str]) -> str:
 def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str]:
     """Return the keys of an ``adapter_config.json`` that make an adapter more than products of two factors with one
     scale for all layers of `target_modules`. Unknown keys are among them, unless they are off.
-
-    Args:
-        placed: the names of its tensors are known, and tell its layers.
     """
     known = _PLAIN | _PLACES if placed else _PLAIN
     return sorted(
@@ -137,11 +130,7 @@ def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str
 
 
 def scaling(config: Mapping[str, object]) -> float:
-    """Return the factor of the product, from an ``adapter_config.json``.
-
-    Raises:
-        RunError: the adapter is more than a product; the message names the keys.
-    """
+    """Return the factor of the product, from an ``adapter_config.json``."""
     if refused := not_plain(config, placed=True):
         raise RunError(f"an adapter with {', '.join(refused)} is not merged here; merge it with peft")
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -165,7 +154,6 @@ def merged(
         weight: [out, in], on any device; [in, out] with `transposed`.
         a: [rank, in].
         b: [out, rank].
-        scale: see `scaling`.
         transposed: the layer keeps its weight transposed (peft's ``fan_in_fan_out``: GPT-2's Conv1D).
     """
     return (weight.float() + change(a, b, scale, transposed=transposed)).to(weight.dtype)

@@ -63,7 +63,6 @@ def pack(
     Args:
         tensors: (name, whole tensor) on any device.
         wire_dtype: the dtype of floating tensors on the wire, as safetensors names it; None: their own.
-        bucket_bytes: length of a bucket; a larger tensor has one of its own.
         device: of the buckets.
 
     Yields:

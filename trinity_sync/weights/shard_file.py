@@ -52,9 +52,7 @@ def write_shard_file(
     bytes are on disk when this returns (the caller syncs the folder).
 
     Raises:
-        ValueError: `metadata` holds the key of the layout.
         LayoutError: the buffer is too small.
-        OSError: the file cannot be written.
     """
     data = layout.view(buffer)
     header = _header(layout, metadata)
@@ -284,7 +282,6 @@ def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, dura
 
     Raises:
         ImageError: an extent reaches beyond the file or the segment, or into the extent before.
-        OSError: the file cannot be written.
     """
     if not extents:
         return digest_file(path, durable=durable)

@@ -70,16 +70,10 @@ class SlotArena:
         """Create and lock the folder and reserve all memory, so that the first snapshot has no page faults.
 
         Args:
-            run_key: folder name of the run, unique on the node.
-            slots: number of slots, at least 1.
             parts: part name -> bytes of its segment.
-            root: a memory file system.
-            fallback: folder on disk for mapped files, used where `root` is absent, too small or not writable.
 
         Raises:
-            ValueError: no slots, or a name that is not a plain file name.
             SegmentError: a live process uses the run key, or the fallback has no room either.
-            WaitTimeout: another process of this user keeps the user's folder locked.
         """
         if slots < 1:
             raise ValueError(f"{slots} slots; at least 1 is needed")
@@ -232,11 +226,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
-    """Delete this user's folders under `root` whose owner has died, and return them.
-
-    Raises:
-        WaitTimeout: another process of this user keeps the user's folder locked.
-    """
+    """Delete this user's folders under `root` whose owner has died, and return them."""
     try:
         with _home(Path(root), create=False) as home:
             return [folder for folder in sorted(home.iterdir()) if folder.is_dir() and _remove_if_stale(folder)]
@@ -250,8 +240,6 @@ def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterat
 
     Raises:
         ForeignFileError: another user has a folder, or a link, of that name.
-        OSError: it cannot be created or opened; FileNotFoundError without `create`.
-        WaitTimeout: another process keeps it locked.
     """
     home = root / own_name(_HOME)
     while True:

@@ -97,11 +97,7 @@ class Snapshot:
         self._copying.copy(in_background=in_background)
 
     def wait_until_copied(self, timeout_s: float) -> float:
-        """Wait until the state may change, and return the seconds waited. Errors of the copy are left to `file_images`.
-
-        Raises:
-            WaitTimeout: the copy takes longer than `timeout_s`.
-        """
+        """Wait until the state may change, and return the seconds waited. Errors of the copy are left to `file_images`."""
         return self._copying.wait_until_copied(timeout_s)
 
     def live(self, name: str) -> object:
@@ -114,12 +110,7 @@ class Snapshot:
         self._storages.pop(name, None)
 
     def copied(self, tensor: torch.Tensor, timeout_s: float) -> torch.Tensor:
-        """Return the copy of a plain tensor of the state, in the segment.
-
-        Raises:
-            RunError: the copy failed.
-            WaitTimeout: the copy takes longer than `timeout_s`.
-        """
+        """Return the copy of a plain tensor of the state, in the segment."""
         self._copying.wait_whole(timeout_s)
         storage = tensor.untyped_storage()
         start = self._places[storage._cdata]
@@ -127,13 +118,7 @@ class Snapshot:
         return copy.as_strided(tensor.size(), tensor.stride(), copy.storage_offset() + tensor.storage_offset())
 
     def file_images(self, folder: Path, timeout_s: float, names: Collection[str] | None = None) -> list[FileImage]:
-        """Write the skeletons of files (`names`; None: all) below the existing `folder`, and return what fills them.
-
-        Raises:
-            RunError: the copy failed.
-            WaitTimeout: the copy takes longer than `timeout_s`.
-            OSError: a skeleton cannot be written.
-        """
+        """Write the skeletons of files (`names`; None: all) below the existing `folder`, and return what fills them."""
         self._copying.wait_whole(timeout_s)
         images = []
         for name in list(self._files) if names is None else names:
@@ -216,14 +201,12 @@ def write_skeleton(value: object, path: Path) -> list[Hole]:
 
     Args:
         value: nested containers of tensors and of types that ``torch.load(weights_only=True)`` admits.
-        path: is replaced.
 
     Returns:
         The holes, ascending. They cover each non-empty one of ``storages(value)`` once.
 
     Raises:
         SkeletonError: torch's file is not as expected.
-        OSError: the file cannot be written.
     """
     with _recording() as met, torch.serialization.skip_data(), _without_crc32():
         torch.save(value, path)

@@ -273,9 +273,6 @@ class Copying:
     def wait_until_copied(self, timeout_s: float) -> float:
         """Wait until the sources may change, and return the seconds waited. Errors of the copy are left to
         `wait_whole`.
-
-        Raises:
-            WaitTimeout: the copy takes longer than `timeout_s`.
         """
         started = time.perf_counter()
         if not self._copied.wait(timeout_s):
@@ -283,12 +280,7 @@ class Copying:
         return time.perf_counter() - started
 
     def wait_whole(self, timeout_s: float) -> None:
-        """Wait until the targets hold the copy.
-
-        Raises:
-            RunError: the copy failed.
-            WaitTimeout: it takes longer than `timeout_s`.
-        """
+        """Wait until the targets hold the copy."""
         self.wait_until_copied(timeout_s)
         if self._error is not None:
             raise RunError(f"{self._what} could not be copied: {self._error}") from self._error

@@ -69,11 +69,7 @@ def torch_dtype(text: str) -> torch.dtype:
 
 
 def wire_name(dtype_name: str, wire: str | None) -> str:
-    """Return the dtype in which a tensor travels: floating ones in `wire`, others in their own, all of them for None.
-
-    Raises:
-        ValueError: an unknown dtype, or a wire dtype that is not floating.
-    """
+    """Return the dtype in which a tensor travels: floating ones in `wire`, others in their own, all of them for None."""
     return WireFormat(wire).of("", dtype_name)
 
 
@@ -107,10 +103,6 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     One of tied tensors; no non-persistent buffers; where transformers keeps a checkpoint's tensors fused (experts),
     views of them. Follows transformers 5 ``PreTrainedModel.save_pretrained``, whose own function would clone tensors
     that share a storage. The model may be on the meta device.
-
-    Raises:
-        RunError: tensors overlap without being declared as tied (``save_pretrained`` refuses them too), or a tensor of
-            the saved form is not a view of the model's.
     """
     live = _kept(model)
     saved = saved_list(model)
@@ -124,11 +116,7 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
-    """Return by name the tensors that ``save_pretrained`` would write, as views of the model's. No tensor is read.
-
-    Raises:
-        RunError: tensors overlap without being declared as tied.
-    """
+    """Return by name the tensors that ``save_pretrained`` would write, as views of the model's. No tensor is read."""
     live = _kept(model)
     # stand-ins for the model's tensors: each alone in its storage, and contiguous
     held = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
@@ -318,9 +306,6 @@ def kept_by_class(model: torch.nn.Module, dtype: str) -> tuple[str, ...]:
 def hold_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
     """Cast the tensors of a model that the patterns (see `kept_names`) match to fp32, in place; return their saved
     names.
-
-    Raises:
-        ConfigError: the patterns match only some of the saved tensors that one tensor of the model contains.
     """
     names, kept = _kept_tensors(model, patterns)
     for tensor in kept:

@@ -461,12 +461,7 @@ class LocalServer:
         return port
 
     def serve(self, body: object, hello: Callable[[], object]) -> None:
-        """Answer calls from now on.
-
-        Args:
-            body: the actor; its public methods may be called.
-            hello: returns the first message to a caller.
-        """
+        """Answer calls from now on."""
         self._ready.set_result((body, hello))
 
     async def members_gone(self, *, first_s: float, grace_s: float, least_s: float = 0.0) -> None:

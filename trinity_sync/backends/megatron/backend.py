@@ -220,10 +220,7 @@ class Checkpoints:
         before the next `begin`, which reuses the memory.
 
         Args:
-            folder: the checkpoint's.
             meeting: the meeting of the save's ranks.
-            in_background: the state does not change before the copy is waited for.
-            durable: see `SelfWritingBackend.begin_save`.
         """
         pending = self._trees.plan(folder, writer.ALL)
         copying = self._trees.copy(pending, in_background=in_background)
@@ -245,9 +242,6 @@ class Checkpoints:
         `restore_rng` and the layout is that of the save.
 
         Any layout of the same model can load an optimizer that was saved as ``fully_reshardable``.
-
-        Raises:
-            RunError: a file contains what it must not; no pickle in one is run.
         """
         with nothing_runs(folder):
             self._load(folder, restore_rng)

@@ -288,12 +288,7 @@ class CausalAttention(DotProductAttention):
 
 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage, without Transformer Engine.
-
-    Args:
-        config: the model's configuration; RMSNorm, attention without latent heads.
-        vp_stage: virtual pipeline stage, None for the only one.
-    """
+    """Return the layers of this pipeline stage, without Transformer Engine."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -313,10 +308,6 @@ def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
 
     A new model has zeros there, and through a norm their gradient would be many times that of all others: samples of
     such a model contain the token, too.
-
-    Args:
-        embedding: of the words; also the output layer of a model that shares it, which then trains the row.
-        token: id of the padding token.
     """
 
     def freeze(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -356,11 +347,7 @@ class LocalShard:
 
 
 def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str, str]:
-    """Return the wire dtypes of the Hugging Face tensors in a local parameter of dtype `held` (all safetensors names).
-
-    Raises:
-        ConfigError: one is to be kept in fp32, and the engine has rounded it.
-    """
+    """Return the wire dtypes of the Hugging Face tensors in a local parameter of dtype `held` (all safetensors names)."""
     found = {name: wire.of(name, held) for name in hf_names}
     rounded = sorted(name for name, dtype in found.items() if dtype == FP32 not in (held, wire.dtype))
     if rounded:
@@ -378,7 +365,6 @@ def pieces(
 
     Args:
         name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
-        hf_names: its Hugging Face tensors, in mbridge's order.
         dtypes: the wire dtypes of the tensors by name, see `dtypes_of`.
 
     Raises:
@@ -403,11 +389,6 @@ def pieces(
 def among_all_experts(name: str, first: int) -> str:
     """Return an expert's parameter name with its number among the experts of all expert-parallel ranks; others
     unchanged.
-
-    Args:
-        name: the rank's own name of it. Experts are modules of their own (megatron-core's layers) or parameters of one
-            (Transformer Engine's); the result has the latter form.
-        first: number of the rank's first expert.
     """
     numbered = _OWN_MODULE.sub(r".experts.\2\1", name)
     return _NUMBERED.sub(lambda found: f"{found[1]}{first + int(found[2])}", numbered)

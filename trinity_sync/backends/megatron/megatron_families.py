@@ -47,9 +47,6 @@ def check_layout(backend: Layout, checkpoint: Path) -> str | None:
 
     Returns:
         A message for the user, None where nothing changes.
-
-    Raises:
-        ConfigError: the checkpoint cannot be loaded in this layout; names the keys to set.
     """
     saved = saved_layout(checkpoint / "actor")
     ranks = backend.ranks // (backend.tp * backend.pp)

@@ -163,13 +163,7 @@ class Planner:
         self._checked = False
 
     def plan(self, state: dict[str, object], folder: Path, content: dict[str, object]) -> PlannedWrite:
-        """Plan a save. Collective, on the training thread.
-
-        Args:
-            state: sharded state dict; is consumed.
-            folder: of the checkpoint.
-            content: megatron-core's notes about the content, for the load.
-        """
+        """Plan a save. Collective, on the training thread."""
         sharded, common = save_preprocess({**state, _CONTENT_METADATA_KEY: content}, not self._checked)
         self._shared.async_save(sharded, folder)
         self._checked = True
@@ -205,11 +199,8 @@ def finalise(
     """Write the trees of one save and make them checkpoints. Collective, on a background thread of every rank.
 
     Args:
-        pending: the planned trees.
         copying: their copy; its errors fail the save on all ranks.
         meeting: the meeting of that save's ranks.
-        base: the folder to which the entries of the large files are relative.
-        durable: fsync the large files.
 
     Returns:
         The files of this rank: the large ones as entries, the small ones as paths.
@@ -396,12 +387,7 @@ HUGGING_FACE = "model/huggingface"
 
 
 def small_files(manager: MegatronCheckpointManager, files: ModelFiles) -> dict[str, bytes]:
-    """Return Megatron's config and the model's own files, by path relative to the checkpoint.
-
-    Args:
-        manager: verl's, on rank 0.
-        files: of the model, without its weights.
-    """
+    """Return Megatron's config and the model's own files, by path relative to the checkpoint."""
     with TemporaryDirectory() as folder:
         manager._save_transformer_config(folder)
         config = Path(folder, CONFIG).read_bytes()

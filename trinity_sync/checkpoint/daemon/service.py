@@ -78,12 +78,7 @@ class DaemonHello(TypedDict):
 
 
 def serve(given: bytes, report: Report) -> None:
-    """Run the monitor, from the folder's lock to the last commit.
-
-    Args:
-        given: the pickled `DaemonSettings`.
-        report: gets a pickled error, or None when the monitor answers callers.
-    """
+    """Run the monitor, from the folder's lock to the last commit."""
     settings: DaemonSettings = pickle.loads(given)
     monitor = _MonitorProcess(settings)
     try:
@@ -294,21 +289,9 @@ def connect(
     until their timeout, so they should call it after rank 0 has connected.
 
     Args:
-        root: the checkpoint folder, by the same path on all nodes.
         program: a word that identifies the program, such as a random one that its ranks share.
-        may_start: start the monitor if there is none; else wait for it.
         timeout_s: limit of each wait, seconds.
-        resume_step: the step whose checkpoint the program has loaded, 0: none, None: the newest. Used by the first
-            start of this program's monitor, which sets later steps aside; see `resume_point.put_in_order`.
-        save_strategy, config: of a started monitor; attempt and writer are filled in.
         address: of this machine, where a started monitor listens; all ranks have to reach it.
-        lifetime: of a started monitor.
-
-    Raises:
-        ConfigError: the folder cannot be written, another running program writes in it, or its file about a monitor
-            cannot be trusted.
-        RunError: the step to resume is not a full checkpoint, or committed checkpoints cannot be read.
-        WaitTimeout: no monitor answers in time, or that of an earlier program does not end.
     """
     if not program or not program.isprintable():
         raise ConfigError(f"program={program!r} has to be a word on one line")
@@ -340,13 +323,7 @@ def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait:
     monitor with callers is not waited for. Called by a program without a monitor.
 
     Args:
-        root: the checkpoint folder.
         timeout_s: limit of the wait, seconds.
-        on_wait: gets a sentence, once, if the wait is long.
-
-    Raises:
-        ConfigError: the folder's file about a monitor cannot be trusted.
-        WaitTimeout: the monitor does not end.
     """
     place = Path(root).absolute()
     nobody = DaemonSettings(
@@ -506,12 +483,7 @@ class Rendezvous:
 
 
 def publish(root: Path, program: str, address: str, port: int, secret: bytes) -> Rendezvous:
-    """Write this process's address. Its caller has locked the folder.
-
-    Raises:
-        OSError: the disk refuses.
-        ConfigError: other users can read the file.
-    """
+    """Write this process's address. Its caller has locked the folder."""
     said = Rendezvous(
         program=program, address=address, port=port, secret=secret.hex(), pid=os.getpid(), host=socket.gethostname()
     )
@@ -526,11 +498,7 @@ def publish(root: Path, program: str, address: str, port: int, secret: bytes) ->
 
 
 def find(root: Path) -> Rendezvous | None:
-    """Read the address; None if there is none.
-
-    Raises:
-        ConfigError: another user has written the file, or could read it.
-    """
+    """Read the address; None if there is none."""
     path = root / _NAME
     try:
         descriptor = open_lock(path, create=False, writable=False)

@@ -83,9 +83,6 @@ def locate(path: Path) -> tuple[Path, int | None]:
 def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]:
     """List all step folders, oldest first. Reads manifests only. Raises UnreadableError if the folder or its mark
     cannot be read now.
-
-    Args:
-        tracker: the tracker of full checkpoints as the caller read it before; None: it is read now.
     """
     finished, run = newest_finished(root, tracker), _run_of(root)
     try:
@@ -272,7 +269,6 @@ def newest_good(
     UnreadableError, NewerFormatError.
 
     Args:
-        on_skip: called with a sentence for each newer one that is skipped.
         roles: places, such as ``actor``, that a checkpoint of verl's has to have.
     """
     for info in reversed(scan(root)):

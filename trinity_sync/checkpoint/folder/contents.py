@@ -258,11 +258,7 @@ def _look_into(folder: Path) -> None:
 
 
 def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
-    """Parse the text of a manifest. Raises NewerFormatError, ManifestError.
-
-    Args:
-        step: the step that it has to name; None: any.
-    """
+    """Parse the text of a manifest. Raises NewerFormatError, ManifestError."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:

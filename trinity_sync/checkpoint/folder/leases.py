@@ -58,14 +58,10 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
     """Keep the checkpoint of a step regardless of retention. Pinning it again changes the note.
 
     Args:
-        root: the checkpoint folder.
-        step: the step.
-        note: the reason, for people who look into the folder.
         clock: Unix seconds.
 
     Raises:
         ManifestError: there is no such checkpoint.
-        RunError: it was deleted just now, or the folder of pins is a link.
     """
     with lease_checkpoint(root, step, reader="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
@@ -86,7 +82,6 @@ def unpin(root: Path, step: int) -> bool:
 
     Raises:
         ManifestError: there is no such checkpoint.
-        RunError: the folder of pins is a link.
     """
     manifest = read_manifest(step_dir(root, step))
     path = _pin_path(root, step, manifest.attempt)
@@ -263,11 +258,7 @@ class CheckpointLease:
         return self._manifest.attempt
 
     def renew(self, seconds: float) -> None:
-        """Set the expiry to so many seconds from now.
-
-        Raises:
-            RunError: it had expired, and the checkpoint was deleted or replaced meanwhile, or is about to be.
-        """
+        """Set the expiry to so many seconds from now."""
         if self._file is not None and self._clock() <= self._expires:
             self._write(self._file, seconds)
         else:
@@ -341,14 +332,8 @@ def lease_checkpoint(
     """Lease the checkpoint of a step, so that it is neither deleted nor replaced while it is read.
 
     Args:
-        root: the checkpoint folder.
-        step: the step.
-        reader: the reader's name, for people who look into the folder.
         seconds: expiry; `CheckpointLease.renew` prolongs it.
         clock: Unix seconds.
-
-    Raises:
-        RunError: there is no such checkpoint, or it was deleted or replaced just now.
     """
     target = step_dir(root, step)
     lease = CheckpointLease(target, read_manifest(target), reader, clock)

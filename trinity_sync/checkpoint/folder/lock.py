@@ -61,7 +61,6 @@ def locked(
 
     Args:
         timeout_s: limit of the wait for the monitor of a killed run, seconds.
-        word: called with the word of the last run; returns this run's word.
     """
     try:
         make_folder(root)
@@ -127,9 +126,6 @@ def _wait_for_monitor(root: Path, timeout_s: float) -> None:
 
 def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     """Lock the folder for the monitor, so that later runs see that it writes there. Raises RunError, WaitTimeout.
-
-    Args:
-        expected: the identity that `writer_of` has to return, None: any.
 
     Returns:
         A file to keep open while the process writes.

@@ -37,9 +37,6 @@ def check_adapter(
 ) -> None:
     """Check that the adapter in a full checkpoint has the rank, scale and targets of the run's adapter. Raises
     ConfigError if they differ, or are not known.
-
-    Args:
-        targets: ends of the names of its modules; None: not compared.
     """
     path = folder / "actor" / CONFIG_FILE
     try:
@@ -92,9 +89,6 @@ def noted_base(folder: Path) -> Base | None:
 def check_base(folder: Path, known: Base | None, base: Base) -> None:
     """Check that an adapter continues on the base on which it was trained. Raises ConfigError if it is another one, or
     that cannot be told.
-
-    Args:
-        known: the noted base; None: none.
     """
     if known is None or known.digest == base.digest:
         return

@@ -155,11 +155,7 @@ def adopt(root: Path) -> str:
 
 
 def check(root: Path, owner: Owner, *, recorded: Recorded | None, named: bool = False) -> None:
-    """Check that a run may use a checkpoint folder. Writes nothing. Raises ConfigError.
-
-    Args:
-        recorded: commits in the record of a resumed run; None: a new run.
-    """
+    """Check that a run may use a checkpoint folder. Writes nothing. Raises ConfigError."""
     try:
         problem = _problem(root, owner, recorded, named)
     except (OSError, UnreadableError) as error:

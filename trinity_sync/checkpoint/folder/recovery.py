@@ -41,8 +41,6 @@ def recover(
     link. Nothing has been changed then.
 
     Args:
-        keep: (step, attempt) of staging folders in use.
-        attempt: the attempt whose weights next to the step folders are in use; None: none.
         clock: Unix seconds, for the expiry of leases.
     """
     if not root.is_dir():

@@ -68,7 +68,6 @@ def find(
 
     Args:
         roles: places, such as ``actor``, that a checkpoint of verl's has to have.
-        say: called with a sentence for each one that is skipped.
     """
     try:
         return newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
@@ -102,9 +101,6 @@ def check_all_seen(
 ) -> None:
     """Check that no committed checkpoint newer than `found` is missing. Raises UnseenError if nothing was found, or a
     newer checkpoint is missing.
-
-    Args:
-        places: the places that were searched, for the message; None: the folder.
     """
     noted = read_committed(root)
     named = noted if noted is not None else read_tracker(root, FULL).step
@@ -125,9 +121,6 @@ def check_all_seen(
 def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = ()) -> StartPoint:
     """Prepare a checkpoint folder for a verl program: a fresh one, or one with checkpoints of verl or of this program.
     Raises RunError.
-
-    Args:
-        resume_step: the step to resume after; None: the newest full checkpoint.
     """
     recovery.finish_replacements(root)
     before = catalog.newest_attempt(root)

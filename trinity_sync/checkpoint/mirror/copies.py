@@ -221,10 +221,6 @@ class Mirror:
     def upload(self, root: Path, step: int, *, start: int | None = None) -> int:
         """Copy a committed full checkpoint, which the caller has leased. Returns the bytes sent; files that are there
         already are not sent. Raises DamagedError, ForeignError, ManifestError.
-
-        Args:
-            start: the step after which this attempt resumed: later steps of earlier attempts become abandoned. None:
-                not known; those after `step` do.
         """
         self._check_mine()
         manifest = read_manifest(step_dir(root, step))
@@ -356,9 +352,6 @@ class Mirror:
         It is written into the staging folder, every file is checked by its digest, and one rename makes it visible; an
         existing folder of that step is renamed first. Files that an interrupted try has fetched are not fetched again.
         Raises NewerFormatError if a later version of this program has saved a newer one.
-
-        Args:
-            newer_than: (attempt, step) of the best local one; None: there is none.
 
         Returns:
             Its step; None: no newer one is good.

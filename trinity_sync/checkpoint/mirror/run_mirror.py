@@ -117,7 +117,6 @@ class RunMirror:
         ConfigError, NewerFormatError, RunError.
 
         Args:
-            best: the newest good local one; None: there is none.
             progress: called with (bytes here, bytes in all) during the download.
 
         Returns:
@@ -455,8 +454,6 @@ def call(
 
     Args:
         work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
-        tick: called before all, and about once a second.
-        log: the child's own words are appended to it; None: they go to this process's standard error.
 
     Returns:
         What the work returned.
@@ -515,10 +512,6 @@ def try_again(
 ) -> T:
     """Repeat work that fails with a `MirrorError` that is not final, waiting longer each time. Raises MirrorError if
     the last failure.
-
-    Args:
-        on_failure: called after each failure with a sentence.
-        tick: called about once a second while the next try is waited for.
     """
 
     def told(state: tenacity.RetryCallState) -> None:

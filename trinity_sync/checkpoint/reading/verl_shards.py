@@ -257,7 +257,6 @@ def merge(
 
     Args:
         config: the ``adapter_config.json``.
-        folder: with the base's config.json; None: there is none.
     """
     try:
         scale, pairs = lora.scaling(config), lora.pairs(adapter)

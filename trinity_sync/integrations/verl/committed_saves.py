@@ -124,15 +124,7 @@ class CommittedSaves(Saves):
     # ---- the run
 
     def _start_saves(self, copies: SaveCopies, run: str | OpensMonitor, timeout_s: float) -> None:
-        """Connect to the run.
-
-        Args:
-            run: the Ray namespace in which `open_run` started the monitor, or a function that opens the monitor at the
-                first save.
-
-        Raises:
-            RunError: there is no checkpoint monitor in the namespace.
-        """
+        """Connect to the run."""
         self.previous_saved_paths = []
         self._copies = copies
         self._timeout_s = timeout_s
@@ -179,9 +171,6 @@ class CommittedSaves(Saves):
     ) -> None:
         """Save these contents for a commit of this kind. Collective; returns when `SaveCopies.take` does.
 
-        Args:
-            max_ckpt_to_keep: limit of a full checkpoint, see `register_checkpoint`; weights use the last limit.
-
         Raises:
             ConfigError, RunError: on every rank; also when an earlier save failed.
         """
@@ -223,10 +212,6 @@ class CommittedSaves(Saves):
         Weights that are on disk already are not written again: those of step 0, those that `load_checkpoint` has just
         read, and those of a second call for the same step. An existing checkpoint of this step, of any run, is not
         replaced: the weights are committed next to it, and deleted when this run does not need them any more.
-
-        Args:
-            local_path: as for `save_checkpoint`.
-            global_step: the trainer's step.
 
         Raises:
             ConfigError, RunError: as `save_checkpoint`.
@@ -295,10 +280,6 @@ class CommittedSaves(Saves):
     def trainer_went_on(self) -> None:
         """Report that the trainer has left its save, so its own files of the newest step are whole. On any rank, at any
         time.
-
-        Raises:
-            RunError: the monitor is gone.
-            WaitTimeout: it does not answer.
         """
         if self._trainer_files is not None:
             self._trainer_files.went_on()
@@ -317,7 +298,6 @@ class CommittedSaves(Saves):
 
         Raises:
             Exception: as `wait_on_save_thread`.
-            WaitTimeout: a save is not committed within the limit.
         """
         if limit_s is not None:
             with self._saving:
@@ -386,7 +366,6 @@ class CommittedSaves(Saves):
 
         Raises:
             Exception: the first error of a background save of this rank.
-            RunError: a save failed on another rank.
         """
         if self._opens is not None and self._root is None:
             return
@@ -422,11 +401,6 @@ class CommittedSaves(Saves):
 
         Checkpoints of all runs in the folder count. The newest full checkpoint, steps that are being saved, and leased
         or pinned checkpoints are never deleted.
-
-        Args:
-            new_path: the folder of the new checkpoint.
-            max_ckpt_to_keep: how many full checkpoints stay, in addition to those that the monitor's policies keep;
-                None or 0: no limit.
         """
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)

@@ -53,7 +53,6 @@ def findings(
     """Check a configuration of one of verl's trainers. Raises ConfigError.
 
     Args:
-        version: of verl, as installed; None: it is not installed.
         installed: names under which the plug-in is an entry point of the group ``verl.plugins``.
     """
     ppo = get("actor_rollout_ref") is not None

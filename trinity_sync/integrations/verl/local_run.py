@@ -89,7 +89,6 @@ def join_run(
     `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
 
     Args:
-        resume_step: the step that the program has loaded, 0: none. None: the newest.
         timeout_s: limit of each wait, seconds.
     """
     program, first = this_program(), dist.get_rank() == 0
@@ -155,7 +154,6 @@ def open_monitor(
     or a renamed copy. Raises ConfigError, RunError.
 
     Args:
-        loaded: the path that was loaded last; None: none.
         timeout_s: limit of each wait, seconds.
     """
     saved = _split(local_path)

@@ -36,7 +36,6 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, stack:
     """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile.
 
     Args:
-        root: the run's checkpoint folder; None: there is none.
         seconds: expiry if this process dies.
     """
     step = step_at(root, local_path)

@@ -73,9 +73,6 @@ def follow(path: str, copy: Callable[[], None]) -> bool:
     """Copy a step's folder when it is committed, if this process is a driver under Ray and the step is saved through
     us. Raises TrinityError if the monitor is gone or does not answer, or an earlier copy failed.
 
-    Args:
-        copy: copies it; called in the background. Its error is raised by the next copy or printed at the program's end.
-
     Returns:
         False if nothing is done.
     """

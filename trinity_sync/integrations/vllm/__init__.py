@@ -14,11 +14,7 @@ _registered = False
 
 
 def register() -> None:
-    """Tell vLLM of `TrinityTransfer`, once in a process, and have the process use what its processor has.
-
-    Raises:
-        ValueError: somebody else has registered the name.
-    """
+    """Tell vLLM of `TrinityTransfer`, once in a process, and have the process use what its processor has."""
     global _registered
     if _registered:
         return

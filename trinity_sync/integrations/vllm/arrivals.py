@@ -63,7 +63,6 @@ class Arrivals(ABC):
         Raises:
             ChecksumError: bytes are damaged.
             MismatchError: it does not fit the tensors.
-            RunError: it cannot be read.
         """
         self.let_go()
         for layout in arrival.layouts:

@@ -100,7 +100,6 @@ class AsyncControl:
         """Run a coroutine on the engine's loop and wait for it.
 
         Args:
-            what: the engine's task, for errors.
             timeout_s: limit, seconds; None: that of all calls.
         """
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -90,14 +90,10 @@ class WorkerLink:
         """Call a method of all workers concurrently; return the answers in the order of the ranks.
 
         Args:
-            method: its name in the `methods` of `serve`.
-            arguments: returns the arguments for a rank.
             timeout_s: limit for all together, seconds.
 
         Raises:
             EngineDied: a worker has died.
-            WaitTimeout: a worker does not answer.
-            TrinityError: a worker's error; of several, that of the lowest rank.
         """
         self._number += 1
         until = time.monotonic() + timeout_s
@@ -190,8 +186,6 @@ def serve(
     """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection.
 
     Args:
-        rank: the worker's.
-        methods: the methods that the explorer may call, by name.
         begin, end: called first and last in the thread.
 
     Raises:

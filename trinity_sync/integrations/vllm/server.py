@@ -79,9 +79,6 @@ def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
 
     Args:
         timeout_s: how long an earlier explorer may take to end, seconds.
-
-    Raises:
-        ConfigError: another process has locked the server.
     """
     at = httpx.URL(url)
     name = f"\0trinity-sync-vllm-server-{at.port or at.scheme}"
@@ -138,10 +135,6 @@ class Server:
 
         Args:
             timeout_s: limit, seconds.
-
-        Raises:
-            ConfigError: something else than a vLLM server is there.
-            WaitTimeout: nothing is, or what is there is not ready.
         """
         until = time.monotonic() + timeout_s
         why = self._not_up()
@@ -154,11 +147,7 @@ class Server:
             why = self._not_up()
 
     def facts(self) -> ServerFacts:
-        """What it says of itself.
-
-        Raises:
-            ConfigError: it does not let itself be given weights.
-        """
+        """What it says of itself."""
         answer = self._send("GET", "/server_info", "say what it is", params={"config_format": "json"})
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise ConfigError(
@@ -189,12 +178,7 @@ class Server:
             ) from error
 
     def get(self, path: str, what: str) -> Json:
-        """Ask for something.
-
-        Args:
-            path: what, by its path.
-            what: in words, for errors.
-        """
+        """Ask for something."""
         return self._checked(self._send("GET", path, what), what)
 
     def post(
@@ -204,12 +188,7 @@ class Server:
         return self._checked(self._send("POST", path, what, body=body, params=params), what)
 
     def post_each(self, path: str, what: str, bodies: Sequence[Mapping[str, object]], at_a_time: int) -> list[Json]:
-        """As `post` for each of many bodies, side by side; the limit is for all together.
-
-        Args:
-            bodies: one for each request.
-            at_a_time: how many are under way at most.
-        """
+        """As `post` for each of many bodies, side by side; the limit is for all together."""
         return asyncio.run(self._post_each(path, what, bodies, at_a_time))
 
     async def _post_each(

@@ -252,7 +252,6 @@ class SharedSegment:
 
         Raises:
             SegmentError: there is no room for it.
-            WaitTimeout: another process of this user keeps the user's folder locked.
         """
         if self._arena is None or self._layout != layout:
             self.close()

@@ -124,11 +124,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Put the version that has arrived into the model.
-
-        Raises:
-            RunError: it has not arrived, the model has tensors that it does not fill, or it was told to give up.
-        """
+        """Put the version that has arrived into the model."""
         if update_info.version is None:
             raise RunError("the update was given up")
         self._check_giver(update_info.giver)
@@ -138,11 +134,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._filled = True
 
     def finish_weight_update(self) -> None:
-        """End the session.
-
-        Raises:
-            RunError: no version was put in, so the engine must not say that it holds another one.
-        """
+        """End the session."""
         if not self._filled:
             raise RunError("no version was put into the model in this session")
         self._filled = False
@@ -178,11 +170,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return maps is not None
 
     def _check_dtypes(self, tensors: Shapes) -> None:
-        """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing."""
         held = {name: from_torch(one.dtype) for name, one in self.model.named_parameters()}
         ends = {_end(name): dtype for name, dtype in held.items()}
         own = from_torch(self.model_config.dtype)
@@ -199,11 +187,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._arrived().take(arrival)
 
     def _show(self, version: str) -> list[str]:
-        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ.
-
-        Raises:
-            RunError: the model uses memory that is not its own.
-        """
+        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ."""
         arrivals = self._arrived()
         self._check_memory(arrivals)
         held = dict(self.model.named_parameters())
@@ -303,9 +287,6 @@ def give_back(model: torch.nn.Module) -> None:
 def unfilled(model: torch.nn.Module) -> list[str]:
     """Names of parameters, within a session, of layers that still wait for weights. vLLM would fill them with what
     is in memory, or leave them as they were.
-
-    Args:
-        model: the model; what came for it has been handed to its `load_weights`.
     """
     tied = set(_tied(model))
     waiting = []
@@ -319,10 +300,6 @@ def unfilled(model: torch.nn.Module) -> list[str]:
 def finish(model: torch.nn.Module, config: ModelConfig) -> None:
     """End a session: what waits for all of its layer's weights is put in, and an output layer that is the embedding
     computes with what came for that.
-
-    Args:
-        model: the model, for which all has come (see `unfilled`).
-        config: vLLM's, of the model.
     """
     tied = _tied(model)
     for layer in tied:  # so that vLLM does not warn, at each version, of weights that nobody sends

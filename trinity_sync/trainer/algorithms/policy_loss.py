@@ -47,11 +47,6 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, rec
 
     Its arguments are those of verl's `ppo_loss`. Its data also have `rollout_log_probs`; `staleness` (of each response
     token, in steps), to measure ratios by age; and `ref_log_prob`, if there is a reference.
-
-    Args:
-        correction: with a level (`rollout_is`), token losses are multiplied by the truncated weights
-            exp(`old_log_probs` - `rollout_log_probs`), without a gradient. With rules (`rollout_rs`), tokens or
-            sequences that break a rule have no loss and do not count in the means.
     """
 
     def loss(

@@ -68,12 +68,7 @@ class WeightSync(CheckpointEngine):
     # ---- before and after
 
     def prepare(self) -> MemberReady:
-        """Return the data that the other members need about this one. On all members.
-
-        Raises:
-            RunError: memory, group or folder cannot be made, or a gather of an earlier version still hangs.
-            WaitTimeout: an earlier sync does not end here.
-        """
+        """Return the data that the other members need about this one. On all members."""
         self._session.end("a new sync begins")
         if self._gathering is not None:
             self._gathering.wait()  # two gathers at once would mix up the tensors of the trainer's ranks
@@ -95,11 +90,7 @@ class WeightSync(CheckpointEngine):
         """Give every member its place. In the driver.
 
         Args:
-            actor_wg_world_size, rollout_world_size: numbers of members.
             metadata: the answers of `prepare`, those of the trainer's ranks first.
-
-        Raises:
-            RunError: the members cannot share one sync, as with mode=memory on two nodes.
         """
         ranks, rollout = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if len(rollout) != rollout_world_size:
@@ -108,12 +99,7 @@ class WeightSync(CheckpointEngine):
         return {"place": of_ranks}, {"place": of_rollout}
 
     def init_process_group(self, place: MemberPlace) -> None:
-        """Connect to the other members. On all members, concurrently.
-
-        Raises:
-            RunError: a member is gone.
-            WaitTimeout: a member does not connect.
-        """
+        """Connect to the other members. On all members, concurrently."""
         session = self._session
         with session.at_work():
             if place.role == "sender":
@@ -149,16 +135,8 @@ class WeightSync(CheckpointEngine):
 
         Each weight is a collective call, so every rank goes through all weights, also after an error.
 
-        Args:
-            weights: (name, whole tensor), from verl's training engine.
-            global_steps: the trainer's step.
-
         Returns:
             On rank 0 the metrics for verl (numbers only, for some trackers take nothing else).
-
-        Raises:
-            RunError: a member is gone or has failed, or received bytes with another digest.
-            WaitTimeout: a member makes no progress.
         """
         wire = self._settings.wire_dtype
         return await self._send(weights, lambda named: _whole(each_once(named), wire), global_steps)
@@ -226,16 +204,11 @@ class WeightSync(CheckpointEngine):
     def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
         """Receive a version. On the rollout's workers.
 
-        Args:
-            global_steps: the trainer's step.
-
         Yields:
             (name, tensor), on the GPU if there is one; the tensors belong to the caller. The last one comes only after
             every digest of the version was checked.
 
         Raises:
-            RunError: a sender is gone or has failed.
-            WaitTimeout: no bucket arrives.
             ChecksumError: a bucket is damaged (nothing of it was handed out), or the version's digest differs.
         """
         session = self._session
@@ -283,7 +256,6 @@ class ShardedWeightSync(WeightSync):
 
         Args:
             weights: verl's training engine, with ``get_per_tensor_param_shard``.
-            global_steps: the trainer's step.
         """
         exported: Iterable[Exported] = weights.get_per_tensor_param_shard()[0]
         wire, family = self._settings.wire_dtype, weights.model_config.hf_config.model_type
@@ -368,11 +340,7 @@ class Session:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Give the calling thread the session's resources, one thread at a time. An error ends the sync.
-
-        Raises:
-            RunError: the sync has ended.
-        """
+        """Give the calling thread the session's resources, one thread at a time. An error ends the sync."""
         # Without `device` a new thread would work, and allocate memory, on the first GPU.
         with self._work, torch.cuda.device(self.device) if self.device is not None else contextlib.nullcontext():
             try:
@@ -389,7 +357,6 @@ class Session:
         """End the sync, unless it has ended, and tell the other members why. In any thread.
 
         Args:
-            why: for the errors of the other members.
             briefly: do not wait for the thread that works in the sync: it is interrupted, and ends the sync itself.
 
         Raises:

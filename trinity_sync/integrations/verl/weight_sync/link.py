@@ -73,12 +73,7 @@ class Hub:
         self.address = SenderAddress(host, self._listening.getsockname()[1], secrets.token_bytes(32))
 
     def meet(self, receivers: Sequence[str]) -> None:
-        """Wait until all receivers have connected. Nobody else is let in afterwards.
-
-        Raises:
-            RunError: nobody can connect.
-            WaitTimeout: one has not.
-        """
+        """Wait until all receivers have connected. Nobody else is let in afterwards."""
         threading.Thread(target=self._accept, name="let receivers in", daemon=True).start()
         met: dict[int, SyncConnection] = {}
         until = time.monotonic() + self._timeout_s
@@ -143,12 +138,7 @@ class Hub:
                 came[1].close()
 
     def tell(self, message: FromSender) -> None:
-        """Tell all receivers, once what they have said meanwhile was read.
-
-        Raises:
-            RunError: one is gone, or has given up.
-            WaitTimeout: one does not read.
-        """
+        """Tell all receivers, once what they have said meanwhile was read."""
         while self._read(0):
             pass
         for receiver in self._receivers:
@@ -161,32 +151,18 @@ class Hub:
                 raise RunError(f"{receiver.name} is gone ({error})") from error
 
     def wait_taken(self, number: int) -> None:
-        """Wait until all receivers have a bucket.
-
-        Raises:
-            RunError: one is gone, or has given up.
-            WaitTimeout: one has not taken it.
-        """
+        """Wait until all receivers have a bucket."""
         self._wait(lambda receiver: receiver.taken >= number, f"take bucket {number} of the weights", self._timeout_s)
 
     def wait_done(self) -> list[Done]:
-        """Wait until all receivers have handed on the version; return what they say of it.
-
-        Raises:
-            RunError: one is gone, or has given up.
-            WaitTimeout: those that have not say nothing any more.
-        """
+        """Wait until all receivers have handed on the version; return what they say of it."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
                 raise WaitTimeout(late[0].name, "go on to take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After an error of a transport: say which receiver is gone or has given up, if that is why.
-
-        Raises:
-            RunError: one is gone, or has given up.
-        """
+        """After an error of a transport: say which receiver is gone or has given up, if that is why."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
@@ -277,15 +253,7 @@ class Spoke:
             raise RunError(f"{sender} is gone, or takes part in another sync ({error})") from error
 
     def receive(self, what: str) -> FromSender:
-        """Wait for the next message.
-
-        Args:
-            what: the sender is to do, for the error.
-
-        Raises:
-            RunError: the sender has given up, or is gone.
-            WaitTimeout: nothing came.
-        """
+        """Wait for the next message."""
         try:
             message: FromSender = self._wire.connection.recv()
         except BlockingIOError:
@@ -297,12 +265,7 @@ class Spoke:
         return message
 
     def tell(self, message: FromReceiver) -> None:
-        """Tell the sender.
-
-        Raises:
-            RunError: it is gone, or has given up.
-            WaitTimeout: it does not read.
-        """
+        """Tell the sender."""
         try:
             self._wire.connection.send(message)
         except BlockingIOError:
@@ -312,11 +275,7 @@ class Spoke:
             raise RunError(f"{self.sender} is gone ({error})") from error
 
     def check(self) -> None:
-        """After an error of a transport: say whether the sender is gone or has given up, if that is why.
-
-        Raises:
-            RunError: it is gone, or has given up.
-        """
+        """After an error of a transport: say whether the sender is gone or has given up, if that is why."""
         until = time.monotonic() + _GRACE_S
         while wait([self._wire.connection], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")

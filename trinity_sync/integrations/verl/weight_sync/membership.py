@@ -144,14 +144,9 @@ def place(
 
     Args:
         ranks: the trainer's, in order.
-        rollout: the receivers.
-        all_send: each trainer rank sends its shards; else rank 0 sends all, and the others gather.
 
     Returns:
         The places of the trainer's ranks and of the receivers.
-
-    Raises:
-        RunError: there is no sender or no receiver, the settings differ, or the members do not share memory.
     """
     if not ranks or not rollout:
         raise RunError(f"weights cannot be sent from {len(ranks)} trainer ranks to {len(rollout)} receivers")

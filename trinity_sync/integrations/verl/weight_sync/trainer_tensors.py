@@ -127,9 +127,6 @@ def own_shards(
         exported: from verl's ``get_per_tensor_param_shard``.
         wire_dtype: the dtype of floating tensors on the wire; None: as they are.
         family: transformers' ``model_type``.
-
-    Raises:
-        RunError: the engine's tensors have other names or shapes than Hugging Face's, or other sizes than it says.
     """
     for name, elements, spec in exported:
         shape = tuple(int(size) for size in spec.full_shape)

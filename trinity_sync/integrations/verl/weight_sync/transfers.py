@@ -49,21 +49,11 @@ class BucketSender(ABC):
 
     @abstractmethod
     def room(self, nbytes: int) -> torch.Tensor:
-        """Return memory for the next bucket (uint8, at least `nbytes` long), once it is free.
-
-        Raises:
-            RunError: there is none, or a receiver is gone.
-            WaitTimeout: a receiver does not take the bucket that is in it.
-        """
+        """Return memory for the next bucket (uint8, at least `nbytes` long), once it is free."""
 
     @abstractmethod
     def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
-        """Send bucket `number` (from 0): `data` in the memory of `room`, with the xxh3_128 digest of its bytes.
-
-        Raises:
-            RunError: it cannot be sent.
-            WaitTimeout: a receiver does not read.
-        """
+        """Send bucket `number` (from 0): `data` in the memory of `room`, with the xxh3_128 digest of its bytes."""
 
     def end(self, end: End) -> None:
         """Tell the receivers that all buckets were sent. Errors as of `put`."""
@@ -79,11 +69,7 @@ class BucketReceiver(ABC):
 
     @abstractmethod
     def take(self, bucket: BucketNotice) -> torch.Tensor:
-        """Return a bucket's bytes (uint8, as long as its layout), the caller's own from then on.
-
-        Raises:
-            RunError: they are gone.
-        """
+        """Return a bucket's bytes (uint8, as long as its layout), the caller's own from then on."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027 - a receiver may have nothing to release
         """Release the group or folder, and not the tensors that `take` returned."""

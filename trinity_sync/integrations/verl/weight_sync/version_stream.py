@@ -42,15 +42,7 @@ def send(
     step: int | None,
     whole: bool,
 ) -> Sent:
-    """Send a version.
-
-    Args:
-        shards: as for `pack_shards`.
-        sender: of the sync; its errors are raised.
-        bucket_bytes: length of a bucket.
-        step: the trainer's step, for receivers.
-        whole: all shards are whole tensors; compute the version's digest.
-    """
+    """Send a version."""
     timed = _TimedIterator(shards)
     entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
     nbytes = buckets = tensors = 0
@@ -106,8 +98,6 @@ class Stream:
         """Return the next shard and its elements (flat); None: there are no more.
 
         Raises:
-            RunError: the sender is gone or has given up, or a bucket's bytes are gone.
-            WaitTimeout: no bucket arrives.
             ChecksumError: a bucket is damaged or missing; nothing of it is handed out.
         """
         while self.waits:
@@ -168,8 +158,6 @@ def tensors(
     """Yield whole tensors, as many at a time as have arrived; the last one only after every check.
 
     Args:
-        streams: of all senders; each sends a share of every tensor, in one order.
-        digest: compute the version's digest and compare it with the sender's, if it has one.
         device: moves the tensors there; None: they stay where they arrived.
 
     Returns:
