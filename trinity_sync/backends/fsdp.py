@@ -240,7 +240,9 @@ class FsdpParts:
         return buffers
 
     def _held_name(self, names: Sequence[str]) -> str | None:
-        """Return a tensor's name in `Saved.held`; None: it is not part of a version. A tied tensor has several `names`."""
+        """Return a tensor's name in `Saved.held`; None: it is not part of a version. A tied tensor has several
+        `names`.
+        """
         named = [held for name in names if (held := self._name_of(clean_tensor_name(name))) is not None]
         found = next((held for held in named if held in self._parts.held), None)
         if named and found is None:

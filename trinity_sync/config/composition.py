@@ -136,7 +136,9 @@ shapes.
 
 
 def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Return a copy with absolute paths: relative ones if the run was started in another folder, and those with ``~/``."""
+    """Return a copy with absolute paths: relative ones if the run was started in another folder, and those with
+    ``~/``.
+    """
     found = copy.deepcopy(cfg)
     for key in PATHS:
         with suppress(OmegaConfBaseException):  # the checks report it

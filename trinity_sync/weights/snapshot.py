@@ -97,7 +97,9 @@ class Snapshot:
         self._copying.copy(in_background=in_background)
 
     def wait_until_copied(self, timeout_s: float) -> float:
-        """Wait until the state may change, and return the seconds waited. Errors of the copy are left to `file_images`."""
+        """Wait until the state may change, and return the seconds waited. Errors of the copy are left to
+        `file_images`.
+        """
         return self._copying.wait_until_copied(timeout_s)
 
     def live(self, name: str) -> object:
