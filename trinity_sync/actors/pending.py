@@ -93,7 +93,7 @@ class CallTransport(ABC):
 
 
 def ended(calls: Collection[P], timeout_s: float = 0.0) -> list[P]:
-    """Wait until all calls have succeeded or failed; return those that have at the timeout (seconds; 0 does not wait)."""
+    """Wait until all calls have succeeded or failed; return those that have at the timeout (seconds)."""
     deadline = time.monotonic() + timeout_s
     return [call for call in calls if call.has_ended(max(0.0, deadline - time.monotonic()))]
 

@@ -205,7 +205,7 @@ class SavedParts:
         return self._names
 
     def of(self, held: str, shape: Sequence[int], start: int, stop: int) -> list[Cut]:
-        """Return the parts of the saved tensors in a range of a model tensor's elements; `shape`: of the whole tensor."""
+        """Return the parts of the saved tensors in a range of a model tensor's elements."""
         names = self._names.get(held, [])
         size = sum(prod(self._saved[name].shape) for name in names)
         if names and size != prod(shape):

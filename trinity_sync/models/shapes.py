@@ -41,7 +41,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def read_shapes(shapes: str) -> dict[str, object]:
-    """Read the fields of a model's config, given a name in `published/` or the path of a config.json (`model.shapes`)."""
+    """Read a model's config, given a name in `published/` or the path of a config.json (`model.shapes`)."""
     published = {file.stem: file for file in _PUBLISHED.glob("*.json")}
     path = published.get(shapes, Path(shapes))
     try:

@@ -181,7 +181,7 @@ class RowFile:
         return value
 
     def text_or_messages(self, row: Row, key: str) -> str | tuple[Message, ...]:
-        """Return a field that must be a text, or a list of chat messages: objects with the texts `role` and `content`."""
+        """Return a field that must be a text or a list of chat messages: objects with `role` and `content`."""
         self.value(row, key)
         value = self.optional(row, key)
         if not isinstance(value, list):

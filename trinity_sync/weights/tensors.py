@@ -69,7 +69,7 @@ def torch_dtype(text: str) -> torch.dtype:
 
 
 def wire_name(dtype_name: str, wire: str | None) -> str:
-    """Return the dtype in which a tensor travels: floating ones in `wire`, others in their own, all of them for None."""
+    """Return the dtype in which a tensor travels: `wire` for a floating one, else its own; always its own for None."""
     return WireFormat(wire).of("", dtype_name)
 
 

@@ -347,7 +347,7 @@ class LocalShard:
 
 
 def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str, str]:
-    """Return the wire dtypes of the Hugging Face tensors in a local parameter of dtype `held` (all safetensors names)."""
+    """Return the wire dtypes of the Hugging Face tensors in a local parameter of dtype `held`."""
     found = {name: wire.of(name, held) for name in hf_names}
     rounded = sorted(name for name, dtype in found.items() if dtype == FP32 not in (held, wire.dtype))
     if rounded:
