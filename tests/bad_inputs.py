@@ -299,7 +299,7 @@ _MODELS = [
     Bad(
         given=[*MODEL, "model.trust_remote_code=true"],
         files=model(auto_map={"AutoModelForCausalLM": "modeling_mine.M"}),
-        says=["model.path: m/config.json names modeling_mine.py in auto_map", "not there"],
+        says=["model.path: m/config.json names modeling_mine.py in auto_map", "file is missing"],
         when="data",
     ),
     Bad(given=MODEL, files=model(weights={}), says=["model.path", "no weights", "model.safetensors"]),

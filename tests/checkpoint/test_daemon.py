@@ -253,7 +253,7 @@ def test_a_monitor_that_is_killed_is_started_again_and_the_save_goes_on(
     save(other, folder, 3, "optimizer")
     assert waiting.result(LIMIT)["step"] == 3
     assert monitor_pid(root) != before
-    assert [record for record in caplog.records if "is looked for again" in record.getMessage()]
+    assert [record for record in caplog.records if "connecting again" in record.getMessage()]
     assert MonitorClient(handle).describe().result(LIMIT)["attempt"] == 0
     commit(handle, 4)
 

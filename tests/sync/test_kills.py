@@ -203,7 +203,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
 class Loading:
     """An explorer in the midst of a long load."""
 
-    def load(self, version: Version, broadcast: None) -> None:
+    def load(self, version: Version, broadcast: None = None) -> None:
         threading.Event().wait()
 
 

@@ -24,7 +24,7 @@ import pytest
 from tests.tracking.pretend import FileTracker, calls, process
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
-from trinity_sync.host import interrupts
+from trinity_sync.host import child_process, interrupts
 from trinity_sync.host.child_process import start_child
 from trinity_sync.tracking import tracker_feed
 from trinity_sync.tracking.tracker_feed import Trackers
@@ -381,6 +381,7 @@ def test_nobody_waits_for_ever_for_a_process_that_a_dead_disk_holds(
     trackers._feeds[0]._limit_s = SHORT_S
     child = psutil.Process(process(run.folder))
     monkeypatch.setattr(tracker_feed, "_LAST_S", SHORT_S)
+    monkeypatch.setattr(child_process, "_END_S", SHORT_S)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     over = threading.Thread(target=trackers.close, args=["completed"], daemon=True)
     over.start()

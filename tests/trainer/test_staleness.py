@@ -15,7 +15,7 @@ from trinity_sync.trainer.steps import Steps
 
 def lags(versions: list[int], step: int, most: int) -> dict[str, float]:
     samples = [sample(prompt=prompt, version=(0, version)) for prompt, version in enumerate(versions)]
-    loop: Any = SimpleNamespace(_settings=SimpleNamespace(max_staleness=most))
+    loop: Any = SimpleNamespace(settings=SimpleNamespace(max_staleness=most))
     return Steps.staleness(loop, SampleBatch.of(samples), step)
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.vllm import link as link_module
-from trinity_sync.integrations.vllm.link import WorkerAddress, WorkerHello, WorkerLink, serve
+from trinity_sync.integrations.vllm import worker_link as link_module
+from trinity_sync.integrations.vllm.worker_link import WorkerAddress, WorkerHello, WorkerLink, serve
 from trinity_sync.weights.apply import ChecksumError
 
 LIMIT = 20.0

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.report import run_page, sweep_page, tables, trace
+from trinity_sync.report import run_page, sweep_page, terminal_tables, trace
 from trinity_sync.report.run_data import Run, Sweep, load
 from trinity_sync.tracking.json_lines import plain, write_atomic
 
@@ -49,7 +49,7 @@ def render_table(folder: str | os.PathLike[str] | Run | Sweep, width: int | None
     Raises:
         ConfigError: the folder has neither a run nor a sweep.
     """
-    return tables.render(_read(folder), width)
+    return terminal_tables.render(_read(folder), width)
 
 
 def render_json(folder: str | os.PathLike[str] | Run | Sweep) -> str:
@@ -61,7 +61,7 @@ def render_json(folder: str | os.PathLike[str] | Run | Sweep) -> str:
     Raises:
         ConfigError: the folder has neither a run nor a sweep.
     """
-    return json.dumps(plain(tables.to_json(_read(folder))), indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain(terminal_tables.to_json(_read(folder))), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def write_trace(run: Run, target: Path | None = None) -> Path:

@@ -286,7 +286,8 @@ class Synchronizer:
         """Announce a group for broadcasts, as rank 0 of the trainer. It ends the group before.
 
         Args:
-            master_address, master_port: address of a store that serves already.
+            master_address: host of a store that serves already.
+            master_port: its port.
             state_dict_meta: (name, dtype, shape) of the tensors that will be sent, in order.
             explorers: number of explorers in the group.
         """

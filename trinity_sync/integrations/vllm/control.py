@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.origin import error_text
-from trinity_sync.integrations.vllm.link import WorkerAddress
+from trinity_sync.integrations.vllm.worker_link import WorkerAddress
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

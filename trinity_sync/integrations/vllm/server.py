@@ -23,7 +23,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import story
 from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.control import OnUpdate, updating
-from trinity_sync.integrations.vllm.link import WorkerAddress
+from trinity_sync.integrations.vllm.worker_link import WorkerAddress
 
 Json = dict[str, Any]
 

@@ -23,7 +23,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
-from trinity_sync.integrations.vllm.link import WorkerLink
+from trinity_sync.integrations.vllm.worker_link import WorkerLink
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
