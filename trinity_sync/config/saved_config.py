@@ -153,7 +153,7 @@ class Doubt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """What the user vouches for when saved settings are used again.
+    """The targets and places that the user trusts when saved settings are used again.
 
     Attributes:
         where: the folder of the run or sweep, or a bundle.

@@ -161,7 +161,7 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
 
 
 def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
-    """Return the first role of which a full checkpoint has no file; None: all are there."""
+    """Return the first role without a file in a full checkpoint; None if all have one."""
     return next((role for role in roles if not any(path.startswith(f"{role}/") for path in manifest.paths)), None)
 
 

@@ -566,7 +566,7 @@ def serve(descriptor: int) -> None:
         lasting = ImportError | ManifestError | DamagedError | ForeignError
         final = isinstance(error, lasting) and not isinstance(error, UnreadableError)
         send("failed", described(error), final)
-    # Clients leave threads and connections behind, for which nobody has to wait.
+    # Clients leave threads and connections behind; the exit does not wait for them.
     os._exit(0)
 
 

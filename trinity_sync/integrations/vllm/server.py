@@ -337,7 +337,7 @@ class HttpControl:
         self._server.post("/pause", "pause", params={"mode": how})
 
     def resume(self) -> None:
-        self.check()  # what somebody else does with the server is not ours to end
+        self.check()  # another program's update of the server must not be ended here
         self._server.post("/resume", "go on")
 
     def start_update(self, version: str) -> None:
@@ -357,7 +357,7 @@ class HttpControl:
         self._server.post("/update_weights", f"put version {version} into its model", body)
 
     def finish_update(self, version: str) -> None:
-        self.check()  # nobody else has given it weights in between
+        self.check()  # no other program has given it weights in the meantime
         self._say("/finish_weight_update", f"finish the update to version {version}", "weight_version", version)
 
     def reload(self, folder: Path, version: str) -> None:

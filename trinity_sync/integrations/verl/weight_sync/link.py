@@ -73,7 +73,7 @@ class Hub:
         self.address = SenderAddress(host, self._listening.getsockname()[1], secrets.token_bytes(32))
 
     def meet(self, receivers: Sequence[str]) -> None:
-        """Wait until all receivers have connected. Nobody else is let in afterwards."""
+        """Wait until all receivers have connected, then refuse further connections."""
         threading.Thread(target=self._accept, name="let receivers in", daemon=True).start()
         met: dict[int, SyncConnection] = {}
         until = time.monotonic() + self._timeout_s
