@@ -362,6 +362,7 @@ def test_a_server_that_was_started_again_is_noticed(
         with pytest.raises(EngineDied, match=rf"{server.url} is gone \(.*refused.*\)"):
             generated(engine)
         server.start(wait=False)
+        engine._lock.close()  # as the end of its process does; an explorer that lost its engine ends
         again = engine_of(server, models[0], start_timeout_s=240.0)
         with pytest.raises(EngineDied, match=r"says that it holds default, but it was given .*: it was started again"):
             generated(engine)

@@ -134,7 +134,10 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         ]
         if save_as_hf and self.bridge is None:
             raise ConfigError("save_as_hf needs a bridge, and the engine has none")
-        with self._asked_for([*contents, *(["hf_model"] if save_as_hf and "hf_model" not in contents else [])]):
+        names = [*self.checkpoint_save_contents]  # verl writes them in the user's order
+        if save_as_hf and "hf_model" not in names:
+            names.append("hf_model")
+        with self._asked_for(names):
             self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         self._contents_saved = contents
         if self.rank == 0:
