@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -128,6 +131,50 @@ def test_who_does_not_belong_to_it_is_not_taken_for_a_worker(link: WorkerLink) -
         worker(link, 1, work=lambda: 1)
         link.wait(LIMIT)
         assert link.ask("work", lambda rank: (), LIMIT) == [0, 1]
+
+
+def test_a_peer_that_connects_and_says_nothing_keeps_no_worker_out(
+    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_CONNECT_S", 3.0)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(link.address.path)
+        for rank in (0, 1):
+            worker(link, rank, work=lambda rank=rank: rank)
+        link.wait(LIMIT)
+        assert link.ask("work", lambda rank: (), LIMIT) == [0, 1]
+
+
+def test_a_peer_that_says_nothing_is_let_go(link: WorkerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_CONNECT_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.settimeout(LIMIT)
+        silent.connect(link.address.path)
+        while silent.recv(1 << 10):  # the challenge, then the end
+            pass
+
+
+def test_an_answer_may_pause_for_longer_than_a_connection_may_take(
+    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_CONNECT_S", 0.3)
+    worker(link, 0, work=lambda: 0)
+    slow = nobody(link, 1)
+    link.wait(LIMIT)
+    answer = pickle.dumps(link_module._Answer(1, "late", None))
+    os.write(slow.fileno(), struct.pack("!i", len(answer)) + answer[:5])
+    threading.Timer(1.0, os.write, (slow.fileno(), answer[5:])).start()
+    assert link.ask("work", lambda rank: (), LIMIT) == [0, "late"]
+    slow.close()
+
+
+def test_the_thread_that_lets_workers_in_ends_with_the_link() -> None:
+    before = set(threading.enumerate())
+    made = WorkerLink("vLLM of explorer-0", 1)
+    made.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), thread.name
 
 
 def test_workers_that_do_not_come_are_waited_for_no_longer_than_that() -> None:

@@ -9,12 +9,14 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
+import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from pickle import PicklingError
 from typing import NamedTuple
@@ -27,7 +29,9 @@ from trinity_sync.host.threads import in_background
 _LONGEST_FOLDER = 70
 
 _CONNECT_S = 30.0
-"""Limit for the explorer to accept a connection, seconds; the engine is blocked meanwhile."""
+"""Limit of each side for the other one to prove the key, seconds; the engine is blocked meanwhile."""
+
+_PAUSE_S = 0.1
 
 
 class WorkerAddress(NamedTuple):
@@ -69,11 +73,13 @@ class WorkerLink:
         # a socket's path has 107 characters at most
         short = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-", dir=short))
-        self._closed = False
-        key = secrets.token_bytes(32)
-        self.address = WorkerAddress(str(self._folder / "workers"), key.hex())
-        self._listener = Listener(self.address.path, "AF_UNIX", backlog=workers, authkey=key)
+        self._key = secrets.token_bytes(32)
+        self.address = WorkerAddress(str(self._folder / "workers"), self._key.hex())
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(self.address.path)
+        self._listening.listen(workers)
         self._count = workers
+        self._meeting = threading.Lock()
         self._connections: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
         self._complete = threading.Event()
@@ -121,13 +127,15 @@ class WorkerLink:
 
     def close(self) -> None:
         """Close the connections, which ends the workers' threads."""
-        self._stop_listening()
-        for connection in self._connections.values():
-            connection.close()
+        with self._meeting:
+            self._stop_listening()
+            for connection in self._connections.values():
+                connection.close()
 
     def _stop_listening(self) -> None:
-        self._closed = True
-        self._listener.close()
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        self._listening.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(
@@ -161,19 +169,42 @@ class WorkerLink:
             raise EngineDied(f"worker {rank} of {self._who} (pid {self._pids[rank]}) has died") from error
 
     def _accept(self) -> None:
-        while len(self._connections) < self._count:
+        while True:
             try:
-                connection = self._listener.accept()
-                hello: WorkerHello = connection.recv()
-            except Exception:  # a peer without the key, or one that has closed; or the listener is closed
-                if self._closed:
+                accepted, _ = self._listening.accept()
+            except OSError:
+                if self._listening.fileno() < 0:
                     return
+                time.sleep(_PAUSE_S)  # such as for a file descriptor
                 continue
-            if hello.rank not in range(self._count):
+            # A thread for each, so that a silent peer does not delay the others.
+            threading.Thread(target=self._let_in, args=(accepted,), name="a worker connects", daemon=True).start()
+
+    def _let_in(self, accepted: socket.socket) -> None:
+        with accepted:
+            connection = Connection(os.dup(accepted.fileno()))
+            try:
+                _limit_reads(accepted, _CONNECT_S)
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                hello: WorkerHello = connection.recv()
+                _limit_reads(accepted, 0)
+            except Exception:  # a peer without the key, or one that has closed or is silent
                 connection.close()
-                continue
+                return
+        with self._meeting:
+            if self._complete.is_set() or self._listening.fileno() < 0 or hello.rank not in range(self._count):
+                connection.close()
+                return
             self._connections[hello.rank], self._pids[hello.rank] = connection, hello.pid
-        self._complete.set()
+            if len(self._connections) == self._count:
+                self._complete.set()
+
+
+def _limit_reads(connected: socket.socket, timeout_s: float) -> None:
+    """Have a read that takes longer (seconds; 0: no limit) fail with `BlockingIOError`."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def serve(
