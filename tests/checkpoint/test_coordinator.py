@@ -267,6 +267,11 @@ def test_parts_that_are_announced_are_waited_for_and_a_rank_that_gives_up_fails_
         call(monitor, "wait_committed", 20, None, LIMIT)
 
 
+def test_parts_may_be_announced_by_any_iterable(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    coordinator.announce(20, (f"model-{rank}" for rank in range(2)), is_state_dict=True)
+    assert call(monitor, "status", 20)["awaited"] == ["model-0", "model-1"]
+
+
 def test_a_part_that_is_handed_over_needs_a_name(coordinator: CheckpointCoordinator) -> None:
     with pytest.raises(ValueError, match="needs a name"):
         coordinator.save_async("full", lambda: None, 20, hands_over=True)

@@ -136,7 +136,7 @@ def test_who_does_not_belong_to_it_is_not_taken_for_a_worker(link: WorkerLink) -
 def test_a_peer_that_connects_and_says_nothing_keeps_no_worker_out(
     link: WorkerLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_CONNECT_S", 3.0)
+    monkeypatch.setattr(link_module, "_CONNECT_S", 10.0)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(link.address.path)
         for rank in (0, 1):
@@ -157,13 +157,13 @@ def test_a_peer_that_says_nothing_is_let_go(link: WorkerLink, monkeypatch: pytes
 def test_an_answer_may_pause_for_longer_than_a_connection_may_take(
     link: WorkerLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(link_module, "_CONNECT_S", 2.0)
     worker(link, 0, work=lambda: 0)
     slow = nobody(link, 1)
     link.wait(LIMIT)
     answer = pickle.dumps(link_module._Answer(1, "late", None))
     os.write(slow.fileno(), struct.pack("!i", len(answer)) + answer[:5])
-    threading.Timer(1.0, os.write, (slow.fileno(), answer[5:])).start()
+    threading.Timer(3.0, os.write, (slow.fileno(), answer[5:])).start()
     assert link.ask("work", lambda rank: (), LIMIT) == [0, "late"]
     slow.close()
 

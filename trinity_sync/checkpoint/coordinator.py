@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,11 +175,11 @@ class CheckpointCoordinator:
         saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
         self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
 
-    def announce(self, global_step: int, parts: Sequence[str], is_state_dict: bool = False) -> None:
+    def announce(self, global_step: int, parts: Iterable[str], is_state_dict: bool = False) -> None:
         """Name parts before the first of them is written: the step is not committed without them, even if fewer parts
         are registered. Raises RunError if the step has failed.
         """
-        self._answered(self._monitor.announce(global_step, parts, weights=is_state_dict, attempt=self._attempt))
+        self._answered(self._monitor.announce(global_step, list(parts), weights=is_state_dict, attempt=self._attempt))
 
     def fail(self, global_step: int, part: str | None, error: BaseException) -> None:
         """Report that this process cannot save its part, which it has not begun. None: the whole step fails."""
