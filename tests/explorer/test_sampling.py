@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trinity_sync.explorer import hf
 from trinity_sync.explorer.hf import SeededSampler, inverse_cdf, uniforms
 from trinity_sync.explorer.texts import sequence_keys
-from trinity_sync.samples.record import child
+from trinity_sync.samples.keys import child
 
 IDS = torch.zeros((1, 1), dtype=torch.int64)
 """What the sampler is shown of the sequences; it does not look at them."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trinity_sync.config import compose, typed
-from trinity_sync.launch.sample_source import _numbering, validation_times
+from trinity_sync.launch.sample_source import _Groups, _numbering, validation_times
 from trinity_sync.launch.start import Start
+from trinity_sync.samples.advantages import Overlong
 from trinity_sync.samples.position import GroupId, Numbering, Position
 
 KEY = "algorithm.prompts_per_step"
@@ -85,3 +87,13 @@ def test_a_run_that_goes_on_validates_what_it_begins_with_where_that_is_missing(
     assert times is not None
     assert times.at_start is validates
     assert validation_times(typed(compose([])), Start(0, False, tmp_path, None), metrics, 6) is None
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_part_of_a_users_algorithm_may_have_further_keys(as_object: bool) -> None:
+    cfg = typed(compose())
+    overlong = {"buffer": 3, "penalty": 0.5, "shape": "linear"}
+    vars(cfg.algorithm)["overlong"] = SimpleNamespace(**overlong) if as_object else overlong
+    assert _Groups.of(cfg).judge.keywords["overlong"] == Overlong(  # type: ignore[attr-defined]
+        longest=cfg.task["response_length"], buffer=3, penalty=0.5
+    )

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.samples.record import GAMMA, Purpose, child, path
+from trinity_sync.samples.keys import GAMMA, child, path
+from trinity_sync.samples.record import Purpose
 
 WORD = st.integers(0, 2**64 - 1)
 

@@ -635,3 +635,9 @@ def is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def test_numpy_is_left_to_the_users_function() -> None:
+    """Its import starts threads, whose number the file of the function may set before."""
+    code = "import sys, trinity_sync.tasks.reward_process, trinity_sync.tasks.rewards; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -200,6 +200,13 @@ def test_a_resume_cuts_the_events_of_later_versions_and_steps_but_no_fault(tmp_p
     assert json_lines.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8, 10)]
 
 
+def test_a_resume_cuts_an_event_without_the_fields_of_this_release(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    agreement = {"event": "agreement", "step": 6, "tokens": 9, "mean": 0.1, "largest": 0.2, "bound": 0.3}
+    write(path, [agreement])  # an earlier release named no explorer
+    assert json_lines.cut_after(path, 5, key=event_line_step) == 1
+
+
 def test_cutting_leaves_the_kept_lines_as_they_are_and_removes_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,  "x": 0.10}\n{"step": 2}\n{"step": 1, "x')

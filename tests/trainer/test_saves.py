@@ -471,6 +471,14 @@ def test_what_retention_removes_is_recorded_with_the_reason(start: Callable[...,
     assert pruned["freed_bytes"] > 0
 
 
+def test_a_users_monitor_may_say_more_of_a_removed_checkpoint() -> None:
+    pruned: Any = {"step": 1, "reason": "keep_last", "freed_bytes": 5, "place": "scratch"}
+    log = Log()
+    result: Any = {"beside": True, "pruned": [pruned]}
+    module.record_commit(log, result, 0.0, None)
+    assert [(event["step"], event["freed_bytes"]) for event in log.named("prune")] == [(1, 5)]
+
+
 # ---- weights only
 
 

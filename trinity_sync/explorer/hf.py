@@ -36,7 +36,7 @@ from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import IMAGES, auto_class
 from trinity_sync.models.indexed_file import follow_indexes
 from trinity_sync.samples.batch import TokenRows
-from trinity_sync.samples.record import GAMMA, LAST_SHIFT, MIX
+from trinity_sync.samples.keys import GAMMA, LAST_SHIFT, MIX
 from trinity_sync.weights.lora import held_adapter, saved_name
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import (

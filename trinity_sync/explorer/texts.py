@@ -17,7 +17,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.tokens import read_tokens
 from trinity_sync.samples.batch import SampleBatch, TokenRows, VersionSpans
-from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt, Purpose, path
+from trinity_sync.samples.keys import path
+from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt, Purpose
 from trinity_sync.tasks.base import Response, Task
 from trinity_sync.tasks.encoding import PromptEncoder, positions_of
 from trinity_sync.tasks.rewards import judge

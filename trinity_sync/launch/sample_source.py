@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -79,10 +79,15 @@ S = TypeVar("S")
 
 
 def _section(value: object, schema: type[S]) -> S | None:
-    """Return a part of the configuration as its dataclass, also if its option file has no schema."""
-    if isinstance(value, Mapping):
-        return schema(**value)
-    return value if isinstance(value, schema) else None
+    """Return a part of the configuration as its dataclass, also if a user's option file has no schema or further keys.
+
+    The user's class gets the further keys itself.
+    """
+    if value is None or isinstance(value, schema):
+        return value
+    values = value if isinstance(value, Mapping) else vars(value)
+    names = {one.name for one in fields(schema)}  # type: ignore[arg-type]
+    return schema(**{name: found for name, found in values.items() if name in names})
 
 
 def lockstep_data(

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_sync.samples.record import Sample, offsets_of, positions
+from trinity_sync.samples.record import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,3 +391,20 @@ def staleness(version_step: int, update_step: int) -> int:
     if version_step >= update_step:
         raise ValueError(f"version {version_step} cannot exist before the update of step {update_step}")
     return update_step - 1 - version_step
+
+
+# Rows of different lengths, end to end in one array.
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the begin of each row and the end of the last: int64 of shape (rows + 1,)."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def positions(offsets: NDArray[np.int64], rows: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the positions of the items of some rows, row after row."""
+    starts, lengths = offsets[rows], np.diff(offsets)[rows]
+    shifts = starts - (np.cumsum(lengths) - lengths)
+    return np.repeat(shifts, lengths) + np.arange(lengths.sum())

@@ -1,17 +1,14 @@
-"""A single prompt and a single sample, for tasks, tests and reports; and the random numbers and index arithmetic of
-both.
+"""A single prompt and a single sample, for tasks, tests and reports, and how samples are drawn.
 
-Explorers and trainer exchange whole batches: `trinity_sync.samples.batch`.
+Explorers and trainer exchange whole batches: `trinity_sync.samples.batch`. Reward processes import this module: numpy
+would start threads in them before the user's code can set their number.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 Message = Mapping[str, str]
 """One turn of a chat: ``{"role": "user", "content": "..."}``."""
@@ -80,15 +77,7 @@ class Sample:
         return self.step, self.prompt, self.sample
 
 
-# Random numbers that depend on their place of use only, not on earlier draws. For tasks and explorers.
-
-
-GAMMA = 0x9E3779B97F4A7C15
-MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-"""The rounds of `mix`: shift right and xor, then multiply. A last shift by `LAST_SHIFT` and xor follows."""
-LAST_SHIFT = 31
-
-_MASK = (1 << 64) - 1
+# How samples are drawn.
 
 
 class Purpose(enum.IntEnum):
@@ -99,42 +88,6 @@ class Purpose(enum.IntEnum):
     ORDER = 2
     VALIDATION = 3
     VALIDATION_PROMPTS = 4
-
-
-def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
-    """Compute children of keys in the tree.
-
-    Args:
-        key: unsigned 64-bit keys.
-        number: the number of the child of each key, at least 0; broadcast against `key`.
-
-    Returns:
-        uint64 keys of the broadcast shape, at least one-dimensional.
-    """
-    state = np.atleast_1d(np.asarray(key, np.uint64))
-    value: NDArray[np.uint64] = state + (np.atleast_1d(np.asarray(number, np.uint64)) + np.uint64(1)) * np.uint64(GAMMA)
-    for shift, factor in MIX:
-        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    value = value ^ (value >> np.uint64(LAST_SHIFT))
-    return value
-
-
-def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]:
-    """Compute the keys at the ends of paths through the tree, from a root that the seed gives.
-
-    Args:
-        numbers: the further steps of the path, each an integer or an array of integers, broadcast against each other.
-
-    Returns:
-        uint64 keys of the broadcast shape, at least one-dimensional.
-    """
-    key = child(np.uint64(seed & _MASK), int(purpose))
-    for number in numbers:
-        key = child(key, number)
-    return key
-
-
-# How samples are drawn.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,20 +105,3 @@ class Drawing:
 
 FOR_TRAINING = Drawing()
 """By the keys of `explorer`."""
-
-
-# Rows of different lengths, end to end in one array.
-
-
-def offsets_of(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the begin of each row and the end of the last: int64 of shape (rows + 1,)."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def positions(offsets: NDArray[np.int64], rows: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the positions of the items of some rows, row after row."""
-    starts, lengths = offsets[rows], np.diff(offsets)[rows]
-    shifts = starts - (np.cumsum(lengths) - lengths)
-    return np.repeat(shifts, lengths) + np.arange(lengths.sum())

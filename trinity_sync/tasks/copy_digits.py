@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.samples.record import Prompt, Purpose, child, path
+from trinity_sync.samples.keys import child, path
+from trinity_sync.samples.record import Prompt, Purpose
 from trinity_sync.tasks.base import RewardResult
 
 

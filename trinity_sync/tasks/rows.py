@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.samples.record import Message, Prompt, Purpose, child, path
+from trinity_sync.samples.keys import child, path
+from trinity_sync.samples.record import Message, Prompt, Purpose
 
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 

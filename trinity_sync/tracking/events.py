@@ -290,8 +290,11 @@ def event_step(event: Event) -> int | None:
 
 
 def event_line_step(line: Record) -> int | None:
-    """Return the step of a line of events.jsonl, see `event_step`."""
-    return event_step(parse_event(line))
+    """Return the step of a line of events.jsonl, see `event_step`, even if other fields are missing or damaged."""
+    kind = EVENTS.get(str(line.get("event")))
+    names = {one.name for one in _FIELDS[kind]} if kind is not None else set()
+    key = "step" if "step" in names else "version"
+    return _whole(line.get(key)) if key in names else None
 
 
 def _whole(value: object) -> int | None:

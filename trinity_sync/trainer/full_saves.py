@@ -393,7 +393,7 @@ def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: floa
             )
         )
     for pruned in result["pruned"]:
-        log.event(PruneEvent(**pruned))
+        log.event(PruneEvent(step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"]))
 
 
 def _begin(

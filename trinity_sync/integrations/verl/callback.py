@@ -137,4 +137,4 @@ def _note(log: EventLog, commit: Committed) -> None:
         )
     )
     for pruned in commit["pruned"]:
-        log.add(PruneEvent(**pruned))
+        log.add(PruneEvent(step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"]))
