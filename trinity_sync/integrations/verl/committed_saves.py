@@ -85,7 +85,7 @@ class SaveCopies(Protocol):
 
 class CommittedSaves(Saves):
     """The base of our checkpoint managers. Stands before verl's class among the bases, which sets `rank` and
-    `world_size`. The constructor calls `_start_saves`.
+    `world_size`; see `FSDPCheckpointManager` for the arguments.
     """
 
     rank: int
@@ -98,7 +98,40 @@ class CommittedSaves(Saves):
     """
     _copies: SaveCopies
 
+    def __init__(
+        self,
+        *args: object,
+        ray_namespace: str = "",
+        opens: OpensMonitor | None = None,
+        lazily: bool = False,
+        timeout_s: float = 1800.0,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.previous_saved_paths = []
+        self._copies = self._make_copies(timeout_s, lazily=lazily)
+        self._timeout_s = timeout_s
+        # The newest step that was saved, and its contents by place in the step's folder.
+        self._step: int | None = None
+        self._saved: dict[str, set[str]] = {}
+        self._kinds: set[Kind] = set()
+        self._loaded: int | None = None
+        self._limit: int | None = None
+        self._root: Path | None = None
+        self._opens = opens
+        self._last_loaded: str | None = None
+        self._saving = threading.Lock()
+        self._trainer_files: TrainerFiles | None = None
+        self._announced: int | None = None
+        self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
+        if opens is None:
+            self._use(RunMonitor.in_namespace(ray_namespace, timeout_s))
+
     # ---- what differs from engine to engine
+
+    @abstractmethod
+    def _make_copies(self, timeout_s: float, *, lazily: bool) -> SaveCopies:
+        """Make the copies of this engine's state. Raises ConfigError if this manager cannot save the engine."""
 
     @property
     @abstractmethod
@@ -122,29 +155,6 @@ class CommittedSaves(Saves):
         """Load as verl's manager does. Collective."""
 
     # ---- the run
-
-    def _start_saves(self, copies: SaveCopies, run: str | OpensMonitor, timeout_s: float) -> None:
-        """Connect to the run."""
-        self.previous_saved_paths = []
-        self._copies = copies
-        self._timeout_s = timeout_s
-        # The newest step that was saved, and its contents by place in the step's folder.
-        self._step: int | None = None
-        self._saved: dict[str, set[str]] = {}
-        self._kinds: set[Kind] = set()
-        self._loaded: int | None = None
-        self._limit: int | None = None
-        self._root: Path | None = None
-        self._opens: OpensMonitor | None = None
-        self._last_loaded: str | None = None
-        self._saving = threading.Lock()
-        self._trainer_files: TrainerFiles | None = None
-        self._announced: int | None = None
-        self._synchronizer = _synchronizer(run) if isinstance(run, str) else None
-        if isinstance(run, str):
-            self._use(RunMonitor.in_namespace(run, timeout_s))
-        else:
-            self._opens = run
 
     def _open(self, local_path: str) -> None:
         """Open the monitor at the first save. Collective then."""

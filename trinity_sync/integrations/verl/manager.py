@@ -31,7 +31,6 @@ from trinity_sync.integrations.verl.committed_saves import (
     OF_FIRST_RANK,
     OPTIMIZER,
     CommittedSaves,
-    OpensMonitor,
 )
 from trinity_sync.integrations.verl.model_files import (
     HUGGING_FACE,
@@ -68,34 +67,18 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     Args:
         *args: as for verl's class.
-        **kwargs: as for verl's class.
+        **kwargs: as for verl's class, such as `trust_remote_code`.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
         lazily: a save returns while the state is still being copied. Call `wait_until_copied` before the state changes
             or moves: before the optimizer's step, a load, an offload.
         opens: opens the monitor at the first save, without actors; `ray_namespace` and the Synchronizer are not used
             then.
-        trust_remote_code: passed on to Hugging Face configs and models.
         timeout_s: limit of every wait, seconds.
 
     Raises:
         ConfigError: `save_contents` asks for an export of a model with an adapter.
         RunError: there is no checkpoint monitor in the namespace.
     """
-
-    def __init__(
-        self,
-        *args: object,
-        ray_namespace: str = "",
-        opens: OpensMonitor | None = None,
-        lazily: bool = False,
-        trust_remote_code: bool = False,
-        timeout_s: float = 1800.0,
-        **kwargs: object,
-    ) -> None:
-        super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
-        if self.should_save_hf_model:
-            check_export(self)
-        self._start_saves(FsdpCopies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
 
     # ---- saving
 
@@ -155,6 +138,11 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         use_on_first_rank(f"upload version {global_step}", full_tensors(self.model), publish)
 
     # ---- what differs from other engines
+
+    def _make_copies(self, timeout_s: float, *, lazily: bool) -> FsdpCopies:
+        if self.should_save_hf_model:
+            check_export(self)
+        return FsdpCopies(self, timeout_s, lazily=lazily)
 
     @property
     def _backend(self) -> str:
