@@ -53,8 +53,8 @@ def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: 
     commit(tmp_path, 10, {"a": "12345"})
     commit(tmp_path, 20)
     (gone,), _ = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
-    assert (gone.step, gone.freed_bytes) == (10, 5)
-    assert "keep_last" in gone.reason
+    assert (gone["step"], gone["freed_bytes"]) == (10, 5)
+    assert "keep_last" in gone["reason"]
     assert {path.name for path in tmp_path.iterdir()} == {".staging", ".leases", ".pruned", "global_step_20"}
     assert list((tmp_path / ".leases").iterdir()) == []
 

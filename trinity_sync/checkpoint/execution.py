@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 
-from trinity_sync.actors.monitor_client import Committed, EventLine
+from trinity_sync.actors.monitor_client import Committed, EventLine, PrunedStep
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
-from trinity_sync.checkpoint.folder.deletion import Pruned
 from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, Uploads
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
@@ -58,7 +57,7 @@ class Execution:
         self._unnoted: set[int] = set()
         self._journal_lock = asyncio.Lock()
         self._retention_lock = asyncio.Lock()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[object]] = set()
         self._warned: set[str] = set()
         self._forever = asyncio.ensure_future(self._work())
 
@@ -128,7 +127,7 @@ class Execution:
             except OSError as error:
                 self._events.fault(f"journal of step {step}", error)
 
-    async def prune(self, keep_last: int | None = None) -> list[Pruned]:
+    async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
         """Run retention; the newest `keep_last` full checkpoints stay too. Errors never fail a commit."""
         try:
             extra = () if keep_last is None else (KeepLast(keep_last),)
@@ -142,11 +141,18 @@ class Execution:
                 self._warned.add(warning)
                 self._events.fault("retention", warning)
         for deleted in pruned:
-            self._book.forget(deleted.step)
-            freed = units.size(deleted.freed_bytes)
-            story.info("checkpoint of step %d deleted by retention: %s; %s freed", deleted.step, deleted.reason, freed)
+            step, reason, freed = deleted["step"], deleted["reason"], units.size(deleted["freed_bytes"])
+            self._book.forget(step)
+            story.info("checkpoint of step %d deleted by retention: %s; %s freed", step, reason, freed)
         if pruned:
             self._in_background(self._empty_trash())
+        return pruned
+
+    async def prune_late(self, keep_last: int | None = None) -> list[PrunedStep]:
+        """As `prune`, after the commit: the deletions are events."""
+        pruned = await self.prune(keep_last)
+        for deleted in pruned:
+            self._events.add(PruneEvent(**deleted))
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
@@ -252,7 +258,7 @@ class Execution:
 
     # ---- in the background
 
-    def _in_background(self, work: Coroutine[object, None, None]) -> None:
+    def _in_background(self, work: Coroutine[object, None, object]) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -274,11 +280,7 @@ class Execution:
 
     def _unmirrored(self) -> None:
         """Run retention again: a lease of the mirror, which may have kept an old checkpoint, has ended."""
-        self._in_background(self._prune_late())
-
-    async def _prune_late(self) -> None:
-        for deleted in await self.prune():
-            self._events.add(PruneEvent(step=deleted.step, reason=deleted.reason, freed_bytes=deleted.freed_bytes))
+        self._in_background(self.prune_late())
 
 
 # Events that the driver fetches.

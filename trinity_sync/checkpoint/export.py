@@ -479,7 +479,7 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping
 
 def header(infos: Mapping[str, TensorInfo], notes: Mapping[str, str] | None = None) -> bytes:
     """Return the first bytes of a safetensors file; the tensors' bytes follow, in the given order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt", **(notes or {})}}
     end = 0
     for name, info in infos.items():
         start, end = end, end + nbytes(info)

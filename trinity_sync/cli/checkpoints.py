@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.actors.monitor_client import PrunedStep
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
 from trinity_sync.checkpoint.folder.contents import read_tracker
-from trinity_sync.checkpoint.folder.deletion import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.cli.tables import print_json, print_line, print_table
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -195,7 +196,7 @@ def _prune(options: argparse.Namespace) -> int:
                     }
                     for row in plan
                 ],
-                "freed_bytes": sum(item.freed_bytes for item in deleted),
+                "freed_bytes": sum(item["freed_bytes"] for item in deleted),
                 "warnings": warnings,
             }
         )
@@ -217,19 +218,19 @@ def _prune(options: argparse.Namespace) -> int:
     )
     for text in warnings:
         print(f"warning: {text}")
-    freed = sum(row.bytes for row in plan if not row.keep) if options.dry_run else sum(d.freed_bytes for d in deleted)
-    count = sum(not row.keep for row in plan) if options.dry_run else len(deleted)
+    sizes = [row.bytes for row in plan if not row.keep] if options.dry_run else [d["freed_bytes"] for d in deleted]
+    count, freed = len(sizes), sum(sizes)
     print(
         f"{'would delete' if options.dry_run else 'deleted'} {units.plural(count, 'checkpoint')}, {units.size(freed)}"
     )
     return code
 
 
-def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:
+def _tell_run(path: Path, root: Path, deleted: Sequence[PrunedStep]) -> None:
     """Add the deletions to the events of the run of these checkpoints, if it has ended."""
     for run in (path, root.parent):
         if (run / "run.json").is_file() and _checkpoints_of(run).resolve() == root:
-            note_prunes(run, [(item.step, item.reason, item.freed_bytes) for item in deleted], root)
+            note_prunes(run, [(item["step"], item["reason"], item["freed_bytes"]) for item in deleted], root)
             return
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, ended, results
-from trinity_sync.actors.monitor_client import Committed, MonitorClient
+from trinity_sync.actors.monitor_client import Committed, MonitorClient, commit_events
 from trinity_sync.actors.pending import Pending
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
@@ -29,7 +29,7 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
 from trinity_sync.protocol.versions import Version
-from trinity_sync.tracking.events import CommitEvent, Event, PruneEvent
+from trinity_sync.tracking.events import Event
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
@@ -64,20 +64,14 @@ class SaveLog(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSettings:
-    """The settings of all saves of a run.
-
-    Attributes:
-        meta: manifest fields: backend, world_size, config_digest, wire; of an adapter base.
-        timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
-        of_versions: the saved weights are those that are published. Otherwise manifests of full checkpoints have no
-            version digest.
-    """
+    """The settings of all saves of a run."""
 
     attempt: int
     seed: int
-    meta: CommitMeta
+    meta: CommitMeta  # manifest fields: backend, world_size, config_digest, wire; of an adapter base
     ranks: list[str]
-    timeout_s: float
+    timeout_s: float  # limit from the announcement to the commit, seconds (`checkpoint.timeout_s`)
+    # The saved weights are those that are published. Otherwise manifests of full checkpoints have no version digest
     of_versions: bool = True
 
 
@@ -176,8 +170,7 @@ class FullSaves:
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = _OpenSave(step, max(blocked), began)
-        state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
-        state["next_data_step"] = step + 1
+        state = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
         state |= {name: value for name, value in states.items() if value}
         texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
         if older_version is not None:
@@ -371,29 +364,9 @@ class WeightSaves:
 
 
 def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: float | None) -> None:
-    """Record the events of a commit and of the deletions after it. Weights beside the step's folder are not a
-    checkpoint of the run.
-
-    Args:
-        blocked_s: seconds in which training was blocked.
-        began: begin of the save, in Unix seconds.
-    """
-    if not result["beside"]:
-        log.event(
-            CommitEvent(
-                step=result["step"],
-                kind=result["kind"],
-                digest=result["digest"],
-                bytes=result["bytes"],
-                blocked_s=blocked_s,
-                written_s=result["written_s"],
-                total_s=result["total_s"],
-                began=began,
-                base=result["base"],
-            )
-        )
-    for pruned in result["pruned"]:
-        log.event(PruneEvent(step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"]))
+    """Record the events of `commit_events`."""
+    for event in commit_events(result, blocked_s, began):
+        log.event(event)
 
 
 def _begin(

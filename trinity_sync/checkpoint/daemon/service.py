@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -525,7 +525,7 @@ def withdraw(root: Path, said: Rendezvous) -> None:
             (root / _NAME).unlink()
 
 
-def _checked(read: dict[str, object]) -> Rendezvous:
+def _checked(read: Mapping[str, object]) -> Rendezvous:
     found = Rendezvous(**read)  # type: ignore[arg-type]
     texts = (found.program, found.address, found.secret, found.host)
     if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in (found.port, found.pid)):

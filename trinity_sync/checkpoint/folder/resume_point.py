@@ -13,21 +13,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint.folder import catalog, recovery
+from trinity_sync.checkpoint.folder import catalog, contents, recovery
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, check_ours, newest_good, scan
-from trinity_sync.checkpoint.folder.contents import (
-    Manifest,
-    NewerFormatError,
-    UnreadableError,
-    abandoned_dir,
-    newest_finished,
-    read_committed,
-    read_tracker,
-    step_dir,
-    tracker_path,
-    write_committed,
-    write_tracker,
-)
+from trinity_sync.checkpoint.folder.contents import Manifest, NewerFormatError, UnreadableError, step_dir, tracker_path
 from trinity_sync.checkpoint.folder.deletion import unlink_notes
 from trinity_sync.checkpoint.folder.recovery import recover
 from trinity_sync.errors import RunError
@@ -39,17 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint:
-    """The start of a verl program.
+    """The start of a verl program."""
 
-    Attributes:
-        attempt: 0 for a fresh folder, one more for each later start on it.
-        step: 0: the initial weights.
-        verified: False: verl itself wrote the checkpoint, so its files have no digests.
-    """
-
-    attempt: int
-    step: int
-    verified: bool
+    attempt: int  # 0 for a fresh folder, one more for each later start on it
+    step: int  # 0: the initial weights
+    verified: bool  # False: verl itself wrote the checkpoint, so its files have no digests
 
 
 class UnseenError(RunError):
@@ -102,8 +84,8 @@ def check_all_seen(
     """Check that no committed checkpoint newer than `found` is missing. Raises UnseenError if nothing was found, or a
     newer checkpoint is missing.
     """
-    noted = read_committed(root)
-    named = noted if noted is not None else read_tracker(root, FULL).step
+    noted = contents.read_committed(root)
+    named = noted if noted is not None else contents.read_tracker(root, FULL).step
     committed = sorted({*recorded, *([named] if named else [])})
     if committed and found is None:
         raise UnseenError(
@@ -143,7 +125,7 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
             f"{error}. Nothing was changed. Start again when it can be read, or: resume_step=N resumes from an older "
             "step, resume_step=0 begins with the initial weights"
         ) from error
-    if found is not None and found.manifest is None and newest_finished(root) is None:
+    if found is not None and found.manifest is None and contents.newest_finished(root) is None:
         raise RunError(
             f"{found.path} was written by verl, but no {tracker_path(root, FULL)} says whether it was finished; "
             f"resume_step={found.step} resumes from it"
@@ -154,7 +136,7 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
             f"{found.path} was saved by a run of other roles: it holds nothing of {absent}; resume_step={found.step} "
             "resumes from it, resume_step=N from an older one"
         )
-    named, step = read_tracker(root, FULL).step or 0, found.step if found is not None else 0
+    named, step = contents.read_tracker(root, FULL).step or 0, found.step if found is not None else 0
     if named > step:
         logger.warning("%s names step %d; the newest to resume from is step %d", tracker_path(root, FULL), named, step)
     return found
@@ -209,14 +191,14 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
     # Trackers first: after a crash in between they name an existing checkpoint.
     if root.is_dir():
-        write_committed(root, max((of for of in full if of <= step), default=0))
+        contents.write_committed(root, max((of for of in full if of <= step), default=0))
     for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
-        write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
+        contents.write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
     abandoned = []
     for info in infos:
         if info.step > step:
             before = info.attempt if info.attempt is not None or attempt == 0 else attempt - 1
-            path = abandoned_dir(root, info.step, before)
+            path = contents.abandoned_dir(root, info.step, before)
             info.path.rename(path)
             abandoned.append(path)
     if abandoned:

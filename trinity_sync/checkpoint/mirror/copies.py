@@ -29,21 +29,13 @@ from glob import has_magic
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.checkpoint.folder import catalog, commits, deletion, leases
+from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, leases
 from trinity_sync.checkpoint.folder.contents import (
-    MANIFEST,
-    STAGING,
-    STEP_PREFIX,
-    TRACKERS,
     Manifest,
     ManifestError,
     NewerFormatError,
     UnreadableError,
-    parse_manifest,
     read_manifest,
-    step_dir,
-    step_of,
-    write_manifest,
 )
 from trinity_sync.checkpoint.folder.deletion import facts_of
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
@@ -135,7 +127,7 @@ class Mirror:
         """Check that the run may put its mark on the place. Writes nothing. Raises ForeignError, UnreadableError."""
         mark, steps, owner = self._mark(), self.steps(), self._owner
         if mark is None:
-            if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
+            if (steps and not known) or (not steps and self._storage.read(contents.TRACKERS[FULL]) is not None):
                 raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
             for step in steps:
                 manifest = self._sound(step)
@@ -187,16 +179,16 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """List the steps of all folders at the place, complete or not, ascending."""
-        return sorted(step for name in self._storage.folders() if (step := step_of(name)) is not None)
+        return sorted(step for name in self._storage.folders() if (step := contents.step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest | None:
         """Read the manifest of a step; None: there is none. Raises NewerFormatError, ManifestError."""
-        name = f"{_folder(step)}/{MANIFEST}"
+        name = f"{_folder(step)}/{contents.MANIFEST}"
         try:
             text = self._storage.read(name)
         except UnicodeDecodeError as error:
             raise ManifestError(f"{name} is not valid: {error}") from None
-        return parse_manifest(text, name, step) if text is not None else None
+        return contents.parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
         """List those of the steps of the local folder that the mirror does not have, or may not have, in the same
@@ -208,7 +200,7 @@ class Mirror:
             with suppress(ManifestError):  # the upload says what is wrong
                 copy = self.manifest(step)
             try:
-                if read_manifest(step_dir(root, step)) != copy:
+                if read_manifest(contents.step_dir(root, step)) != copy:
                     found.append(step)
             except UnreadableError:  # now; the upload waits for it
                 found.append(step)
@@ -223,7 +215,7 @@ class Mirror:
         already are not sent. Raises DamagedError, ForeignError, ManifestError.
         """
         self._check_mine()
-        manifest = read_manifest(step_dir(root, step))
+        manifest = read_manifest(contents.step_dir(root, step))
         folder = _folder(step)
         copy = self._sound(step)
         present = self._storage.files(folder)
@@ -237,10 +229,10 @@ class Mirror:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
                 self._delete(step)
-        sent = self._send(step_dir(root, step), manifest, arrived)
+        sent = self._send(contents.step_dir(root, step), manifest, arrived)
         self._check_sizes(manifest)
         self._check_mine()  # a copy takes long
-        self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
+        self._storage.write(f"{folder}/{contents.MANIFEST}", manifest.to_text())
         self._storage.delete(f"{folder}/{UPLOADING}")
         self._name_newest(manifest, start)
         return sum(entry.bytes for entry in sent)
@@ -251,7 +243,7 @@ class Mirror:
         files = note.get("files")
         return {*map(str, files)} if isinstance(files, list) and note.get("self") == manifest.own_digest else set()
 
-    def _note(self, step: int) -> dict[str, object] | None:
+    def _note(self, step: int) -> Mapping[str, object] | None:
         """Return the note of an unfinished upload or deletion; None: there is none."""
         text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
         try:
@@ -267,7 +259,7 @@ class Mirror:
         name = f"{_folder(step)}/{ABANDONED}"
         text = self._storage.read(name)
         with suppress(ManifestError):
-            return None if text is None else parse_manifest(text, name, step)
+            return None if text is None else contents.parse_manifest(text, name, step)
         return None
 
     def _send(self, source: Path, manifest: Manifest, arrived: set[str]) -> list[FileEntry]:
@@ -283,7 +275,7 @@ class Mirror:
                 self._write_note(manifest.step, manifest.own_digest, arrived)
 
         self._write_note(manifest.step, manifest.own_digest, arrived)
-        self._storage.delete(f"{folder}/{MANIFEST}")
+        self._storage.delete(f"{folder}/{contents.MANIFEST}")
         self._side_by_side(send, rest)
         return rest
 
@@ -306,10 +298,10 @@ class Mirror:
                     continue
                 if copy.attempt < manifest.attempt:
                     self._storage.write(f"{_folder(step)}/{ABANDONED}", copy.to_text())
-                    self._storage.delete(f"{_folder(step)}/{MANIFEST}")
+                    self._storage.delete(f"{_folder(step)}/{contents.MANIFEST}")
                 else:
                     newest = max(newest, step)
-        self._storage.write(TRACKERS[FULL], str(newest))
+        self._storage.write(contents.TRACKERS[FULL], str(newest))
 
     # ---- retention
 
@@ -339,7 +331,7 @@ class Mirror:
     def _delete(self, step: int) -> None:
         folder = _folder(step)
         self._write_note(step)  # by which a later try knows what a broken one has left
-        self._storage.delete(f"{folder}/{MANIFEST}")
+        self._storage.delete(f"{folder}/{contents.MANIFEST}")
         for name in self._storage.files(folder).keys() - {UPLOADING}:
             self._storage.delete(f"{folder}/{name}")
         self._storage.delete(folder)
@@ -396,7 +388,7 @@ class Mirror:
 
     def _fetch(self, root: Path, manifest: Manifest) -> None:
         folder = _folder(manifest.step)
-        staging = root / STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
+        staging = root / contents.STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
 
         def fetch(storage: Storage, entry: FileEntry) -> None:
             target = staging / entry.path
@@ -415,7 +407,7 @@ class Mirror:
         except DamagedError:
             deletion.delete_folder(root, staging)
             raise
-        write_manifest(staging, manifest)
+        contents.write_manifest(staging, manifest)
         commits.adopt_folder(root, staging, manifest.step)
 
     # ---- for all of these
@@ -474,7 +466,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _folder(step: int) -> str:
-    return f"{STEP_PREFIX}{step}"
+    return f"{contents.STEP_PREFIX}{step}"
 
 
 def _problem(path: Path, entry: FileEntry, *, durable: bool) -> str | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +42,9 @@ from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
 from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, to_torch
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOADING = threading.Lock()
 """torch's allow-list is global to the process: one load must not remove what another has added."""
@@ -53,7 +56,7 @@ class _ShardedTensor(torch.Tensor):
     local: list[Record]
     announced: Record
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: tuple[list[Record], Record, *tuple[object, ...]]) -> None:
         self.local, self.announced = state[0], state[1]
 
     @classmethod
@@ -207,7 +210,7 @@ def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(start), tuple(sizes)
 
 
-def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _place(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (sizes of the mesh, the rank's place in it). Before 2.9, torch kept the mesh as a tensor."""
     kept = vars(mesh).get("mesh")
     sizes = kept.shape if isinstance(kept, torch.Tensor) else mesh.shape
@@ -235,7 +238,7 @@ def adapter_form(sources: Mapping[str, TensorReader], place: Path) -> dict[str, 
     return {lora.saved_name(name): sources[name] for name in sorted(adapter)}
 
 
-def read_adapter_config(path: Path) -> dict[str, object]:
+def read_adapter_config(path: Path) -> Mapping[str, object]:
     """Read an ``adapter_config.json``. Raises WeightsError if it cannot be read, or is not of LoRA."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypedDict
 
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import ANSWER_S
@@ -48,6 +48,14 @@ OpensMonitor: TypeAlias = Callable[[str, str | None, float], RunMonitor]
 """Opens the monitor of a program that does not name its checkpoint folder at its start. Collective. Arguments: the path
 of the first save, the path that was loaded last, and the limit of each wait in seconds. See `local_run.open_monitor`.
 """
+
+
+class SaveOptions(TypedDict, total=False):
+    """The arguments of our checkpoint managers in addition to verl's; see `FSDPCheckpointManager`."""
+
+    opens: OpensMonitor | None
+    lazily: bool
+    timeout_s: float
 
 
 def content_part(name: str, rank: int) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -69,7 +70,7 @@ def finish_saves_of_workers(timeout_s: float) -> None:
             join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
 
 
-def internal_kv() -> Any:
+def internal_kv() -> ModuleType:
     """Return Ray's key-value module; Ray runs in this process."""
     return importlib.import_module("ray.experimental.internal_kv")
 
@@ -189,15 +190,10 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The name and address of a program, for `checkpoint.daemon.service.connect`.
+    """The name and address of a program, for `checkpoint.daemon.service.connect`."""
 
-    Attributes:
-        word: unique to this start of the program.
-        address: where a server on this machine has to listen to be reached by all processes of the program.
-    """
-
-    word: str
-    address: str
+    word: str  # unique to this start of the program
+    address: str  # where a server on this machine has to listen to be reached by all processes of the program
 
 
 def this_program() -> Program:
@@ -264,23 +260,15 @@ def _reached_by(others: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMonitor:
-    """A run's checkpoint monitor, a Ray actor or a process, as checkpoint managers use it.
+    """A run's checkpoint monitor, a Ray actor or a process, as checkpoint managers use it."""
 
-    Attributes:
-        handle: of the monitor, for a `CheckpointCoordinator`.
-        client: for the calls of a checkpoint.
-        root: the checkpoint folder; None: nothing is written.
-        attempt: the run's attempt.
-        roles: the places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough.
-        durable: whether commits are fsynced.
-    """
-
-    handle: ActorHandle | CallTransport
-    client: MonitorClient
-    root: Path | None
-    attempt: int
+    handle: ActorHandle | CallTransport  # of the monitor, for a `CheckpointCoordinator`
+    client: MonitorClient  # for the calls of a checkpoint
+    root: Path | None  # the checkpoint folder; None: nothing is written
+    attempt: int  # the run's attempt
+    # The places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough
     roles: Sequence[str]
-    durable: bool
+    durable: bool  # whether commits are fsynced
 
     @classmethod
     def of(cls, handle: ActorHandle | CallTransport, timeout_s: float) -> RunMonitor:

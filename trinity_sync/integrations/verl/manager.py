@@ -13,14 +13,14 @@ import mmap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.backends.fsdp_state import live_state, sharded
-from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.backends.safe_loading import StateDict, nothing_runs
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.committed_saves import (
@@ -31,6 +31,7 @@ from trinity_sync.integrations.verl.committed_saves import (
     OF_FIRST_RANK,
     OPTIMIZER,
     CommittedSaves,
+    SaveOptions,
 )
 from trinity_sync.integrations.verl.model_files import (
     HUGGING_FACE,
@@ -170,7 +171,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
             VerlCheckpointManager.load_checkpoint(self, local_path, hdfs_path, del_local_after_load)
 
 
-def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:
+def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Unpack[SaveOptions]) -> FSDPCheckpointManager:
     """Put our manager into an initialised verl FSDP engine, so that the engine's `save_checkpoint` and
     `load_checkpoint` use it. On every rank.
 
@@ -239,14 +240,14 @@ class FsdpCopies:
         # Last, as it competes for the processor with the code after it.
         self._copy.take(live, f"the state of step {step}", lazily=self._lazily)
 
-    def _live(self, todo: list[str]) -> dict[str, object]:
+    def _live(self, todo: list[str]) -> StateDict:
         """This rank's contents by name, for `torch.save`. Collective."""
         manager = self._manager
         wanted = manager.model if MODEL in todo else None, manager.optimizer if OPTIMIZER in todo else None
         offload = torch.cuda.is_available()
         with sharded(manager.model, offload=offload) if manager.model is not None else nullcontext():
             model, optimizer = live_state(*wanted)
-        live: dict[str, object] = {}
+        live: StateDict = {}
         if MODEL in todo:
             live[MODEL] = self._chosen(model)
         if OPTIMIZER in todo:
@@ -256,7 +257,7 @@ class FsdpCopies:
             live[EXTRA] = {"lr_scheduler": scheduler, "rng": manager.get_rng_state()}
         return live
 
-    def _chosen(self, state: dict[str, object]) -> dict[str, object]:
+    def _chosen(self, state: StateDict) -> StateDict:
         if not (self._manager.should_save_lora_only and self._manager._has_lora()):
             return state
         chosen = {name: value for name, value in state.items() if "lora_" in name or ".adapter_" in name}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -35,6 +35,7 @@ from trinity_sync.integrations.verl.committed_saves import (
     MODEL,
     STATE,
     CommittedSaves,
+    SaveOptions,
 )
 from trinity_sync.integrations.verl.model_files import model_files
 from trinity_sync.integrations.verl.ranks import Pairs, together, use_on_first_rank
@@ -206,7 +207,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
 
 def use_in_megatron(
-    engine: MegatronEngineProtocol, ray_namespace: str = "", **kwargs: Any
+    engine: MegatronEngineProtocol, ray_namespace: str = "", **kwargs: Unpack[SaveOptions]
 ) -> MegatronCheckpointManager:
     """Put our manager into an initialised verl Megatron engine, so that the engine's `save_checkpoint` and
     `load_checkpoint` use it. On every rank.
