@@ -51,10 +51,7 @@ def compare(
     a: Weights, b: Weights, *, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[TensorDifference]:
     """Compare two sets of weights; return one entry for each tensor of either, by name. Raises WeightsError if a file
-    is damaged.
-
-    Args:
-        dtype: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
+    is damaged. `dtype`: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
     """
     names = sorted({*a, *b})
     found = []

@@ -30,16 +30,9 @@ _MOST_RESULTS = 10_000
 
 
 class Execution:
-    """Carries out decisions.
+    """Carries out decisions. `clock`: Unix seconds."""
 
-    Args:
-        clock: Unix seconds.
-
-    Attributes:
-        announce: called in a thread with each commit; None: not called.
-    """
-
-    announce: Callable[[Committed], None] | None = None
+    announce: Callable[[Committed], None] | None = None  # called in a thread with each commit
 
     def __init__(
         self, disk: CheckpointDisk, book: CommitBook, events: EventLog, changes: Changes, clock: Callable[[], float]
@@ -293,10 +286,7 @@ class EventLog:
     """Keeps events until they are fetched, oldest first; the oldest are dropped when there are very many.
 
     They are ``mirror``, ``fault``, and ``prune`` of late deletions. The result of a save is not among them:
-    `wait_committed` returns it.
-
-    Args:
-        clock: Unix seconds.
+    `wait_committed` returns it. `clock`: Unix seconds.
     """
 
     def __init__(self, attempt: int, clock: Callable[[], float]) -> None:

@@ -587,22 +587,15 @@ class CheckpointMonitor:
         await asyncio.to_thread(self._disk.forget_failures)
 
     async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
-        """Run retention now.
-
-        Args:
-            keep_last: keep so many of the newest full checkpoints in addition to those that the configured policies
-                keep; for programs that pass their limit with each save. None: the configured policies alone.
-
-        Returns:
-            The deletions: [{step, reason, freed_bytes}].
+        """Run retention now. `keep_last`: keep so many of the newest full checkpoints in addition to those that the
+        configured policies keep; for programs that pass their limit with each save. None: the configured policies
+        alone. Returns the deletions: [{step, reason, freed_bytes}].
         """
         return await self._execution.prune_late(keep_last)
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
-        """Wait until nothing is being copied to the mirror, or until the timeout.
-
-        Returns:
-            The steps that are not there, and why. Empty without a mirror.
+        """Wait until nothing is being copied to the mirror, or until the timeout. Returns the steps that are not there,
+        and why. Empty without a mirror.
         """
         return await self._execution.wait_mirrored(timeout_s)
 

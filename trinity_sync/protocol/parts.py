@@ -237,11 +237,7 @@ class StepParts:
 
     @classmethod
     def load(cls, dumped: PartsDump) -> StepParts:
-        """Restore the parts from `dump`.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not a result of `dump`.
-        """
+        """Restore the parts from `dump`. Raises ValueError, KeyError, TypeError: it is not a result of `dump`."""
         parts = cls(
             expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},
             registered={True: int(dumped["registered"][0]), False: int(dumped["registered"][1])},

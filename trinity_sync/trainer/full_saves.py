@@ -99,11 +99,7 @@ class _OpenSave(NamedTuple):
 
 
 class FullSaves:
-    """Full checkpoints of a run.
-
-    Args:
-        published: saves the version that explorers hold; None: there are no explorers.
-    """
+    """Full checkpoints of a run. `published`: saves the version that explorers hold; None: there are no explorers."""
 
     def __init__(
         self,
@@ -194,10 +190,8 @@ class FullSaves:
 
     def _report(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
         """Report the driver's parts to the monitor, which then commits. Called when their steps' metrics are on disk,
-        so that no run resumes from a step without metrics.
-
-        Args:
-            timeout_s: limit of each report, seconds; None: `SaveSettings.timeout_s`.
+        so that no run resumes from a step without metrics. `timeout_s`: limit of each report, seconds; None:
+        `SaveSettings.timeout_s`.
         """
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
         with self._reporting:
@@ -322,10 +316,8 @@ class _SaveFailed(RunError):  # noqa: N818 - the name states the event
 
 
 class WeightSaves:
-    """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`).
-
-    Args:
-        durable: make the commits survive a power cut (`sync.durable`).
+    """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`). `durable`: make the
+    commits survive a power cut (`sync.durable`).
     """
 
     def __init__(self, monitor: MonitorClient, settings: SaveSettings, log: SaveLog, durable: bool) -> None:
@@ -393,11 +385,8 @@ _FILE = "version.json"
 
 
 class PublishedState:
-    """Saves and restores the newest published version.
-
-    Args:
-        agents: the agents of the nodes that hold parts, by Ray node id.
-        timeout_s: limit of each wait, seconds.
+    """Saves and restores the newest published version. `agents`: the agents of the nodes that hold parts, by Ray node
+    id. `timeout_s`: limit of each wait, seconds.
     """
 
     def __init__(self, synchronizer: SynchronizerClient, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
@@ -411,9 +400,7 @@ class PublishedState:
 
     def save(self, step: int, folder: Path) -> tuple[str, str]:
         """Have the agents write the newest published version into a staging folder and report it. Does not wait.
-
-        Returns:
-            Name below `folder` and contents of a file for the driver's part.
+        Returns name below `folder` and contents of a file for the driver's part.
         """
         synchronizer = self._synchronizer
         newest = synchronizer.newest().result(synchronizer.timeout_s)
@@ -431,11 +418,8 @@ class PublishedState:
 
 def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
     """Return the step of the explorers' version in a checkpoint's folder; None: there is none, or its parts are not
-    those of this run.
-
-    Args:
-        layouts: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes or of the
-            published weights.
+    those of this run. `layouts`: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes
+    or of the published weights.
     """
     path = folder / EXPLORER / _FILE
     if not path.exists():

@@ -49,10 +49,7 @@ class Saver(ABC):
 
     def save(self, step: int, folder: Path) -> float:
         """Begin to save the state after `step` into the staging folder `folder`. Errors fail the step at the monitor;
-        nothing is raised.
-
-        Returns:
-            Seconds for which training was blocked so far; see `blocked_s`.
+        nothing is raised. Returns seconds for which training was blocked so far; see `blocked_s`.
         """
         started = time.perf_counter()
         try:

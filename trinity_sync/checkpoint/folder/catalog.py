@@ -195,16 +195,12 @@ def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`.
-
-    Args:
-        files, bytes: numbers of files and bytes that were checked.
-        state: ``committed``: all files are unchanged. ``damaged`` if one is not, whether or not others can be read.
-    """
+    """The result of `verify`."""
 
     path: Path
-    files: int
-    bytes: int
+    files: int  # number of files that were checked
+    bytes: int  # of these
+    # ``committed``: all files are unchanged. ``damaged`` if one is not, whether or not others can be read.
     state: contents.State
     problems: tuple[str, ...]
     unlisted: tuple[str, ...]
@@ -216,9 +212,7 @@ class VerifyReport:
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Check all files of a step folder: sizes, digests, the manifest's own digest, and that no rank's file is missing.
-
-    Args:
-        progress: called with (bytes checked, bytes in all) every few MB and after each file.
+    `progress`: called with (bytes checked, bytes in all) every few MB and after each file.
     """
     try:
         manifest = read_manifest(path)
@@ -255,10 +249,7 @@ def newest_good(
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
     """Find the newest full checkpoint that verifies. Damaged ones and other folders are skipped. Raises
-    UnreadableError, NewerFormatError.
-
-    Args:
-        roles: places, such as ``actor``, that a checkpoint of verl's has to have.
+    UnreadableError, NewerFormatError. `roles`: places, such as ``actor``, that a checkpoint of verl's has to have.
     """
     for info in reversed(scan(root)):
         state, problems = info.state, info.problems
@@ -290,17 +281,25 @@ def _report_within(progress: Callable[[int, int], None], before: int, most: int,
 
 
 def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> ManifestError | None:
-    path = folder / entry.path
     try:
-        size, digest = digest_file(path, progress=progress)
-    except FileNotFoundError:
-        return ManifestError(f"{path} is missing")
+        problem = difference(folder / entry.path, entry, progress=progress)
     except OSError as error:
-        return contents.read_error(path, error)
+        return contents.read_error(folder / entry.path, error)
+    return None if problem is None else ManifestError(problem)
+
+
+def difference(
+    path: Path, entry: FileEntry, *, durable: bool = False, progress: Callable[[int], None] | None = None
+) -> str | None:
+    """Return how a file differs from its entry; None: it does not. `durable`: fsync it. Raises OSError."""
+    try:
+        size, digest = digest_file(path, durable=durable, progress=progress)
+    except FileNotFoundError:
+        return f"{path} is missing"
     if size != entry.bytes:
-        return ManifestError(f"{path} has {size} bytes instead of {entry.bytes}")
+        return f"{path} has {size} bytes instead of {entry.bytes}"
     if digest != entry.xxh3_128:
-        return ManifestError(f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}")
+        return f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
     return None
 
 

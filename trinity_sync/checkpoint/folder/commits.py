@@ -65,9 +65,7 @@ def commit_folder(
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
     """Make a step visible; see the module's docstring for the order. May be called again after a crash. Raises
-    RunError, OSError.
-    Returns:
-        The manifest that was written, with all files. Times are Unix seconds.
+    RunError, OSError. Returns the manifest that was written, with all files. Times are Unix seconds.
     """
     place = contents.versions_dir(root, draft.attempt) if beside else root
     target = contents.step_dir(place, draft.step)
@@ -371,10 +369,8 @@ def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest
 
 def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | None:
     """Move a replaced checkpoint to the trash, or set it aside as ``abandoned-*``: a full checkpoint with files that
-    the new one lacks, or one that cannot be read. Other programs' files stay with the step.
-
-    Returns:
-        The trashed folder, to be deleted; None: it was set aside.
+    the new one lacks, or one that cannot be read. Other programs' files stay with the step. Returns the trashed folder,
+    to be deleted; None: it was set aside.
     """
     # Before the old checkpoint is deleted, or a power cut could bring back its name without its files. This happens
     # within

@@ -303,9 +303,7 @@ def prune(
     root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False
 ) -> tuple[list[PrunedStep], list[str]]:
     """Delete the checkpoints that a plan does not keep, unless they are leased or pinned by now. An error with one does
-    not stop the others.
-    Returns:
-        The deleted checkpoints, and problems. Times are Unix seconds.
+    not stop the others. Returns the deleted checkpoints, and problems. Times are Unix seconds.
     """
     pruned: list[PrunedStep] = []
     problems = []

@@ -45,13 +45,8 @@ _TORN_S = 600.0
 
 
 def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = time.time) -> None:
-    """Keep the checkpoint of a step regardless of retention. Pinning it again changes the note.
-
-    Args:
-        clock: Unix seconds.
-
-    Raises:
-        ManifestError: there is no such checkpoint.
+    """Keep the checkpoint of a step regardless of retention. Pinning it again changes the note. `clock`: Unix seconds.
+    Raises ManifestError: there is no such checkpoint.
     """
     with lease_checkpoint(root, step, reader="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
@@ -68,10 +63,8 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
 
 
 def unpin(root: Path, step: int) -> bool:
-    """Remove the pin of a step's checkpoint; return whether there was one.
-
-    Raises:
-        ManifestError: there is no such checkpoint.
+    """Remove the pin of a step's checkpoint; return whether there was one. Raises ManifestError: there is no such
+    checkpoint.
     """
     manifest = read_manifest(contents.step_dir(root, step))
     path = _pin_path(root, step, manifest.attempt)
@@ -315,11 +308,8 @@ class CheckpointLease:
 def lease_checkpoint(
     root: Path, step: int, *, reader: str, seconds: float, clock: Callable[[], float] = time.time
 ) -> CheckpointLease:
-    """Lease the checkpoint of a step, so that it is neither deleted nor replaced while it is read.
-
-    Args:
-        seconds: expiry; `CheckpointLease.renew` prolongs it.
-        clock: Unix seconds.
+    """Lease the checkpoint of a step, so that it is neither deleted nor replaced while it is read. `seconds`: expiry;
+    `CheckpointLease.renew` prolongs it. `clock`: Unix seconds.
     """
     target = contents.step_dir(root, step)
     lease = CheckpointLease(target, read_manifest(target), reader, clock)

@@ -26,10 +26,7 @@ def recover(
     clock: Callable[[], float] = time.time,
 ) -> None:
     """Finish or undo deletions and replacements, and clean staged files. Raises RunError if one of our folders is a
-    link. Nothing has been changed then.
-
-    Args:
-        clock: Unix seconds, for the expiry of leases.
+    link. Nothing has been changed then. `clock`: Unix seconds, for the expiry of leases.
     """
     if not root.is_dir():
         return

@@ -47,9 +47,7 @@ def find(
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckpointInfo | None:
     """Find the newest full checkpoint that verifies; None: there is none. Raises UnseenError, NewerFormatError.
-
-    Args:
-        roles: places, such as ``actor``, that a checkpoint of verl's has to have.
+    `roles`: places, such as ``actor``, that a checkpoint of verl's has to have.
     """
     try:
         return newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
@@ -178,10 +176,7 @@ def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
 
 def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:
     """Set a checkpoint folder back for a resume: later folders become ``abandoned-*``, trackers name `step`. Raises
-    RunError: as `check_start`; nothing has been changed then.
-
-    Returns:
-        The new paths of the abandoned folders.
+    RunError: as `check_start`; nothing has been changed then. Returns the new paths of the abandoned folders.
     """
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)

@@ -40,7 +40,7 @@ from trinity_sync.checkpoint.folder.contents import (
 from trinity_sync.checkpoint.folder.deletion import facts_of
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import digest_file, make_folder, replace_file, sync_folder
+from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.urls import local_folder
 from trinity_sync.protocol.parts import FULL, FileEntry
 from trinity_sync.protocol.retention import Policy, decide
@@ -267,7 +267,7 @@ class Mirror:
         rest = [entry for entry in manifest.files if entry.path not in arrived]
 
         def send(storage: Storage, entry: FileEntry) -> None:
-            if problem := _problem(source / entry.path, entry, durable=False):
+            if problem := catalog.difference(source / entry.path, entry):
                 raise DamagedError(f"the checkpoint of step {manifest.step} is damaged here: {problem}")
             storage.put(source / entry.path, f"{folder}/{entry.path}")
             with lock:
@@ -307,9 +307,8 @@ class Mirror:
 
     def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete the checkpoints that the policies do not keep, and torn copies of checkpoints that are not here any
-        more. Raises ForeignError if the place is not this run's.
-        Returns:
-            The deleted steps, ascending. Times are Unix seconds.
+        more. Raises ForeignError if the place is not this run's. Returns the deleted steps, ascending. Times are Unix
+        seconds.
         """
         self._check_mine()
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
@@ -343,10 +342,8 @@ class Mirror:
 
         It is written into the staging folder, every file is checked by its digest, and one rename makes it visible; an
         existing folder of that step is renamed first. Files that an interrupted try has fetched are not fetched again.
-        Raises NewerFormatError if a later version of this program has saved a newer one.
-
-        Returns:
-            Its step; None: no newer one is good.
+        Raises NewerFormatError if a later version of this program has saved a newer one. Returns its step; None: no
+        newer one is good.
         """
         for manifest in self._candidates(newer_than):
             self._say(
@@ -392,13 +389,13 @@ class Mirror:
 
         def fetch(storage: Storage, entry: FileEntry) -> None:
             target = staging / entry.path
-            if _problem(target, entry, durable=True) is None:
+            if catalog.difference(target, entry, durable=True) is None:
                 return
             try:
                 storage.get(f"{folder}/{entry.path}", target)
             except FileNotFoundError:
                 raise DamagedError(f"{entry.path} is missing") from None
-            if problem := _problem(target, entry, durable=True):
+            if problem := catalog.difference(target, entry, durable=True):
                 raise DamagedError(problem)
 
         staging.mkdir(parents=True, exist_ok=True)
@@ -467,19 +464,6 @@ def _bytes_in(folder: Path) -> int:
 
 def _folder(step: int) -> str:
     return f"{contents.STEP_PREFIX}{step}"
-
-
-def _problem(path: Path, entry: FileEntry, *, durable: bool) -> str | None:
-    """Return how a file differs from its entry; None: it does not."""
-    try:
-        size, digest = digest_file(path, durable=durable)
-    except FileNotFoundError:
-        return f"{entry.path} is missing"
-    if size != entry.bytes:
-        return f"{entry.path} has {size} bytes instead of {entry.bytes}"
-    if digest != entry.xxh3_128:
-        return f"{entry.path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
-    return None
 
 
 # Where a mirror is kept: files below a folder that fsspec reaches, behind put, get, files and delete.

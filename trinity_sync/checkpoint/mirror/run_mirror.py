@@ -109,13 +109,9 @@ class RunMirror:
         recorded: Recorded = (),
     ) -> int | None:
         """Fetch the newest good checkpoint into the local folder if it is newer than the best local one. Raises
-        ConfigError, NewerFormatError, RunError.
-
-        Args:
-            progress: called with (bytes here, bytes in all) during the download.
-
-        Returns:
-            The step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a `best`.
+        ConfigError, NewerFormatError, RunError. `progress`: called with (bytes here, bytes in all) during the download.
+        Returns the step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a
+        `best`.
         """
         self._check_apart(root)
         local_step = best.step if best is not None else 0
@@ -373,10 +369,7 @@ def _copy(
     claim: _Claim | None = None,
 ) -> tuple[int, str | None]:
     """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
-    starts.
-
-    Returns:
-        The bytes sent, and what hindered the deletion.
+    starts. Returns the bytes sent, and what hindered the deletion.
     """
     run_when_idle()
     if claim is not None:
@@ -447,13 +440,8 @@ def call(
     log: Path | None = None,
 ) -> T:
     """Have work done in a process of its own, once. Raises MirrorError if it failed, moved nothing for
-    `MirrorSettings.timeout_s`, or was stopped.
-
-    Args:
-        work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
-
-    Returns:
-        What the work returned.
+    `MirrorSettings.timeout_s`, or was stopped. `work`: what to do there, such as ``partial(Mirror.upload, root=root,
+    step=20)``; it is pickled. Returns what it returned.
     """
     tick()
     try:

@@ -99,11 +99,8 @@ def assembled(
     name: str, info: TensorInfo, pieces: Sequence[FileBox], *, grid: Sequence[int] | None = None
 ) -> Assembled:
     """Make a tensor of pieces, which have to cover it exactly once; of equal boxes (replicas) the first is used. Raises
-    WeightsError if a piece is outside the tensor, two overlap, or an element is in none.
-
-    Args:
-        info: its dtype and shape.
-        grid: the shape in which the boxes are given; None: the tensor's own.
+    WeightsError if a piece is outside the tensor, two overlap, or an element is in none. `info`: its dtype and shape.
+    `grid`: the shape in which the boxes are given; None: the tensor's own.
     """
     shape = tuple(info.shape if grid is None else grid)
     chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], FileBox] = {}
@@ -154,11 +151,8 @@ def _holds(piece: FileBox, element: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view of a stored tensor, such as one expert in a layer's experts that are stored as one.
-
-    Attributes:
-        base: the stored tensor, contiguous.
-        shape, stride, offset: of the view, in elements.
+    """A view of a stored tensor, such as one expert in a layer's experts that are stored as one. `base`: the stored
+    tensor, contiguous. `shape`, `stride`, `offset`: of the view, in elements.
     """
 
     base: TensorReader

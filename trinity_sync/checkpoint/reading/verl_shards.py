@@ -256,10 +256,7 @@ def merge(
     folder: Path | None,
 ) -> dict[str, TensorReader]:
     """Return the tensors of the base with the adapter's products added. Raises WeightsError if the adapter does not fit
-    the model, or its kind cannot be merged.
-
-    Args:
-        config: the ``adapter_config.json``.
+    the model, or its kind cannot be merged. `config`: the ``adapter_config.json``.
     """
     try:
         scale, pairs = lora.scaling(config), lora.pairs(adapter)
@@ -445,10 +442,7 @@ def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, T
     """Map stored tensors to the tensors that ``save_pretrained`` would write, by their names there.
 
     Sources of an architecture that transformers does not know (the model's own code, which is not run) are returned
-    unchanged. Raises WeightsError.
-
-    Args:
-        config: folder with the model's ``config.json``.
+    unchanged. Raises WeightsError. `config`: folder with the model's ``config.json``.
     """
     model = made_of(config)
     if model is None:

@@ -40,11 +40,9 @@ class Saves(ABC):
 
     @abstractmethod
     def finish(self, limit_s: float | None) -> None:
-        """Wait until all saves are complete or have failed.
-
-        Args:
-            limit_s: after a signal: timeout in seconds for the saves under way; called on a thread of its own while the
-                trainer goes on. None: at the end of the program, after `settle_at_exit` of all owners.
+        """Wait until all saves are complete or have failed. `limit_s`: after a signal: timeout in seconds for the saves
+        under way; called on a thread of its own while the trainer goes on. None: at the end of the program, after
+        `settle_at_exit` of all owners.
         """
 
 

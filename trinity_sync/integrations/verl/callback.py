@@ -38,10 +38,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
 
     Errors never end the training: they are printed to standard error, and a lost step is raised by the engine's next
     save. The end of the program waits up to a minute for commits that are not recorded; a step lost then makes the exit
-    code 1, except in an actor, which Ray ends.
-
-    Args:
-        config: verl's.
+    code 1, except in an actor, which Ray ends. `config`: verl's.
     """
 
     def __init__(self, config: object = None) -> None:

@@ -73,10 +73,8 @@ class SaveCopies(Protocol):
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         """Copy this rank's contents; the copies of the save before are dropped. Collective. Raises RunError: on every
-        rank, when one rank failed.
-
-        Returns:
-            A writer for each content of this rank, by name. Errors of a copy in the background are raised there.
+        rank, when one rank failed. Returns a writer for each content of this rank, by name. Errors of a copy in the
+        background are raised there.
         """
         ...
 
@@ -187,10 +185,8 @@ class CommittedSaves(Saves):
     def _save(
         self, local_path: str, step: int, kind: Kind, names: list[str], max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Save these contents for a commit of this kind. Collective; returns when `SaveCopies.take` does.
-
-        Raises:
-            ConfigError, RunError: on every rank; also when an earlier save failed.
+        """Save these contents for a commit of this kind. Collective; returns when `SaveCopies.take` does. Raises
+        ConfigError, RunError: on every rank; also when an earlier save failed.
         """
         with self._saving:
             self._begin_save(local_path, step, kind, names, max_ckpt_to_keep)
@@ -312,10 +308,7 @@ class CommittedSaves(Saves):
         At the end of the program rank 0 waits for commits. Other ranks wait for their own parts only, as rank 0 may be
         waiting for a rank that has failed. After a signal, every rank waits for commits and the copies that follow
         them, while the trainer goes on in another thread: it writes its own files and takes part in the collective
-        calls of a save that has begun.
-
-        Raises:
-            Exception: as `wait_on_save_thread`.
+        calls of a save that has begun. Raises Exception: as `wait_on_save_thread`.
         """
         if limit_s is not None:
             with self._saving:
@@ -340,10 +333,8 @@ class CommittedSaves(Saves):
 
     def follow(self, path: str, then: Callable[[], None]) -> bool:
         """Call `then` in the background when the full checkpoint at `path` is committed; the checkpoint is leased
-        meanwhile. Errors are raised by the next save or by `wait_on_save_thread`.
-
-        Returns:
-            False if this manager is not saving that step; nothing is done then.
+        meanwhile. Errors are raised by the next save or by `wait_on_save_thread`. Returns False if this manager is not
+        saving that step; nothing is done then.
         """
         if FULL not in self._kinds or step_at(self._root, path) != self._step:
             return False
@@ -380,10 +371,7 @@ class CommittedSaves(Saves):
 
     def wait_on_save_thread(self) -> None:
         """Wait until all background saves are written by all ranks and committed, and the limit is enforced. Any rank
-        may call it alone.
-
-        Raises:
-            Exception: the first error of a background save of this rank.
+        may call it alone. Raises Exception: the first error of a background save of this rank.
         """
         if self._opens is not None and self._root is None:
             return
@@ -480,11 +468,7 @@ def name_trainer_parts(files: Iterable[str | None]) -> list[str | None]:
 
 
 class TrainerFiles:
-    """This rank's part of the trainer's files, for the newest save.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
-    """
+    """This rank's part of the trainer's files, for the newest save. `timeout_s`: limit of each wait, seconds."""
 
     def __init__(self, monitor: MonitorClient, attempt: int, root: Path, timeout_s: float) -> None:
         self._monitor = monitor
@@ -559,11 +543,7 @@ class TrainerFiles:
 
 
 class Commits:
-    """Commits that one process waits for.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
-    """
+    """Commits that one process waits for. `timeout_s`: limit of each wait, seconds."""
 
     def __init__(self, monitor: MonitorClient, attempt: int, timeout_s: float) -> None:
         self._monitor = monitor

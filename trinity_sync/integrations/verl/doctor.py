@@ -50,10 +50,8 @@ class _Role:
 def findings(
     get: Get, environment: Mapping[str, str], version: str | None, installed: Collection[str] = ()
 ) -> Iterator[PackageFinding]:
-    """Check a configuration of one of verl's trainers. Raises ConfigError.
-
-    Args:
-        installed: names under which the plug-in is an entry point of the group ``verl.plugins``.
+    """Check a configuration of one of verl's trainers. Raises ConfigError. `installed`: names under which the plug-in
+    is an entry point of the group ``verl.plugins``.
     """
     ppo = get("actor_rollout_ref") is not None
     if not ppo and get("engine") is None:

@@ -49,10 +49,8 @@ _CHECKPOINTS = "trinity-sync-checkpoints-"
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     """Connect one process without an engine, such as a driver under Ray, to the monitor that the engines have started.
-    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
+    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`. `timeout_s`: limit of each wait,
+    seconds.
     """
     program = this_program()
     handle = connect(root, program=program.word, may_start=False, timeout_s=timeout_s, address=program.address)
@@ -88,9 +86,7 @@ def join_run(
 
     Several groups of one program (actor and critic, under Ray) share one monitor, with the settings of the first. See
     `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
+    `timeout_s`: limit of each wait, seconds.
     """
     program, first = this_program(), dist.get_rank() == 0
     found: list[RunMonitor] = []
@@ -152,10 +148,7 @@ def open_monitor(
     Collective.
 
     Checkpoints later than the loaded step become ``abandoned-*``: all of them if the loaded step is from another folder
-    or a renamed copy. Raises ConfigError, RunError.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
+    or a renamed copy. Raises ConfigError, RunError. `timeout_s`: limit of each wait, seconds.
     """
     saved = _split(local_path)
     if saved is None:

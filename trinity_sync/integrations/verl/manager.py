@@ -195,10 +195,8 @@ def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Unpack[SaveOpt
 
 
 class FsdpCopies:
-    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
-
-    Args:
-        timeout_s: limit of the wait for a copy, seconds.
+    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`. `timeout_s`: limit
+    of the wait for a copy, seconds.
     """
 
     def __init__(self, manager: VerlCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
@@ -286,11 +284,7 @@ class StateCopy:
         self._snapshot: Snapshot | None = None
 
     def take(self, files: Mapping[str, object], what: str, *, lazily: bool = False) -> None:
-        """Copy a state, over the copy before.
-
-        Args:
-            what: for errors, such as ``"the state of step 3"``.
-        """
+        """Copy a state, over the copy before. `what`: for errors, such as ``"the state of step 3"``."""
         planned = plan(files)
         if self._memory is None or len(self._memory) < planned.nbytes:
             self._snapshot, self._memory = None, mmap.mmap(-1, max(planned.nbytes, mmap.PAGESIZE))
@@ -311,10 +305,7 @@ class StateCopy:
         self, name: str, folder: Path, staging: Path, *, durable: bool, timeout_s: float
     ) -> Callable[[], list[FileTuple]]:
         """Return a function, to be called once, that writes one file of the copy into `folder`, as `torch.save` would,
-        and returns its entry.
-
-        Args:
-            timeout_s: limit of the wait for the copy, seconds.
+        and returns its entry. `timeout_s`: limit of the wait for the copy, seconds.
         """
         snapshot, memory = self._snapshot, self._memory
         assert snapshot is not None

@@ -253,13 +253,9 @@ _TREES = {STATE, MODEL}
 
 
 class MegatronCopies:
-    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
-
-    Args:
-        timeout_s: limit of the wait for a copy, and of each stage in which the ranks write together, seconds.
-
-    Attributes:
-        meeting: the meeting of the newest save's ranks; None before the first save.
+    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`. `timeout_s`: limit
+    of the wait for a copy, and of each stage in which the ranks write together, seconds. `meeting`: the meeting of the
+    newest save's ranks; None before the first save.
     """
 
     def __init__(

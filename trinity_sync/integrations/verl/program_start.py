@@ -123,10 +123,8 @@ def _told(store: Store, key: str, root: Path) -> str | None:
 
 
 def announce(folder: str, limits: Iterable[object]) -> None:
-    """Print the line. Called once for a trainer: by rank 0, or under Ray by verl's driver.
-
-    Args:
-        folder: verl's ``trainer.default_local_dir``.
+    """Print the line. Called once for a trainer: by rank 0, or under Ray by verl's driver. `folder`: verl's
+    ``trainer.default_local_dir``.
     """
     smallest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
     kept = [] if smallest is None else [f"the newest {smallest}"]

@@ -71,10 +71,8 @@ _of_folders: dict[Path, DriverCopies] = {}
 
 def follow(path: str, copy: Callable[[], None]) -> bool:
     """Copy a step's folder when it is committed, if this process is a driver under Ray and the step is saved through
-    us. Raises TrinityError if the monitor is gone or does not answer, or an earlier copy failed.
-
-    Returns:
-        False if nothing is done.
+    us. Raises TrinityError if the monitor is gone or does not answer, or an earlier copy failed. Returns False if
+    nothing is done.
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent
