@@ -341,9 +341,8 @@ class CheckpointDisk:
             if tracker.step == named and tracker.problem is None:
                 continue
             newer = {step for step in others if step > (named or 0)}
-            # A newer checkpoint that is verl's own or cannot be read now keeps its tracker; so does one
-            # that a damaged tracker
-            # may have named, since verl's writes are not atomic.
+            # A newer checkpoint that is verl's own or cannot be read now keeps its tracker; so does one that a damaged
+            # tracker may have named, since verl's writes are not atomic.
             if tracker.unreadable or (newer if tracker.problem is not None else tracker.step in newer):
                 continue
             contents.write_tracker(self.root, kind, named)

@@ -373,10 +373,9 @@ def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | N
     to be deleted; None: it was set aside.
     """
     # Before the old checkpoint is deleted, or a power cut could bring back its name without its files. This happens
-    # within
-    # the claim, although it may be slow: while it can fail, the new checkpoint may have to be removed, so it must
-    # not be
-    # leased yet. If it outlasts the claim, readers get the new one and lose it only if the disk then fails too.
+    # within the claim, although it may be slow: while it can fail, the new checkpoint may have to be removed, so it
+    # must not be leased yet. If it outlasts the claim, readers get the new one and lose it only if the disk then fails
+    # too.
     sync_folder(place)
     replaced = committed_manifest(aside)
     if replaced is None and (aside / contents.MANIFEST).exists():

@@ -77,8 +77,8 @@ def finish_at_exit(manager: Saves) -> None:
     """Delay the end of the process until all saves of this owner are complete or have failed; also after a signal."""
     global _process
     if not _managers:
-        # Not `atexit`: from Python 3.12 on, its handlers cannot start threads. The interpreter waits for this
-        # thread first.
+        # Not `atexit`: from Python 3.12 on, its handlers cannot start threads. The interpreter waits for this thread
+        # first.
         threading.Thread(target=_finish_after_main, name="saves-at-exit", daemon=False).start()
     _process = os.getpid()
     _managers.append(manager)
@@ -162,9 +162,8 @@ def _watch(reading: int) -> None:
     first = True
     while read := os.read(reading, 1):
         number = read[0] % _BY_HANDLER
-        # A handler that replaced ours decides, and may call ours, which also writes to the pipe. After the
-        # first signal,
-        # the interpreter also writes when we send one.
+        # A handler that replaced ours decides, and may call ours, which also writes to the pipe. After the first
+        # signal, the interpreter also writes when we send one.
         if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
             first, process = False, os.getpid()
             _no_signal.clear()

@@ -78,7 +78,6 @@ def join_run(
     *,
     resume_step: int | None,
     timeout_s: float,
-    save_strategy: str = "unrestricted",
     config: MonitorConfig | None = None,
 ) -> RunMonitor:
     """Connect this rank to the run's checkpoint monitor, which rank 0 starts if there is none. Collective, over the
@@ -98,7 +97,6 @@ def join_run(
             may_start=first,
             timeout_s=timeout_s,
             resume_step=resume_step,
-            save_strategy=save_strategy,
             config=config,
             address=program.address,
         )
