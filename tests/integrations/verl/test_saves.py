@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint.daemon import Lifetime, connect
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.folder.leases import leased
 from trinity_sync.checkpoint.monitor import MonitorConfig

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import CallTransport
-from trinity_sync.checkpoint.daemon import service
-from trinity_sync.checkpoint.daemon.service import connect, wait_until_ended
+from trinity_sync.checkpoint import daemon
+from trinity_sync.checkpoint.daemon import connect, wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
@@ -49,7 +49,7 @@ _CHECKPOINTS = "trinity-sync-checkpoints-"
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     """Connect one process without an engine, such as a driver under Ray, to the monitor that the engines have started.
-    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`. `timeout_s`: limit of each wait,
+    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.connect`. `timeout_s`: limit of each wait,
     seconds.
     """
     program = this_program()
@@ -64,7 +64,7 @@ def finish_saves_of_workers(timeout_s: float) -> None:
     root = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
     if root is not None:
         wait_until_ended(root.decode(), timeout_s=timeout_s, on_wait=say)
-        if service.find(Path(root.decode())) is not None:
+        if daemon.find(Path(root.decode())) is not None:
             join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
 
 
@@ -84,7 +84,7 @@ def join_run(
     default group.
 
     Several groups of one program (actor and critic, under Ray) share one monitor, with the settings of the first. See
-    `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
+    `checkpoint.daemon.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
     `timeout_s`: limit of each wait, seconds.
     """
     program, first = this_program(), dist.get_rank() == 0
@@ -181,7 +181,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The name and address of a program, for `checkpoint.daemon.service.connect`."""
+    """The name and address of a program, for `checkpoint.daemon.connect`."""
 
     word: str  # unique to this start of the program
     address: str  # where a server on this machine has to listen to be reached by all processes of the program
@@ -263,7 +263,7 @@ class RunMonitor:
 
     @classmethod
     def of(cls, handle: ActorHandle | CallTransport, timeout_s: float) -> RunMonitor:
-        """Make it from a handle, of Ray or of `checkpoint.daemon.service.connect`. Raises RunError, WaitTimeout."""
+        """Make it from a handle, of Ray or of `checkpoint.daemon.connect`. Raises RunError, WaitTimeout."""
         client = MonitorClient(handle)
         facts = client.describe().result(timeout_s)
         return cls(

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from trinity_sync.checkpoint.daemon.service import wait_until_ended
+from trinity_sync.checkpoint.daemon import wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.checkpoint.folder.resume_point import check_all_seen, find
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from trinity_sync.checkpoint.daemon import service
+from trinity_sync.checkpoint import daemon
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
@@ -76,7 +76,7 @@ def follow(path: str, copy: Callable[[], None]) -> bool:
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent
-    if step is None or not under_ray() or service.find(root) is None:
+    if step is None or not under_ray() or daemon.find(root) is None:
         return False
     if root not in _of_folders:
         _of_folders[root] = DriverCopies(root, join_alone(root, ANSWER_S))
