@@ -78,35 +78,24 @@ _created: dict[str, ActorHandle] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """Settings of the actor.
+    """Settings of the actor."""
 
-    Args:
-        attempt: the run's attempt; reports of another attempt are refused.
-        policies: retention, as policies, or as a map of name to fields for ours. Empty: keep all.
-        keep_state_dicts: number of the newest state-dict folders that stay.
-        timeout_s: a step without any report for so many seconds fails; also the default limit of waits.
-        fsync: whether commits are durable.
-        mirror: settings of the copies to `default_hdfs_dir`.
-        log_dir: folder of the actor's log; None: Ray's own logs.
-        roles: places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
-            ``critic``), which announce themselves. Empty: the announced parts are enough.
-        owner: the run; None: that of the checkpoint folder's mark, which is made if it is missing.
-        namespace: Ray namespace of the run, filled in by `get_actor`: a synchronizer in it hears of each commit.
-        writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails if another
-            run writes there.
-    """
-
-    attempt: int = 0
+    attempt: int = 0  # the run's attempt; reports of another attempt are refused
+    # Retention, as policies, or as a map of name to fields for ours. Empty: keep all.
     policies: Mapping[str, Mapping[str, object] | None] | Sequence[Policy] = field(default_factory=dict)
-    keep_state_dicts: int = 2
-    timeout_s: float = 1800.0
-    fsync: bool = True
-    mirror: MirrorSettings = field(default_factory=MirrorSettings)
-    log_dir: str | None = None
-    writer: str | None = None
+    keep_state_dicts: int = 2  # number of the newest state-dict folders that stay
+    timeout_s: float = 1800.0  # a step without any report for so many seconds fails; also the default limit of waits
+    fsync: bool = True  # whether commits are durable
+    mirror: MirrorSettings = field(default_factory=MirrorSettings)  # of the copies to `default_hdfs_dir`
+    log_dir: str | None = None  # folder of the actor's log; None: Ray's own logs
+    # Places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
+    # ``critic``), which announce themselves. Empty: the announced parts are enough.
     roles: Sequence[str] = ()
-    owner: Owner | None = None
+    owner: Owner | None = None  # the run; None: that of the checkpoint folder's mark, which is made if it is missing
+    # Filled in by `get_actor`: the run's Ray namespace, where a synchronizer hears of each commit; and the run that may
+    # write in the checkpoint folder: the actor fails if another run writes there.
     namespace: str | None = None
+    writer: str | None = None
 
 
 class CheckpointMonitor:

@@ -33,7 +33,7 @@ from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.tracking import units
-from trinity_sync.trainer.saver import AgentSaver, BackendSaver, Saver
+from trinity_sync.trainer.saver import AgentSaver, BackendSaver
 from trinity_sync.trainer.worker_spec import WorkerSpec
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
@@ -48,7 +48,7 @@ class Member:
         self._spec = spec
         self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
         self._segments: dict[int, mmap.mmap] = {}
-        self._saver: Saver
+        self._saver: AgentSaver | BackendSaver
         self._stager: WeightStager
         self._backend = backend
         self._rank = rank
