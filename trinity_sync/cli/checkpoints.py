@@ -105,7 +105,7 @@ def _inspect(options: argparse.Namespace) -> int:
     row = _row(info, leases.pinned(root), leases.leased(root, now=time.time()))
     manifest = info.manifest.to_json()
     if options.json:
-        return print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
+        return print_json({**manifest, **{name: row[name] for name in ("path", "bytes", "pinned", "leased")}})
     for name in ("path", "step", "attempt", "kind", "backend", "world_size", "digest", "config_digest"):
         print(f"{name:14}{row['path'] if name == 'path' else _shown(manifest[name])}")
     if info.manifest.base is not None:
@@ -113,12 +113,12 @@ def _inspect(options: argparse.Namespace) -> int:
         print(f"{'base':14}{base.digest}, {base.path}: the digest above is of a LoRA adapter on it")
     print(f"{'written':14}{units.moment(row['created'])}")
     print(f"{'held':14}{', '.join(name for name in ('pinned', 'leased') if row[name]) or '-'}")
-    for name, value in manifest["metrics"].items():
+    for name, value in info.manifest.metrics.items():
         print(f"{'metric':14}{name} = {units.number(value)}")
-    print(f"{'files':14}{units.plural(len(manifest['files']), 'file')}, {units.size(row['bytes'])}\n")
+    print(f"{'files':14}{units.plural(len(info.manifest.files), 'file')}, {units.size(row['bytes'])}\n")
     print_table(
         ("file", "size", "xxh3_128"),
-        [(entry["path"], units.size(entry["bytes"]), entry["xxh3_128"]) for entry in manifest["files"]],
+        [(entry.path, units.size(entry.bytes), entry.xxh3_128) for entry in info.manifest.files],
     )
     return 0
 
@@ -178,7 +178,7 @@ def _prune(options: argparse.Namespace) -> int:
             _tell_run(options.path, root, deleted)
         except (OSError, TrinityError) as error:
             warnings.append(f"the run's events do not tell of this: {error}")
-    gone = {item.step for item in deleted}
+    gone = {item["step"] for item in deleted}
     code = 1 if problems else 0
     if options.json:
         print_json(

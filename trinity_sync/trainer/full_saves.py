@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, ended, results
@@ -29,10 +29,12 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
 from trinity_sync.protocol.versions import Version
-from trinity_sync.tracking.events import Event
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from trinity_sync.tracking.recorder import Recorder
 
 _DIGEST = "weights-digest"
 """The part of a weights-only save with the version digest; of a full save it is "driver"."""
@@ -44,22 +46,6 @@ _WAITS_OF_A_RANK = 3
 """A rank waits for its earlier save, for the agent and for the other ranks, `checkpoint.timeout_s` each. It reports a
 timeout itself: the save fails, and the run goes on.
 """
-
-
-class SaveLog(Protocol):
-    """The methods of `tracking.Recorder` that saves use."""
-
-    def event(self, event: Event) -> None:
-        """Record an event."""
-        ...
-
-    def fault(self, where: str, error: BaseException | str) -> None:
-        """Record a failure."""
-        ...
-
-    def saving(self, step: int) -> None:
-        """Show that a save has begun."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +92,7 @@ class FullSaves:
         monitor: MonitorClient,
         trainer: TrainerGroup,
         settings: SaveSettings,
-        log: SaveLog,
+        log: Recorder,
         published: PublishedState | None = None,
     ) -> None:
         self._published = published
@@ -166,8 +152,8 @@ class FullSaves:
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = _OpenSave(step, max(blocked), began)
-        state = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
-        state |= {name: value for name, value in states.items() if value}
+        place = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
+        state = {**place, **{name: value for name, value in states.items() if value}}
         texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
         if older_version is not None:
             texts |= dict([older_version.save(step, folder)])
@@ -320,7 +306,7 @@ class WeightSaves:
     commits survive a power cut (`sync.durable`).
     """
 
-    def __init__(self, monitor: MonitorClient, settings: SaveSettings, log: SaveLog, durable: bool) -> None:
+    def __init__(self, monitor: MonitorClient, settings: SaveSettings, log: Recorder, durable: bool) -> None:
         self._monitor = monitor
         self._settings = settings
         self._log = log
@@ -355,7 +341,7 @@ class WeightSaves:
         call.result(self._settings.timeout_s)
 
 
-def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: float | None) -> None:
+def record_commit(log: Recorder, result: Committed, blocked_s: float, began: float | None) -> None:
     """Record the events of `commit_events`."""
     for event in commit_events(result, blocked_s, began):
         log.event(event)

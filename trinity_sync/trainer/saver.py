@@ -28,7 +28,7 @@ from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.staging import Copying, pin_segment, unpin_segment
 
-B = TypeVar("B", Backend, SelfWritingBackend)
+B = TypeVar("B", bound=Backend | SelfWritingBackend)
 
 
 class Saver(ABC, Generic[B]):

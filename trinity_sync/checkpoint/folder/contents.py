@@ -170,8 +170,8 @@ class Manifest:
             "reference": self.reference,
             "run": self.run,
         }
-        body |= {name: value for name, value in optional.items() if value is not None}
-        return body | {"self": canonical_digest(body)}
+        whole = {**body, **{name: value for name, value in optional.items() if value is not None}}
+        return whole | {"self": canonical_digest(whole)}
 
     def to_text(self) -> str:
         return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
