@@ -356,5 +356,5 @@ class Rebuilt:
     book: CommitBook
     decisions: list[Decision]
     problems: list[str]
-    # Keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder
+    # Keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder.
     lock: IO[bytes] | None

@@ -80,7 +80,7 @@ class Decision:
     step: int
     keep: bool
     reasons: tuple[str, ...]  # at least one reason for keeping or for deleting it
-    # Messages for the user, such as a budget that cannot be met; given with the newest checkpoint
+    # Messages for the user, such as a budget that cannot be met; given with the newest checkpoint.
     warnings: tuple[str, ...] = ()
 
 

@@ -57,7 +57,7 @@ class SaveSettings:
     meta: CommitMeta  # manifest fields: backend, world_size, config_digest, wire; of an adapter base
     ranks: list[str]
     timeout_s: float  # limit from the announcement to the commit, seconds (`checkpoint.timeout_s`)
-    # The saved weights are those that are published. Otherwise manifests of full checkpoints have no version digest
+    # The saved weights are those that are published. Otherwise manifests of full checkpoints have no version digest.
     of_versions: bool = True
 
 

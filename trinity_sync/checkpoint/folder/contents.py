@@ -118,12 +118,12 @@ class Manifest:
     config_digest: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
-    # The base of an adapter, whose weights then have `digest`; None: the weights are a whole model
+    # The base of an adapter, whose weights then have `digest`; None: the weights are a whole model.
     base: Base | None = None
     wire: WireFormat | None = None  # the dtypes of `digest`; None: not known
-    # Tensors of the model's folder that an export takes from there; None: there are none
+    # Tensors of the model's folder that an export takes from there; None: there are none.
     left_out: LeftOut | None = None
-    # The reference model of the policy; None: there is none, or it is the base of the adapter
+    # The reference model of the policy; None: there is none, or it is the base of the adapter.
     reference: Compared | None = None
     run: str | None = None
 
@@ -394,7 +394,7 @@ class Base:
     path: str
     what: str = "lora"  # the kind of adapter: ``lora``
     wire: WireFormat | None = None  # the dtypes of `digest`; None: not known
-    # The adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known
+    # The adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known.
     adapter: Mapping[str, object] | None = None
 
     @classmethod

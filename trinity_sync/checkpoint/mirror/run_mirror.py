@@ -410,7 +410,7 @@ class MirrorSettings:
     """How a mirror is kept (`checkpoint.mirror_*`)."""
 
     options: Mapping[str, object] = field(default_factory=dict)
-    # ``same``: the retention policies hold there too; ``all``: nothing is deleted there
+    # ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
     keep: Literal["same", "all"] = "same"
     tries: int = 8
     backoff_s: float = 2.0

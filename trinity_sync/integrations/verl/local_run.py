@@ -257,7 +257,7 @@ class RunMonitor:
     client: MonitorClient  # for the calls of a checkpoint
     root: Path | None  # the checkpoint folder; None: nothing is written
     attempt: int  # the run's attempt
-    # The places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough
+    # The places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough.
     roles: Sequence[str]
     durable: bool  # whether commits are fsynced
 
