@@ -60,27 +60,43 @@ SIZE = Quantity(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """The facts of one committed checkpoint that a decision depends on."""
+    """The facts of one committed checkpoint that a decision depends on.
 
-    step: int  # its step; one checkpoint per step
-    kind: Kind  # ``full`` or ``state_dict``
-    created: float  # when it was committed, Unix seconds
-    bytes: int  # size of its files
-    metrics: Mapping[str, float | None] = field(default_factory=dict)  # name to value, as in its manifest
-    pinned: bool = False  # a user has pinned it
-    leased: bool = False  # a reader has a lease on it
-    saving: bool = False  # more of it is being saved (weights on the way to a full checkpoint)
-    named: bool = False  # a tracker names it
+    Args:
+        step: its step; one checkpoint per step.
+        kind: ``full`` or ``state_dict``.
+        created: when it was committed, Unix seconds.
+        bytes: size of its files.
+        metrics: name to value, as in its manifest.
+        pinned: a user has pinned it.
+        leased: a reader has a lease on it.
+        saving: more of it is being saved (weights on the way to a full checkpoint).
+        named: a tracker names it.
+    """
+
+    step: int
+    kind: Kind
+    created: float
+    bytes: int
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    pinned: bool = False
+    leased: bool = False
+    saving: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether the checkpoint of a step stays, and why."""
+    """Whether the checkpoint of a step stays, and why.
+
+    Args:
+        reasons: at least one reason for keeping or for deleting it.
+        warnings: messages for the user, such as a budget that cannot be met; given with the newest checkpoint.
+    """
 
     step: int
     keep: bool
-    reasons: tuple[str, ...]  # at least one reason for keeping or for deleting it
-    # Messages for the user, such as a budget that cannot be met; given with the newest checkpoint.
+    reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
 
@@ -162,12 +178,16 @@ class KeepBest(Policy):
     """Keep the `n` best by a metric of the manifest; among equals the newer.
 
     A checkpoint without a finite number under that name might be the best, so it is kept too, with a warning.
+
+    Args:
+        metric: its name, such as ``reward/mean``.
+        mode: ``max``: more is better; ``min``: less is.
     """
 
     name: ClassVar[str] = "keep_best"
-    metric: str  # its name, such as ``reward/mean``
+    metric: str
     n: int = 1
-    mode: str = "max"  # ``max``: more is better; ``min``: less is
+    mode: str = "max"
 
     def __post_init__(self) -> None:
         _at_least_one("keep_best.n", self.n)
