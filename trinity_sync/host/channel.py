@@ -86,10 +86,6 @@ class Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, option, value)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def fileno(self) -> int:
-        """Return the descriptor, for `multiprocessing.connection.wait`."""
-        return self.socket.fileno()
-
     def send(self, frame: bytes, timeout_s: float) -> None:
         """Send a frame of `pack`; a failure ends the connection.
 
@@ -159,7 +155,7 @@ class Connection:
             except TimeoutError as error:  # the kernel's
                 raise ConnectionAbortedError("the other machine does not answer") from error
             poll = select.poll()
-            poll.register(self.fileno(), event)
+            poll.register(self.socket, event)
             if not poll.poll(None if until == math.inf else max(until - time.monotonic(), 0.0) * 1000):
                 raise TimeoutError("timed out")
 

@@ -173,9 +173,9 @@ class Hub:
         """Read one message of each receiver that says something in that time; return whether one does."""
         # of all that are not through, so that a death is noticed whoever is waited for
         open_ones = [receiver for receiver in self._receivers if receiver.done is None]
-        ready = wait([receiver.connection for receiver in open_ones], timeout_s)
+        ready = wait([receiver.connection.socket for receiver in open_ones], timeout_s)
         for receiver in open_ones:
-            if receiver.connection in ready:
+            if receiver.connection.socket in ready:
                 self._read_from(receiver)
         return bool(ready)
 
@@ -247,7 +247,7 @@ class Spoke:
     def check(self) -> None:
         """After an error of a transport: say whether the sender is gone or has given up, if that is why."""
         until = time.monotonic() + _GRACE_S
-        while wait([self._connection], max(until - time.monotonic(), 0.0)):
+        while wait([self._connection.socket], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")
 
     def interrupt(self) -> None:
