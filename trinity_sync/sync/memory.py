@@ -1,6 +1,6 @@
 """`sync=memory`: explorers on the node map the slot; other nodes get one object per part and version from the agent.
 
-verl's weight sync has no slots and no agent: its buckets lie in a `SharedRoom` of the sender.
+verl's weight sync in mode memory has no slots and no agent: its buckets lie in a `SharedRoom` of the sender.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
+    BucketReceiver,
+    BucketSender,
+    BucketTransfer,
     Delivery,
     ExplorerSide,
     FindDestination,
@@ -31,12 +34,14 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
+from trinity_sync.sync.links import BucketNotice, Hub, Spoke
 from trinity_sync.weights.slots import MappedSegments
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
-    from trinity_sync.weights.layout import Segment
+    from trinity_sync.weights.layout import PartLayout, Segment
 
 
 class MemoryMode(SyncMode):
@@ -121,7 +126,63 @@ def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) ->
     return fetching.result(timeout_s).data
 
 
-# ---- memory without a name, for verl's weight sync
+# ---- programs without slots: buckets lie in shared memory without a name, from which receivers copy them
+
+_ROOMS = 2
+"""One bucket is filled while the one before is copied."""
+
+
+class RoomTransfer(BucketTransfer):
+    """Buckets of a node."""
+
+    def sender(self, host: str) -> RoomSender:
+        return RoomSender()
+
+    def receiver(self, spoke: Spoke, meeting: str | None, index: int, receivers: int) -> RoomReceiver:
+        return RoomReceiver(spoke.sender)
+
+
+class RoomSender(BucketSender):
+    """Fills rooms in turn, each once all receivers have copied the bucket before."""
+
+    def __init__(self) -> None:
+        self._rooms: list[SharedRoom] = []
+        self._count = 0
+
+    def connect(self, hub: Hub, receivers: int) -> None:
+        super().connect(hub, receivers)
+        self._rooms += [SharedRoom() for _ in range(_ROOMS)]
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        from trinity_sync.weights.tensors import byte_tensor
+
+        if self._count >= _ROOMS:
+            self._hub.wait_taken(self._count - _ROOMS)
+        room = self._rooms[self._count % _ROOMS]
+        self._count += 1
+        return byte_tensor(room.bytes(nbytes))
+
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        self._hub.tell(BucketNotice(number, layout, digest, self._rooms[number % _ROOMS].source))
+
+    def close(self, *, failed: bool) -> None:
+        while self._rooms:
+            self._rooms.pop().close()
+
+
+class RoomReceiver(BucketReceiver):
+    """Copies buckets out of the rooms of a sender."""
+
+    def __init__(self, sender: str) -> None:
+        self._sender = sender
+
+    def take(self, bucket: BucketNotice) -> torch.Tensor:
+        import torch
+
+        assert isinstance(bucket.source, tuple), "the sender is of the same mode"
+        data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)
+        read_room(bucket.source, data.numpy().data, self._sender)
+        return data
 
 
 class SharedRoom:

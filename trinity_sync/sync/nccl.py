@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import mmap
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -29,7 +30,19 @@ from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, LayoutCache, SyncMode, TrainerSide
+from trinity_sync.sync.base import (
+    Bucket,
+    BucketReceiver,
+    BucketSender,
+    BucketTransfer,
+    Delivery,
+    ExplorerSide,
+    FindDestination,
+    LayoutCache,
+    SyncMode,
+    TrainerSide,
+)
+from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
 
 if TYPE_CHECKING:
     import torch
@@ -130,12 +143,7 @@ class NcclPublisher:
     def _open_store(self, timeout_s: float) -> TCPStore:
         """Serve the store at which the members of all rounds meet. The driver serves it, for ranks may die."""
         if self._store is None:
-            from torch.distributed import TCPStore
-
-            limit = timedelta(seconds=timeout_s)
-            self._store = TCPStore(
-                ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=limit
-            )
+            self._store = serve_store(ray.util.get_node_ip_address(), timeout_s)
         return self._store
 
 
@@ -346,8 +354,130 @@ def _join(broadcast: Broadcast, sender: int, rank: int) -> BroadcastGroup:
     store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
     if store.get(f"{prefix}decision") != b"go":
         raise RunError(f"the round for version {broadcast.version} was given up")
-    group = make_group(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, broadcast.timeout_s)
-    return BroadcastGroup(group, device_of(broadcast.transport), broadcast.timeout_s)
+    return enter(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, broadcast.timeout_s)
+
+
+# ---- programs without slots: buckets are broadcast over a group of one sender and all receivers, which lives for one
+# sync
+
+
+_ROOMS = 2
+"""One bucket is filled while the one before travels."""
+
+
+class GroupTransfer(BucketTransfer):
+    """Broadcasts over ``nccl`` or ``gloo``; ``auto``: over NCCL where there are GPUs."""
+
+    def __init__(self, transport: str, timeout_s: float) -> None:
+        import torch
+
+        auto = "nccl" if torch.cuda.is_available() else "gloo"
+        self._transport = auto if transport == "auto" else transport
+        self.timeout_s = timeout_s
+
+    def sender(self, host: str) -> GroupSender:
+        try:
+            store = serve_store(host, self.timeout_s)
+        except RuntimeError as error:
+            raise RunError(f"the group of the sync cannot meet at {host}, which is this node: {error}") from error
+        return GroupSender(f"{secrets.token_hex(8)} {store.port} {host}", store, self)
+
+    def receiver(self, spoke: Spoke, meeting: str | None, index: int, receivers: int) -> GroupReceiver:
+        from torch.distributed import TCPStore
+
+        _, port, host = str(meeting).split(" ", 2)
+        with _blame(spoke.check, f"{spoke.sender} cannot be met at {host}:{port}"):
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        return GroupReceiver(spoke, self.enter(store, str(meeting), 1 + index, 1 + receivers, spoke.check))
+
+    def enter(self, store: Store, meeting: str, rank: int, size: int, check: Callable[[], None]) -> BroadcastGroup:
+        from torch.distributed import PrefixStore
+
+        with _blame(check, f"the {self._transport} group of the sync could not be made in {self.timeout_s:g} s"):
+            own = PrefixStore(f"{meeting.split(' ', 1)[0]}/", store)
+            return enter(own, rank, size, self._transport, self.timeout_s)
+
+
+class GroupSender(BucketSender):
+    """Rank 0 of the group."""
+
+    def __init__(self, meeting: str, store: Store, transfer: GroupTransfer) -> None:
+        self.meeting: str = meeting
+        self._store: Store | None = store
+        self._transfer = transfer
+        self._group: BroadcastGroup | None = None
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._waits: dict[int, Wait] = {}
+        self._count = 0
+
+    def connect(self, hub: Hub, receivers: int) -> None:
+        super().connect(hub, receivers)
+        assert self._store is not None, "it was not closed"
+        self._group = self._transfer.enter(self._store, self.meeting, 0, 1 + receivers, hub.check)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        assert self._group is not None, "it was connected"
+        number, at = self._count, self._count % _ROOMS
+        self._count += 1
+        self._wait(number - _ROOMS)
+        if at not in self._rooms or self._rooms[at].numel() < nbytes:
+            self._rooms.pop(at, None)
+            self._rooms[at] = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+        return self._rooms[at]
+
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        assert self._group is not None, "it was connected"
+        self._hub.tell(BucketNotice(number, layout, digest, None))
+        with _blame(self._hub.check, f"bucket {number} could not be broadcast"):
+            self._waits[number] = self._group.begin(data)
+
+    def end(self, end: End) -> None:
+        for number in sorted(self._waits):
+            self._wait(number)
+        super().end(end)
+
+    def _wait(self, number: int) -> None:
+        if (wait := self._waits.pop(number, None)) is not None:
+            limit = f"within {self._transfer.timeout_s:g} s"
+            with _blame(self._hub.check, f"bucket {number} could not be broadcast {limit}"):
+                wait()
+
+    def close(self, *, failed: bool) -> None:
+        self._waits.clear()
+        self._store = None
+        if self._group is not None:
+            self._group.close(failed=failed)
+
+
+class GroupReceiver(BucketReceiver):
+    """A further rank of the group."""
+
+    def __init__(self, spoke: Spoke, group: BroadcastGroup) -> None:
+        self._spoke = spoke
+        self._group = group
+
+    def take(self, bucket: BucketNotice) -> torch.Tensor:
+        import torch
+
+        data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._group.device)
+        with _blame(self._spoke.check, f"bucket {bucket.number} of {self._spoke.sender} could not be received"):
+            self._group.broadcast(data)
+        return data
+
+    def close(self, *, failed: bool) -> None:
+        self._group.close(failed=failed)
+
+
+@contextlib.contextmanager
+def _blame(check: Callable[[], None], what: str) -> Iterator[None]:
+    """Translate an error of torch's: into the link's where `check` finds that a member is gone, else by `what`."""
+    try:
+        yield
+    except RuntimeError as error:
+        check()
+        raise RunError(f"{what}: {error}") from error
 
 
 # ---- process groups beside torch's default one
@@ -386,6 +516,23 @@ def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: fl
         options._timeout = timeout + timedelta(seconds=_WATCHDOG_S)
         return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))
     return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def enter(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> BroadcastGroup:
+    """Enter a group for broadcasts of rank 0; see `make_group`."""
+    group = make_group(store, rank, size, transport, timeout_s)
+    return BroadcastGroup(group, device_of(transport), timeout_s)
+
+
+def serve_store(host: str, timeout_s: float) -> TCPStore:
+    """Serve a store, at which the members of a group meet, at an address of this node; RuntimeError: it is not one.
+
+    Args:
+        timeout_s: timeout of each wait for a key, seconds.
+    """
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def device_of(transport: str) -> torch.device:
@@ -431,12 +578,14 @@ class BroadcastGroup:
             with contextlib.suppress(RuntimeError):
                 self._groups[0].abort()
 
-    def close(self) -> None:
-        """Leave the group. May be called again.
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the group; `failed`: after an `abort`. May be called again.
 
         gloo takes 20 ms to close its connections (two turns of its loop), so a thread does it. NCCL would break off
         what is in flight without a shutdown before.
         """
+        if failed:
+            self.abort()
         if self.device.type == "cpu":
             threading.Thread(target=self._groups.clear, name="close group", daemon=True).start()
             return

@@ -17,10 +17,9 @@ import torch
 
 from tests.integrations.weight_sync.sync_members import LIMIT, MODES, Members, Named, receive, send, weights
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.weight_sync import link
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import BucketReceipt, Done, Hub, Spoke, Working
-from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
+from trinity_sync.sync import links
+from trinity_sync.sync.links import BucketReceipt, Done, Hub, SenderAddress, Spoke, Working
 from trinity_sync.sync.nccl import BroadcastGroup
 from trinity_sync.weights.tensors import state_digest
 
@@ -253,7 +252,7 @@ def test_receivers_that_go_on_are_waited_for() -> None:
 
 def test_who_comes_too_late_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub("127.0.0.1", 1.0)
-    met, real = threading.Event(), link.answer_challenge
+    met, real = threading.Event(), links.answer_challenge
     inside = threading.Event()
 
     def slowly(connection: Connection, key: bytes) -> None:
@@ -262,7 +261,7 @@ def test_who_comes_too_late_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -
             assert met.wait(LIMIT)
         real(connection, key)
 
-    monkeypatch.setattr(link, "answer_challenge", slowly)
+    monkeypatch.setattr(links, "answer_challenge", slowly)
     late: list[BaseException] = []
 
     def come() -> None:

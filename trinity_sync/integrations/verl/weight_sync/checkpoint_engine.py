@@ -18,6 +18,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import ray
@@ -27,11 +28,14 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import membership
-from trinity_sync.integrations.verl.weight_sync.link import Done, Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, read
+from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, WeightSyncSettings, read
 from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travelling
-from trinity_sync.integrations.verl.weight_sync.transfers import BucketSender, transfer
-from trinity_sync.integrations.verl.weight_sync.version_stream import Named, Sent, Stream, send, tensors
+from trinity_sync.sync.base import BucketSender, BucketTransfer
+from trinity_sync.sync.checkpoint import FolderTransfer
+from trinity_sync.sync.links import Done, Hub, Spoke
+from trinity_sync.sync.memory import RoomTransfer
+from trinity_sync.sync.nccl import GroupTransfer
+from trinity_sync.sync.stream import Named, Sent, Stream, send, tensors
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 
@@ -69,7 +73,7 @@ class WeightSync(CheckpointEngine):
         self._settings = read(engine_kwargs, self._backend)
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
-        self._transfer = transfer(self._settings)
+        self._transfer = _transfer(self._settings)
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[object] | None = None
         self._last: dict[str, object] | None = None
@@ -115,12 +119,13 @@ class WeightSync(CheckpointEngine):
                 assert session.hub is not None, "a sender prepares"
                 assert session.sender is not None, "a sender prepares"
                 session.hub.meet(place.receivers)
-                session.sender.connect(session.hub, place)
+                session.sender.connect(session.hub, len(place.receivers))
             elif place.role == "receiver":
                 for sender in place.senders:
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
                     with _or_give_up(spoke.give_up):
-                        session.streams.append(Stream(spoke, self._transfer.receiver(spoke, place, sender)))
+                        receiver = self._transfer.receiver(spoke, sender.meeting, place.index, len(place.receivers))
+                        session.streams.append(Stream(spoke, receiver))
             session.place = place
 
     def finalize(self) -> None:
@@ -304,6 +309,14 @@ class _ArrivingTensors:
                 self._session.finish()
                 self.done = ended.value
                 return None
+
+
+def _transfer(settings: WeightSyncSettings) -> BucketTransfer:
+    if settings.mode == "checkpoint":
+        return FolderTransfer(Path(str(settings.dir)), settings.timeout_s)
+    if settings.mode == "nccl":
+        return GroupTransfer(settings.transport, settings.timeout_s)
+    return RoomTransfer()
 
 
 def _met(session: Session, what: str) -> MemberPlace:

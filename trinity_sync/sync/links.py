@@ -18,15 +18,23 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
 from trinity_sync.weights.layout import PartLayout
 
 _STRANGER_S = 10.0
 """Limit for who connects to prove that it belongs to the sync."""
 _GRACE_S = 1.0
 """By then the kernel has told of a process that was killed."""
+
+
+class SenderAddress(NamedTuple):
+    """The address of a sender, and the secret that a receiver has to prove."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 class _Receiver:
