@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -124,6 +128,35 @@ def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) ->
     [shared] = agent.share(lease.version, lease.slot, info.part).result(timeout_s)
     fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
     return fetching.result(timeout_s).data
+
+
+class PartCopies:
+    """Parts of other nodes for workers that map them, each copied to a file of this node that each version replaces."""
+
+    def __init__(self, side: ExplorerSide) -> None:
+        self._side = side
+        self._folder: Path | None = None
+
+    def localize(self, lease: Lease) -> Lease:
+        """Return the lease with parts of other nodes named by their copies."""
+        return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
+
+    def close(self) -> None:
+        """Delete the copies."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _here(self, lease: Lease, info: PartInfo) -> PartInfo:
+        if info.node == self._side.node:
+            return info
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
+        path = self._folder / info.part
+        draft = path.with_suffix(".coming")
+        # a late worker may still read the earlier copy
+        draft.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
+        draft.replace(path)
+        return replace(info, node=self._side.node, path=str(path))
 
 
 # ---- programs without slots: buckets lie in shared memory without a name, from which receivers copy them

@@ -11,9 +11,10 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
-from trinity_sync.integrations.vllm.target import SharedSegment, WorkerTarget
+from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.arrivals import SharedSegment
 from trinity_sync.sync.base import ExplorerSide, LayoutCache
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole

@@ -31,8 +31,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Mapped, Received, Shapes, Share
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress, serve
+from trinity_sync.sync.arrivals import Arrival, Arrivals, Arrived, Mapped, Received, Shapes, Share
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch, rounds, to_torch
