@@ -250,8 +250,8 @@ def engine_memory(owner: str, part: str, nbytes: int) -> SlotArena:
 
 
 class SharedSegment:
-    """A segment that an engine's workers map, replaced when the layout changes, and deleted by `close`; that of a killed
-    process is deleted when the next one is made.
+    """A segment that an engine's workers map, replaced when the layout changes, and deleted by `close`. The segment of a
+    killed process is deleted when the next one is made.
     """
 
     def __init__(self) -> None:
