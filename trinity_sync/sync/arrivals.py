@@ -250,7 +250,7 @@ def engine_memory(owner: str, part: str, nbytes: int) -> SlotArena:
 
 
 class SharedSegment:
-    """A segment that an engine's workers map, replaced when the layout changes, and deleted by `close`. The segment of a
+    """A segment that an engine's workers map. It is replaced when the layout changes, and deleted by `close`; that of a
     killed process is deleted when the next one is made.
     """
 
