@@ -177,7 +177,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._arrived().take(arrival)
 
     def _show(self, version: str) -> list[str]:
-        """Return the tensors of the model that differ from those that arrived, among those that it holds as they came."""
+        """Return the tensors that differ from those that arrived, of those that the model holds as they came."""
         arrivals = self._arrived()
         self._check_memory(arrivals)
         held = dict(self.model.named_parameters())
