@@ -1,4 +1,4 @@
-"""The structure of the package: its figures, its public classes, the walks of docs/architecture.md, and the timeline of docs/sync.md."""
+"""The structure of the package: its figures, its public classes, and the walks of docs/architecture.md and sync.md."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from xxhash import xxh3_128_digest
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.sync.base import BucketReceiver, BucketSender
+from trinity_sync.sync.broadcast_group import BroadcastGroup, TorchGroup, device_of, make_group, serve_store
 from trinity_sync.sync.links import BucketNotice, BucketReceipt, Done, End, Spoke
-from trinity_sync.sync.nccl import BroadcastGroup, TorchGroup, device_of, make_group, serve_store
 from trinity_sync.sync.synchronizer_handle import Synchronizer
 from trinity_sync.weights.apply import ChecksumError, check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES, version_digest
