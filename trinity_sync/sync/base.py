@@ -278,14 +278,20 @@ class BucketSender(ABC):
 
 
 class BucketReceiver(ABC):
-    """A receiver's half of one sync, for one sender."""
+    """A receiver's half of one sync, for one sender.
+
+    Attributes:
+        device: where buckets arrive; None: in the CPU's memory.
+    """
+
+    device: torch.device | None = None
 
     @abstractmethod
-    def take(self, bucket: BucketNotice) -> torch.Tensor:
-        """Return a bucket's bytes (uint8, as long as its layout), the caller's own from then on."""
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
+        """Write a bucket's bytes to a tensor of `device` (uint8, as long as its layout)."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027 - a receiver may have nothing to release
-        """Release the group or folder, and not the tensors that `take` returned."""
+        """Release the group or folder."""
 
 
 class MappedPart(NamedTuple):

@@ -250,12 +250,8 @@ class FolderReceiver(BucketReceiver):
     def __init__(self, version: VersionFolder) -> None:
         self._version = version
 
-    def take(self, bucket: BucketNotice) -> torch.Tensor:
-        import torch
-
-        data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)
-        read_bucket(Path(str(bucket.source)), bucket.layout, data.numpy().data)
-        return data
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
+        read_bucket(Path(str(bucket.source)), bucket.layout, into.numpy().data)
 
     def close(self, *, failed: bool) -> None:
         self._version.release(remove=failed)

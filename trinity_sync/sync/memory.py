@@ -209,13 +209,9 @@ class RoomReceiver(BucketReceiver):
     def __init__(self, sender: str) -> None:
         self._sender = sender
 
-    def take(self, bucket: BucketNotice) -> torch.Tensor:
-        import torch
-
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
         assert isinstance(bucket.source, tuple), "the sender is of the same mode"
-        data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)
-        read_room(bucket.source, data.numpy().data, self._sender)
-        return data
+        read_room(bucket.source, into.numpy().data, self._sender)
 
 
 class SharedRoom:

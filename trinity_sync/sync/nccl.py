@@ -453,16 +453,13 @@ class GroupReceiver(BucketReceiver):
     """A further rank of the group."""
 
     def __init__(self, spoke: Spoke, group: BroadcastGroup) -> None:
+        self.device = group.device
         self._spoke = spoke
         self._group = group
 
-    def take(self, bucket: BucketNotice) -> torch.Tensor:
-        import torch
-
-        data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._group.device)
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
         with _blame(self._spoke.check, f"bucket {bucket.number} of {self._spoke.sender} could not be received"):
-            self._group.broadcast(data)
-        return data
+            self._group.broadcast(into)
 
     def close(self, *, failed: bool) -> None:
         self._group.close(failed=failed)

@@ -265,7 +265,8 @@ class Stream:
         if bucket.number != self._buckets:
             raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
         try:
-            data = self._receiver.take(bucket)
+            data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._receiver.device)
+            self._receiver.take(bucket, data)
             check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
         except RunError:
             self._spoke.check()  # a sender that gives up removes its memory and files: then that is the error

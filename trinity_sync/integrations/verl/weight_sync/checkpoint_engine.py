@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Itera
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import ray
 import torch
@@ -38,6 +38,9 @@ from trinity_sync.sync.nccl import GroupTransfer
 from trinity_sync.sync.stream import Named, Sent, Stream, send, tensors
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
+
+if TYPE_CHECKING:
+    from verl.workers.engine.base import BaseEngine
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +268,7 @@ class ShardedWeightSync(WeightSync):
     _backend = NO_GATHER
     _all_send = True
 
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float] | None:
+    async def send_weights(self, weights: BaseEngine, global_steps: int | None = None) -> dict[str, float] | None:
         """As `WeightSync.send_weights`.
 
         Args:
