@@ -148,7 +148,7 @@ class Hub:
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After an error of a transport: raise the error of a receiver that is gone or has given up, if there is one."""
+        """After an error of a transport: raise that of a receiver that is gone or has given up, if any."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
