@@ -10,11 +10,10 @@ ranks send whole tensors or shards, by the `BucketTransfer` of a mode; receivers
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -175,17 +174,6 @@ def _broadcast(group: BroadcastGroup, tensor: torch.Tensor, name: str) -> None:
 # ---- buckets between linked members
 
 
-@dataclass(frozen=True)
-class Sent:
-    """The counts of a version that was sent."""
-
-    nbytes: int  # to each receiver
-    tensors: int
-    buckets: int
-    digest: str | None  # of the version; None: not computed here
-    gather_s: float  # spent in waiting for the trainer's tensors
-
-
 def send(
     shards: Iterable[tuple[Shard, torch.Tensor]],
     sender: BucketSender,
@@ -193,37 +181,21 @@ def send(
     bucket_bytes: int,
     step: int | None,
     whole: bool,
-) -> Sent:
-    """Send a version."""
-    timed = _TimedIterator(shards)
+) -> End:
+    """Send a version; return the message of its end. `whole`: the shards are whole tensors, so it has a digest."""
     entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
-    nbytes = buckets = tensors = 0
-    for number, (layout, data) in enumerate(pack_shards(timed, sender.room, bucket_bytes=bucket_bytes)):
+    buckets = tensors = 0
+    for number, (layout, data) in enumerate(pack_shards(shards, sender.room, bucket_bytes=bucket_bytes)):
         here = data.cpu()
         sender.put(number, layout, data, xxh3_128_digest(here.numpy().data))
         if whole:  # the bucket travels meanwhile
             entries += [digest_entry(name, tensor, None) for name, tensor in unpack(layout, here)]
-        nbytes, buckets, tensors = nbytes + layout.nbytes, number + 1, tensors + len(layout.entries)
+        buckets, tensors = number + 1, tensors + len(layout.entries)
     if not tensors:
         raise RunError("the engine has no weights to send")
-    digest = version_digest(entries) if whole else None
-    sender.end(End(step, buckets, tensors, digest))
-    return Sent(nbytes, tensors, buckets, digest, timed.seconds)
-
-
-class _TimedIterator(Iterator[tuple[Shard, torch.Tensor]]):
-    """Counts the seconds that `next` takes."""
-
-    def __init__(self, items: Iterable[tuple[Shard, torch.Tensor]]) -> None:
-        self._items = iter(items)
-        self.seconds = 0.0
-
-    def __next__(self) -> tuple[Shard, torch.Tensor]:
-        started = time.perf_counter()
-        try:
-            return next(self._items)
-        finally:
-            self.seconds += time.perf_counter() - started
+    end = End(step, buckets, tensors, version_digest(entries) if whole else None)
+    sender.end(end)
+    return end
 
 
 Named = tuple[str, torch.Tensor]
@@ -307,14 +279,12 @@ class Stream:
 
 def tensors(
     streams: Sequence[Stream], *, digest: bool, device: torch.device | None = None
-) -> Generator[list[Named], None, Done]:
-    """Yield whole tensors, as many at a time as have arrived; the last one only after every check.
+) -> Iterator[list[Named] | Done]:
+    """Yield whole tensors, as many at a time as have arrived; the last one only after every check. At the end yield the
+    message of success, which the senders have received then.
 
     Args:
         device: moves the tensors there; None: they stay where they arrived.
-
-    Returns:
-        The message of success, which the senders have received.
 
     Raises:
         RunError, WaitTimeout, ChecksumError: as of `Stream.take`; ChecksumError also where the digests differ.
@@ -344,13 +314,13 @@ def tensors(
     done = Done(found, sum(stream.nbytes for stream in streams))
     for stream in streams:
         stream.done(done)
-    return done
+    yield done
 
 
 def _together(pieces: Sequence[tuple[Shard, torch.Tensor]]) -> Named:
     """Put the shares of one tensor together; CoverageError: they overlap or leave gaps."""
     shard, data = pieces[0]
-    if len(pieces) == 1 and data.numel() == _numel(shard):
+    if len(pieces) == 1 and data.numel() == prod(shard.shape):
         return shard.name, data.view(shard.shape)
     if any(other.name != shard.name for other, _ in pieces):
         raise RunError(f"the senders send in different orders: {', '.join(sorted({one.name for one, _ in pieces}))}")
@@ -365,8 +335,3 @@ def _together(pieces: Sequence[tuple[Shard, torch.Tensor]]) -> Named:
             target.copy_(elements[at : at + count].view(rect.rows, rect.cols))
             at += count
     return shard.name, whole
-
-
-def _numel(shard: Shard) -> int:
-    rows, cols = shard.matrix
-    return rows * cols

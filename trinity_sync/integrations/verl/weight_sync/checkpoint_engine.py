@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from trinity_sync.sync.checkpoint import FolderTransfer
 from trinity_sync.sync.links import Done, Hub, Spoke
 from trinity_sync.sync.memory import RoomTransfer
 from trinity_sync.sync.nccl import GroupTransfer
-from trinity_sync.sync.stream import Named, Sent, Stream, send, tensors
+from trinity_sync.sync.stream import Named, Stream, send, tensors
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 
@@ -126,9 +126,12 @@ class WeightSync(CheckpointEngine):
             elif place.role == "receiver":
                 for sender in place.senders:
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
-                    with _or_give_up(spoke.give_up):
+                    try:
                         receiver = self._transfer.receiver(spoke, sender.meeting, place.index, len(place.receivers))
-                        session.streams.append(Stream(spoke, receiver))
+                    except BaseException as error:
+                        spoke.give_up(describe_error(error))
+                        raise
+                    session.streams.append(Stream(spoke, receiver))
             session.place = place
 
     def finalize(self) -> None:
@@ -179,7 +182,7 @@ class WeightSync(CheckpointEngine):
                 if place.role == "gatherer":
                     gathering.finish()
                     return None
-                return self._send_as_sender(session, place, shards, step)
+                return self._send_as_sender(session, place, gathering, shards, step)
         except BaseException as error:
             take_back(error, gathering.finish)
             raise
@@ -187,7 +190,7 @@ class WeightSync(CheckpointEngine):
             gathering.close()
 
     def _send_as_sender(
-        self, session: Session, place: MemberPlace, shards: Shards, step: int | None
+        self, session: Session, place: MemberPlace, gathering: Gathering[object], shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         assert session.hub is not None, "a sender prepares"
         assert session.sender is not None, "a sender prepares"
@@ -200,13 +203,12 @@ class WeightSync(CheckpointEngine):
         seconds = time.perf_counter() - started
         self._remember(step, digest, done[0].nbytes, seconds)
         logger.info("%s was sent to %d receivers: %s", _version(step), len(done), self._last)
-        return self._metrics(sent, done, digest, seconds) if place.index == 0 else None
-
-    def _metrics(self, sent: Sent, done: list[Done], digest: str | None, seconds: float) -> dict[str, float]:
+        if place.index > 0:
+            return None
         found: dict[str, float] = {
             "weight_sync/bytes": done[0].nbytes,
             "weight_sync/seconds": seconds,
-            "weight_sync/gather_seconds": sent.gather_s,
+            "weight_sync/gather_seconds": gathering.seconds,
             "weight_sync/tensors": sent.tensors,
             "weight_sync/buckets": sent.buckets,
             "weight_sync/receivers": len(done),
@@ -238,9 +240,17 @@ class WeightSync(CheckpointEngine):
         started = time.perf_counter()
         _met(session, "receive")
         full = self._settings.verify == "full"
-        arriving = _ArrivingTensors(session, tensors(session.streams, digest=full, device=session.device))
+        batches = tensors(session.streams, digest=full, device=session.device)
+
+        def receive() -> list[Named] | Done:
+            with session.at_work():
+                batch = next(batches)
+                if isinstance(batch, Done):
+                    session.finish()
+                return batch
+
         try:
-            while (batch := await asyncio.to_thread(arriving.next)) is not None:
+            while not isinstance(batch := await asyncio.to_thread(receive), Done):
                 for named in batch:
                     yield named
         except GeneratorExit:
@@ -249,8 +259,7 @@ class WeightSync(CheckpointEngine):
         except asyncio.CancelledError:
             session.end("it was cancelled", briefly=True)
             raise
-        assert arriving.done is not None, "it has ended"
-        self._remember(step, arriving.done.digest, arriving.done.nbytes, time.perf_counter() - started)
+        self._remember(step, batch.digest, batch.nbytes, time.perf_counter() - started)
 
     # ---- both
 
@@ -295,25 +304,6 @@ def register() -> None:
         CheckpointEngineRegistry.register(NO_GATHER)(ShardedWeightSync)
 
 
-class _ArrivingTensors:
-    """The batches of `tensors`, and its return value."""
-
-    def __init__(self, session: Session, batches: Generator[list[Named], None, Done]) -> None:
-        self._session = session
-        self._batches = batches
-        self.done: Done | None = None
-
-    def next(self) -> list[Named] | None:
-        """Return the next batch; None: there are no more. A thread cannot raise StopIteration into a coroutine."""
-        with self._session.at_work():
-            try:
-                return next(self._batches)
-            except StopIteration as ended:
-                self._session.finish()
-                self.done = ended.value
-                return None
-
-
 def _transfer(settings: WeightSyncSettings) -> BucketTransfer:
     if settings.mode == "checkpoint":
         return FolderTransfer(Path(str(settings.dir)), settings.timeout_s)
@@ -343,15 +333,6 @@ def _agreed(digests: list[str | None], step: int | None) -> str | None:
 
 def _version(step: int | None) -> str:
     return "the weights" if step is None else f"the weights of step {step}"
-
-
-@contextlib.contextmanager
-def _or_give_up(give_up: Callable[[str], None]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        give_up(describe_error(error))
-        raise
 
 
 class Session:
