@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer_client import ExplorerClient
@@ -82,17 +80,15 @@ class MemoryTransport:
         agents: by Ray node id.
         layouts: of the reader.
         timeout_s: timeout of a fetch, seconds.
-        node: Ray id of the reader's node; None: that of this process.
+        node: Ray id of the reader's node.
     """
 
-    def __init__(
-        self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str | None = None
-    ) -> None:
+    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments()
-        self._node = ray.get_runtime_context().get_node_id() if node is None else node
+        self._node = node
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
