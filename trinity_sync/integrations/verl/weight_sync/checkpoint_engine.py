@@ -29,7 +29,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import membership
 from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, WeightSyncSettings, read
-from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travelling
+from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travel_dtype
 from trinity_sync.sync.base import BucketSender, BucketTransfer
 from trinity_sync.sync.checkpoint import FolderTransfer
 from trinity_sync.sync.links import Done, Hub, Spoke
@@ -321,7 +321,7 @@ def _met(session: Session, what: str) -> MemberPlace:
 
 def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:
     for name, tensor in named:
-        yield whole(name, travelling(name, tensor, wire_dtype), tensor.shape), tensor
+        yield whole(name, travel_dtype(name, tensor, wire_dtype), tensor.shape), tensor
 
 
 def _agreed(digests: list[str | None], step: int | None) -> str | None:

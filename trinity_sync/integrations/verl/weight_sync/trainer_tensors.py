@@ -152,7 +152,7 @@ def _refuse(name: str) -> None:
 
 
 def _is_saved_so(name: str, shape: tuple[int, ...], family: str) -> bool:
-    """Whether verl's gather hands out the tensor as it is; it splits fused experts."""
+    """Return whether verl's gather hands out the tensor unchanged; it splits fused experts."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     return [one for one, _ in unfuse_moe_params([(name, torch.empty(shape, device="meta"))], family)] == [name]
@@ -164,7 +164,7 @@ def _own(
     from verl.workers.engine.spec import BlockPlacement, derive_dtensor_placement
 
     place, contributes, _ = derive_dtensor_placement(spec)
-    dtype = travelling(name, elements, wire_dtype)
+    dtype = travel_dtype(name, elements, wire_dtype)
     if not contributes or not elements.numel():
         return Shard(name, dtype, shape, ()), elements[:0]
     if not isinstance(place, BlockPlacement):
@@ -202,7 +202,7 @@ def _block(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], it
         at += width * itemsize
 
 
-def travelling(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
+def travel_dtype(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
     """Return the dtype in which a tensor travels; RunError: it must not be sent, or its dtype is unknown."""
     if ".base_layer." in name:
         raise RunError(
