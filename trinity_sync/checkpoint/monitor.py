@@ -281,8 +281,8 @@ class CheckpointMonitor:
         collective: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Register a save of a writer (its node and process); return when the save strategy lets it write. `step` and the
-        arguments after it come from a `CheckpointCoordinator`, which also calls `watch`.
+        """Register a save of a writer (its node and process); return when the save strategy lets it write. `step` and
+        the arguments after it come from a `CheckpointCoordinator`, which also calls `watch`.
 
         Args:
             collective: the save has barriers with its peers and does not queue.
