@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -47,10 +47,11 @@ class HeldBase(NamedTuple):
     sources: Mapping[str, torch.Tensor]
 
 
-class Backend(Protocol):
+class EngineView(Protocol):
     """One rank's view of its training engine. All tensors are in Hugging Face coordinates."""
 
-    deadline: Deadline
+    @property
+    def deadline(self) -> Deadline: ...
 
     def shards(self) -> Sequence[Shard]:
         """Return this rank's contribution to a version, in wire dtype.
@@ -69,6 +70,21 @@ class Backend(Protocol):
         Collective where the engine offloads, and where a version is the sum of base and adapter.
         """
         ...
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on the training thread, each time before the tensors of `state` change.
+
+        It is not called where the deadline is ``now``: there they may change at any time.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint: ``verl`` on the same number of ranks, ``dcp`` on any. Collective."""
+        ...
+
+
+class Backend(EngineView, Protocol):
+    """The view of an engine whose checkpoint format is one object per file."""
 
     def state(self, form: Format) -> Mapping[str, object]:
         """Return file name -> object for `torch.save`, and under `DISTRIBUTED` the object for `write_distributed`.
@@ -93,28 +109,27 @@ class Backend(Protocol):
         """
         ...
 
-    def before_change(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, on the training thread, each time before the tensors of `state` change.
-
-        It is not called where the deadline is ``now``: there they may change at any time.
-        """
-        ...
-
     def write_metadata(self, folder: Path) -> list[Path]:
         """Rank 0: write config, tokenizer and the engine's own JSON next to the shards, so that verl's tools read the
         folder.
         """
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore a checkpoint: ``verl`` on the same number of ranks, ``dcp`` on any. Collective."""
+
+class AdapterBackend(Backend, Protocol):
+    """The view of an engine that trains an adapter."""
+
+    def base(self) -> HeldBase:
+        """Return the base of the adapter. Collective where the engine offloads."""
+        ...
+
+    def adapter_config(self) -> Mapping[str, object]:
+        """Return the fields that peft writes into an ``adapter_config.json``."""
         ...
 
 
-class SelfWritingBackend(Protocol):
+class SelfWritingBackend(EngineView, Protocol):
     """A backend whose checkpoint format is more than one object per file, so it writes its files itself."""
-
-    deadline: Deadline
 
     def begin_save(
         self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
@@ -135,4 +150,5 @@ class SelfWritingBackend(Protocol):
         """
         ...
 
-    def before_change(self, callback: Callable[[], None]) -> None: ...
+
+View: TypeAlias = Backend | SelfWritingBackend

@@ -74,8 +74,7 @@ class FsdpBackend:
         adapter = peft_config(engine.module)
         trained = whole if adapter is None else adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
         held = HeldSources(
-            FsdpParts(engine.module, trained, self._name if adapter is None else adapter_name).find(),
-            keep=not offloads,
+            FsdpParts(engine.module, trained, self._name if adapter is None else adapter_name).find(), keep=not offloads
         )
         self._adapter = adapter
         self._whole = self._saved = whole
@@ -102,7 +101,7 @@ class FsdpBackend:
         held = self._base(keep=False)
         return HeldBase(self._whole, held.shards(), held.now())
 
-    def adapter_config(self) -> dict[str, object]:
+    def adapter_config(self) -> Mapping[str, object]:
         assert self._adapter is not None
         return adapter_fields(self._adapter)
 
@@ -197,10 +196,7 @@ class FsdpParts:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        saved: Mapping[str, Saved],
-        name_of: Callable[[str], str | None] | None = None,
+        self, module: torch.nn.Module, saved: Mapping[str, Saved], name_of: Callable[[str], str | None] | None = None
     ) -> None:
         self._module = module
         self._rank = dist.get_rank()

@@ -87,11 +87,7 @@ class FsdpState:
                 apart_from_buffers(self._engine.module, state["model"])
                 return {DISTRIBUTED: state, names["extra_state"]: extra}
             model, optimizer = live_state(self._engine.module, self._engine.optimizer)
-            return {
-                names["model"]: self._trained(model),
-                names["optim"]: optimizer,
-                names["extra_state"]: extra,
-            }
+            return {names["model"]: self._trained(model), names["optim"]: optimizer, names["extra_state"]: extra}
 
     def load(self, folder: Path) -> None:
         """Restore the state below `folder`, in either format, except the settings of optimizer and learning rate.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity_sync.config.lora_settings import adapter_of, travels
@@ -25,11 +26,11 @@ class ExplorerSpec:
     """
 
     member: RoundMember
-    engine: dict[str, object]
-    task: dict[str, object]
+    engine: Mapping[str, object]
+    task: Mapping[str, object]
     seed: int
     deterministic: bool
-    sync: dict[str, object]
+    sync: Mapping[str, object]
     verify: str
     timeout_s: float
     log_dir: str | None

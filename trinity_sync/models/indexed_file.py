@@ -18,8 +18,8 @@ INDEX = "model.safetensors.index.json"
 class IndexedFile:
     """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`."""
 
-    def __init__(self, path: str | os.PathLike[str], *settings: Any, **named: Any) -> None:
-        self._opened = safe_open(path, *settings, **named)
+    def __init__(self, path: str | os.PathLike[str], framework: str, **settings: str) -> None:
+        self._opened = safe_open(path, framework, **settings)
         self._name = Path(path).name
         try:
             files = index_of(Path(path).parent) or {}

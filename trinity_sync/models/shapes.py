@@ -40,7 +40,7 @@ _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-def read_shapes(shapes: str) -> dict[str, object]:
+def read_shapes(shapes: str) -> Mapping[str, object]:
     """Read a model's config, given a name in `published/` or the path of a config.json (`model.shapes`)."""
     published = {file.stem: file for file in _PUBLISHED.glob("*.json")}
     path = published.get(shapes, Path(shapes))
@@ -58,7 +58,7 @@ def read_shapes(shapes: str) -> dict[str, object]:
     return fields
 
 
-def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, object], dict[str, object]]:
+def cut(fields: Mapping[str, object], layers: int | None) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Complete the fields of a config (from `read_shapes`), and cut its language model to the first `layers` (None:
     all).
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
 
@@ -79,16 +80,20 @@ def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    def read(kind: Any, file: str) -> Any:
+    @contextmanager
+    def reading(file: str) -> Iterator[None]:
         try:
-            return kind.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            yield
         except Exception as error:
             if isinstance(error, OSError | ValueError) and not Path(model_path).is_dir():
                 raise
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path}: its {file} cannot be read: {reason}") from error
 
-    config, tokenizer = read(AutoConfig, "config.json"), read(AutoTokenizer, "tokenizer")
+    with reading("config.json"):
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    with reading("tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
         # without files transformers makes one of the special tokens of the model's family
         raise ConfigError(f"model.path={model_path}: its tokenizer has no tokens; copy all of its files there")
@@ -130,7 +135,7 @@ def _appended(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _fields(model_path: str, name: str) -> dict[str, object]:
+def _fields(model_path: str, name: str) -> Mapping[str, object]:
     """Return the fields of a file of the model; empty if it is missing or cannot be read."""
     from transformers.utils.hub import cached_file
 

@@ -146,7 +146,7 @@ def to_json(found: Run | Sweep) -> Mapping[str, object]:
     }
 
 
-def _row(row: SweepRow) -> dict[str, object]:
+def _row(row: SweepRow) -> Mapping[str, object]:
     return {
         "settings": row.settings,
         "jobs": row.jobs,
@@ -158,7 +158,7 @@ def _row(row: SweepRow) -> dict[str, object]:
     }
 
 
-def _job(row: SweepRow) -> dict[str, object]:
+def _job(row: SweepRow) -> Mapping[str, object]:
     (run,) = row.runs
     return {
         "job": run.path.name,
@@ -175,7 +175,7 @@ def _job(row: SweepRow) -> dict[str, object]:
     }
 
 
-def _figure_json(key: str, one: Figure) -> dict[str, object]:
+def _figure_json(key: str, one: Figure) -> Mapping[str, object]:
     values = asdict(one)
     tail = values.pop("tail")
     return values if tail is None else {**values, BY_KEY[key].tail: tail}

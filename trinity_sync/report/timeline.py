@@ -457,7 +457,7 @@ def _times(event: Event, took: float | None, began: float | None = None) -> Iter
         yield (event.time - took if began is None else began), took
 
 
-def _facts(**values: object) -> dict[str, object]:
+def _facts(**values: object) -> Mapping[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 

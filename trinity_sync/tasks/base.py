@@ -206,9 +206,10 @@ def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError
     return error
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> Any:
     """Return a numpy scalar or a tensor of one value as a Python number."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    item = getattr(value, "item", None)
+    return item() if getattr(value, "shape", None) == () and callable(item) else value
 
 
 def _is_finite(value: object) -> bool:

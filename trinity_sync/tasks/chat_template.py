@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
@@ -129,7 +129,7 @@ class ChatTemplate:
             found.append((list(ids), learnt))
         return found
 
-    def _token_at(self, rows: Any, row: int, text: str, place: int) -> int:
+    def _token_at(self, rows: BatchEncoding, row: int, text: str, place: int) -> int:
         """Return the number of the first token with a character at a place or after it."""
         ids = rows["input_ids"][row]
         if not getattr(rows, "is_fast", False):  # tokenizers in Python do not give the places of tokens

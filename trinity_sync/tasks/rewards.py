@@ -248,7 +248,7 @@ class Judging:
         self.processes = processes
 
     @classmethod
-    def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, dict[str, Any]]:
+    def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, Mapping[str, object]]:
         """Read our keys of a node `task.reward`; also return the function's keys."""
         judging = cls(**{key: value for key, value in reward.items() if key in KEYS})
         return judging, {key: value for key, value in reward.items() if key not in KEYS}

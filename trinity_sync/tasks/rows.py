@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.keys import child, path
 from trinity_sync.samples.record import Message, Prompt, Purpose
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyarrow import parquet
 
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
@@ -111,7 +115,7 @@ class RowFile:
         for place in range(count):
             yield Row(place + 1, {name: values[place] for name, values in readable.items()})
 
-    def _column(self, table: Any, name: str) -> list[Any]:
+    def _column(self, table: parquet.ParquetFile, name: str) -> list[object]:
         """Return the values of a column; None for an unreadable one, with its error in `unread`."""
         try:
             column = table.read(columns=[name]).column(name)
@@ -123,7 +127,7 @@ class RowFile:
         except Exception:  # one at a time, to name the wrong one
             return [self._cell(row, name, value) for row, value in enumerate(column, start=1)]
 
-    def _cell(self, row: int, name: str, value: Any) -> Any:
+    def _cell(self, row: int, name: str, value: pyarrow.Scalar) -> object:
         try:
             return value.as_py(maps_as_pydicts="strict")
         except Exception as error:
@@ -206,7 +210,7 @@ class RowFile:
         return tuple(chat_message(message) for message in value)
 
 
-def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def chat_message(message: Message) -> Message:
     """Return a chat message without null values. Tool calls without a text get an empty one: few chat templates take
     null or no content.
     """

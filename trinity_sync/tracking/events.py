@@ -234,13 +234,13 @@ def event_name(event: Event) -> str:
     return event.event if isinstance(event, OtherEvent) else _NAMES[type(event)]
 
 
-def event_line(event: Event) -> dict[str, object]:
+def event_line(event: Event) -> Record:
     """Return an event as its line in events.jsonl. Optional fields without a value are left out."""
-    line: dict[str, object] = {"event": event_name(event), "time": event.time, "attempt": event.attempt}
+    line = {"event": event_name(event), "time": event.time, "attempt": event.attempt}
     return {**line, **event_fields(event)}
 
 
-def event_fields(event: Event) -> dict[str, object]:
+def event_fields(event: Event) -> Record:
     """Return the fields of an event's line, without its name, time and attempt."""
     values = {one.name: (getattr(event, one.name), one.default) for one in _FIELDS.get(type(event), ())}
     return {name: value for name, (value, default) in values.items() if value is not default} | dict(event.extra)

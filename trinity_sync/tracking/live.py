@@ -42,9 +42,7 @@ _ASCII_LOCALES = ("C", "POSIX")
 P = ParamSpec("P")
 
 
-def _never_raises(
-    method: Callable[Concatenate[LiveView, P], None],
-) -> Callable[Concatenate[LiveView, P], None]:
+def _never_raises(method: Callable[Concatenate[LiveView, P], None]) -> Callable[Concatenate[LiveView, P], None]:
     @functools.wraps(method)
     def guarded(self: LiveView, *args: P.args, **kwargs: P.kwargs) -> None:
         try:

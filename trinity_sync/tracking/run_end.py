@@ -33,12 +33,7 @@ class _Closing:
     """The summary as rich prints it: as wide as the output, in ASCII if the output is limited to that."""
 
     def __init__(
-        self,
-        summary: Summary,
-        run_dir: Path,
-        total_steps: int | None,
-        error: str | None,
-        resume: ResumeCommand | None,
+        self, summary: Summary, run_dir: Path, total_steps: int | None, error: str | None, resume: ResumeCommand | None
     ) -> None:
         self._summary, self._run_dir, self._total, self._error = summary, run_dir, total_steps, error
         self._resume = resume

@@ -277,7 +277,7 @@ def is_run_id(text: object) -> bool:
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
-def _has(part: object, **kinds: type) -> TypeGuard[dict[str, object]]:
+def _has(part: object, **kinds: type) -> TypeGuard[Mapping[str, object]]:
     """Return whether something is a mapping with values of these types."""
     return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
 

@@ -63,12 +63,7 @@ class RunState:
     """
 
     def __init__(
-        self,
-        total_steps: int | None = None,
-        *,
-        title: str = "",
-        subtitle: str = "",
-        began: float = 0.0,
+        self, total_steps: int | None = None, *, title: str = "", subtitle: str = "", began: float = 0.0
     ) -> None:
         self.total_steps, self.title, self.subtitle = total_steps, title, subtitle
         self.step = 0

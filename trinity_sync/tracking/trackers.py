@@ -180,10 +180,7 @@ def _of_validation(values: Mapping[str, float]) -> Mapping[str, tuple[str, ...]]
         return {}  # of the latter it is not known which is which
     mean = f"mean@{values['val/samples'] / values['val/prompts']:.0f}"
     reward = "val-aux" if "val/exact" in values else "val-core"
-    return {
-        "val/reward/mean": (f"{reward}/unknown/reward/{mean}",),
-        "val/exact": (f"val-core/unknown/acc/{mean}",),
-    }
+    return {"val/reward/mean": (f"{reward}/unknown/reward/{mean}",), "val/exact": (f"val-core/unknown/acc/{mean}",)}
 
 
 # Samples of a step as a table.

@@ -214,7 +214,7 @@ class Steps:
             self.log.event(AllRejectedEvent(step=step))
         return advantages, {**metrics, **penalties}
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> Mapping[str, object]:
         """Return the algorithm's state for a checkpoint, as JSON values."""
         return {} if self._penalty is None else self._penalty.state()
 
@@ -335,11 +335,7 @@ class LossValidation:
     failure = ""
 
     def __init__(
-        self,
-        batches: Callable[[], list[PairBatch]],
-        trainer: TrainerGroup,
-        times: ValidationTimes,
-        timeout_s: float,
+        self, batches: Callable[[], list[PairBatch]], trainer: TrainerGroup, times: ValidationTimes, timeout_s: float
     ) -> None:
         self._make_batches = batches
         self._batches: list[PairBatch] | None = None
@@ -427,6 +423,6 @@ class RewardPenalty:
         judged = replace(batch, rewards=batch.rewards - used * sums)
         return judged, {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": used}
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> Mapping[str, object]:
         """Return the coefficient, for a checkpoint, as JSON values."""
         return {_COEFFICIENT: self.coefficient} if self._adapts else {}

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from verl.workers.utils.padding import response_from_nested
 from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Recomputed, Untrained
 from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
+from trinity_sync.backends.base import AdapterBackend
 from trinity_sync.backends.engine_types import Engine, FsdpEngine
+from trinity_sync.backends.option import ConfigFields
 from trinity_sync.backends.saved_tensors import check_class, left_out_by
 from trinity_sync.backends.sequence_packing import ATTENTION
 from trinity_sync.checkpoint.export import digest_left_out
@@ -108,7 +110,8 @@ class TrinityWorker(Member, TrainingWorker):
         merged = self._spec.what == "merged"
         view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
         first, info = self.rank == 0, self.hold(self._spec, view, self.rank)
-        if self._spec.lora:
+        if self._spec.adapter is not None:
+            view = cast("AdapterBackend", view)
             base = check_held(folder, view.base(), self._spec.wire_dtype, digested=first)
             info = replace(info, base=base, adapter=view.adapter_config() if first else None)
         if first and self._spec.reference is not None:
@@ -238,11 +241,16 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
     if packed and attention == "sdpa":
         packed_attention.register()
         attention = ATTENTION
-    lora = dict(spec.lora)
-    if lora:
+    lora: ConfigFields = {}
+    if (adapter := spec.adapter) is not None:
         trusted = spec.trust_remote_code
         bare = unfilled_model(model, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
-        lora["target_modules"] = list(adapter_targets(bare, lora, spec.backend.strategy).names)
+        lora = {
+            "lora_rank": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "target_modules": list(adapter_targets(bare, adapter, spec.backend.strategy).names),
+            "lora_adapter_path": adapter.path,
+        }
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -367,13 +375,8 @@ class BaseOfAdapter:
 
 def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
     """Return the spec of a reference's engine: that of the trained model, for inference only."""
-    return replace(
-        spec,
-        model_path=path,
-        engine=spec.backend.reference_fields(spec.engine),
-        lora={},
-        gradient_checkpointing=False,
-    )
+    engine = spec.backend.reference_fields(spec.engine)
+    return replace(spec, model_path=path, engine=engine, adapter=None, gradient_checkpointing=False)
 
 
 def reference_digest(path: str) -> str:
@@ -411,7 +414,7 @@ def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, f
     return {**found, SKIPPED: float(len(norms) - len(taken))}
 
 
-def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
+def _number(value: Any, reduce: Callable[[list[float]], SupportsFloat]) -> float:
     if isinstance(value, list | tuple):
         return float(reduce([_number(item, reduce) for item in value]))
     if hasattr(value, "aggregate"):

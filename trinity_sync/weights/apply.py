@@ -22,15 +22,7 @@ from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text, whole
 from trinity_sync.weights.staging import Stretch
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, rows_digest
-from trinity_sync.weights.tensors import (
-    byte_tensor,
-    castable,
-    from_torch,
-    rounds,
-    row_digests,
-    state_digest,
-    to_torch,
-)
+from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, rounds, row_digests, state_digest, to_torch
 from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:

@@ -59,13 +59,7 @@ class SlotArena:
 
     @classmethod
     def create(
-        cls,
-        run_key: str,
-        slots: int,
-        parts: Mapping[str, int],
-        root: str | Path = DEFAULT_ROOT,
-        *,
-        fallback: Path,
+        cls, run_key: str, slots: int, parts: Mapping[str, int], root: str | Path = DEFAULT_ROOT, *, fallback: Path
     ) -> SlotArena:
         """Create and lock the folder and reserve all memory, so that the first snapshot has no page faults.
 

@@ -246,10 +246,7 @@ class Copying:
     """
 
     def __init__(
-        self,
-        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        devices: Collection[torch.device],
-        what: str,
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], devices: Collection[torch.device], what: str
     ) -> None:
         self._what = what
         self._pairs = pairs

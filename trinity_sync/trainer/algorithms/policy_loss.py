@@ -9,7 +9,7 @@ in the first optimizer step only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -86,7 +86,7 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, rec
 
 @register_policy_loss(GEO_MEAN)
 def geo_mean(
-    *, response_mask: torch.Tensor, config: ActorConfig, **given: Any
+    *, response_mask: torch.Tensor, config: ActorConfig, **given: object
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Compute verl's `compute_policy_loss_geo_mean` as a share of the mean over all sequences of the mini-batch, like
     its other losses; verl's own is the mean over a micro-batch. Arguments and results as of verl's.
