@@ -7,7 +7,6 @@ import io
 import json
 import re
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.keys import child, path
-from trinity_sync.samples.record import Message, Prompt, Purpose
+from trinity_sync.samples.record import Message, Purpose
 
 if TYPE_CHECKING:
     import pyarrow
@@ -285,9 +284,6 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-# Bases of the tasks whose prompts or examples are the rows of a file.
-
-
 class Example(Protocol):
     """A pair or conversation: an example of supervised training."""
 
@@ -330,54 +326,3 @@ class FileExamples(Generic[E]):
     def leave_out(self, rows: Collection[int]) -> None:
         """Remove examples by their index in `all_rows`."""
         self._file.leave_out(rows)
-
-
-class FilePrompts(ABC):
-    """A task of a file with one prompt per row. A subclass adds the answer and `reward`.
-
-    Args:
-        prompt_key: field of the prompt, a text or a list of chat messages.
-
-    Attributes:
-        unread: the errors of unreadable values, which rewards do not get; see `RowFile`.
-
-    Raises:
-        ConfigError: a row is not as described; names file and line.
-    """
-
-    def __init__(self, file: RowFile, prompt_key: str) -> None:
-        self._file = file
-        self.unread = file.unread
-        self._prompt_key = prompt_key
-        for row in file.rows:
-            self._prompt(0, row)
-
-    def prompts(self, step: int, count: int) -> list[Prompt]:
-        return self.prompts_from((step - 1) * count, count)
-
-    def prompts_from(self, first: int, count: int) -> list[Prompt]:
-        """Return prompts by their number in the order of the data, from 0; `Prompt.index` counts from 0, too."""
-        return [self._prompt(index, row) for index, row in enumerate(self._file.following(first, count))]
-
-    def all_rows(self) -> list[tuple[str, Prompt]]:
-        """Return the prompt of each row, with its place."""
-        return [(self._file.where(row), self._prompt(0, row)) for row in self._file.rows]
-
-    def leave_out(self, rows: Collection[int]) -> None:
-        """Remove prompts by their index in `all_rows`."""
-        self._file.leave_out(rows)
-
-    def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return the prompts of the first rows, all for None."""
-        return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
-
-    @abstractmethod
-    def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
-        """Return a row's answer and the further fields for the reward."""
-
-    def _prompt(self, index: int, row: Row) -> Prompt:
-        prompt = self._file.text_or_messages(row, self._prompt_key)
-        answer, fields = self._answer(row)
-        if isinstance(prompt, str):
-            return Prompt(index=index, text=prompt, answer=answer, fields=fields)
-        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=fields)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import TrackedRun, markdown, name_of
+from trinity_sync.tracking.trackers import TrackedRun, lacking, markdown, name_of
 
 
 class _Writer(Protocol):
@@ -39,9 +39,7 @@ class TensorBoardTracker:
                 EventFileWriter,
             )
         except ImportError as error:
-            raise ConfigError(
-                "tracker=tensorboard needs the tensorboard package: pip install 'trinity-sync[trackers]'"
-            ) from error
+            raise lacking("tensorboard") from error
         try:
             self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=self._flush_s)
         except OSError as error:

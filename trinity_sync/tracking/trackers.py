@@ -72,6 +72,24 @@ class Tracker(Protocol):
         """Deliver what is pending."""
 
 
+def lacking(name: str) -> ConfigError:
+    """Make the error for a tracker whose package of the same name is missing."""
+    return ConfigError(f"tracker={name} needs the {name} package: pip install 'trinity-sync[trackers]'")
+
+
+class ProcessTracker:
+    """The base of trackers that run in a process of their own, and tell their tool how the run has ended."""
+
+    apart = True
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._status: Status = "completed"
+
+    def end(self, status: Status) -> None:
+        self._status = status
+
+
 def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
     """Build the trackers that the config names, not started yet.
 
