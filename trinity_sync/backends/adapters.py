@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trinity_sync.backends.engine_types import EngineModel
+from trinity_sync.backends.base import EngineModel
 from trinity_sync.backends.saved_tensors import meta_model, travelling
 from trinity_sync.config.lora_settings import Adapter
 from trinity_sync.errors import ConfigError, RunError

@@ -13,9 +13,10 @@ Live tensors change at `deadline`, so a later copy must be complete by then; `be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -24,6 +25,20 @@ from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.staging import Copying, Sources
+
+if TYPE_CHECKING:
+    from mbridge.core.llm_bridge import LLMBridge
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from tensordict import TensorDict
+    from torch.amp import GradScaler
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
+
 
 Deadline = Literal["optimizer_step", "offload", "now"]
 
@@ -152,3 +167,78 @@ class SelfWritingBackend(EngineView, Protocol):
 
 
 View: TypeAlias = Backend | SelfWritingBackend
+
+
+# Types for the parts of verl's engines that this package uses. Importing this loads neither verl nor megatron-core.
+
+
+class EngineModel(Protocol):
+    """verl's record of the model that an engine trains."""
+
+    hf_config: PretrainedConfig
+    use_remove_padding: bool
+    local_path: str
+    trust_remote_code: bool
+
+    def get_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase | None: ...
+
+
+class Engine(Protocol):
+    """Any initialised engine of verl."""
+
+    model_config: EngineModel
+
+    @property
+    def is_param_offload_enabled(self) -> bool: ...
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool: ...
+
+    def get_data_parallel_rank(self) -> int: ...
+
+    def get_data_parallel_size(self) -> int: ...
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Compute as in training, dropout included, during the block. Collective where the engine offloads."""
+        ...
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Infer during the block. Collective where the engine offloads."""
+        ...
+
+    def infer_batch(self, data: TensorDict) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Run a forward pass; ``model_output`` has `log_probs` and more, jagged, at each position those of the next
+        token.
+
+        Empty on pipeline stages before the last. Collective.
+        """
+        ...
+
+    def get_per_tensor_param(self) -> tuple[Iterable[tuple[str, torch.Tensor]], object | None]:
+        """Return (name, full tensor) of all weights, and the configuration of adapters that are not among them."""
+        ...
+
+
+class FsdpEngine(Engine, Protocol):
+    """verl's `FSDPEngine`."""
+
+    module: torch.nn.Module
+    engine_config: FSDPEngineConfig
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: LambdaLR
+    scaler: GradScaler | None  # of fp16 only
+    checkpoint_config: object
+    checkpoint_manager: FSDPCheckpointManager
+
+
+class MegatronEngineProtocol(Engine, Protocol):
+    """verl's `MegatronEngine`."""
+
+    module: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    lr_scheduler: OptimizerParamScheduler
+    bridge: LLMBridge
+    engine_config: McoreEngineConfig
+    checkpoint_mananager: MegatronCheckpointManager  # verl spells it so
+
+    def save_checkpoint(self, local_path: str, *, global_step: int) -> None: ...

@@ -17,8 +17,7 @@ from trinity_sync.host.hardware import available_memory
 from trinity_sync.models.shapes import SIZES, LoraShape, bytes_by_layers, cut, read_shapes, saved_shapes
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.base import View
-    from trinity_sync.backends.engine_types import Engine
+    from trinity_sync.backends.base import Engine, View
 
 _NO_ENGINE = "backend=bytes has no engine; choose workload=bytes, or another backend"
 

@@ -29,8 +29,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from trinity_sync.backends import fsdp_state
 from trinity_sync.backends.adapters import HeldPart, HeldSources, MergedSources, SavedParts, adapter_by
-from trinity_sync.backends.base import Deadline, Format, HeldBase
-from trinity_sync.backends.engine_types import FsdpEngine
+from trinity_sync.backends.base import Deadline, Format, FsdpEngine, HeldBase
 from trinity_sync.backends.fsdp_state import FsdpState, adapter_fields, peft_config, write_adapter_config
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.saved_tensors import meta_model, on_the_wire

@@ -25,7 +25,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import IMAGES, auto_class
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine, FsdpEngine
+    from trinity_sync.backends.base import Engine, FsdpEngine
     from trinity_sync.backends.fsdp import FsdpBackend
 
 

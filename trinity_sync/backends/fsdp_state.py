@@ -44,8 +44,7 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_optimizer,
 )
 
-from trinity_sync.backends.base import DISTRIBUTED, Format
-from trinity_sync.backends.engine_types import FsdpEngine
+from trinity_sync.backends.base import DISTRIBUTED, Format, FsdpEngine
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.safe_loading import StateDict, load_file, nothing_runs
 from trinity_sync.errors import RunError

@@ -21,8 +21,7 @@ from trinity_sync.config.schema import BackendConfig, Config
 from trinity_sync.host.package_source import dataclass_fields
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.base import View
-    from trinity_sync.backends.engine_types import Engine
+    from trinity_sync.backends.base import Engine, View
 
 ConfigFields: TypeAlias = dict[str, object]
 """Fields of one of verl's config classes."""

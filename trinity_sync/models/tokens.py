@@ -17,6 +17,7 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+
 _FILES = ("generation_config.json", "config.json")
 _PROBES = ("0", "a", " a")
 """Texts to find added tokens; a tokenizer need not know each."""
@@ -152,3 +153,23 @@ def _ends(fields: Mapping[str, object]) -> Iterator[object]:
     for part in (fields, text if isinstance(text, Mapping) else {}):
         ends = part.get("eos_token_id")
         yield from ends if isinstance(ends, list) else [ends]
+
+
+# The characters of the tokenizer of a model made from `model.architecture`. Imports nothing.
+
+
+SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
+"""Tokens 0, 1 and 2; one character each, so that a response always has as many characters as tokens."""
+CHARACTERS = "0123456789=+-*,;<>?:#%"
+"""Tokens 3 and following."""
+UNUSED = 0xE000
+"""Tokens after the characters are private-use characters: this code point plus the token's number."""
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Raise a `ConfigError` if a vocabulary has no room for the characters."""
+    needed = len(SPECIAL) + len(CHARACTERS)
+    if vocab_size < needed:
+        raise ConfigError(
+            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {needed}"
+        )

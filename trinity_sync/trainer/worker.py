@@ -34,8 +34,7 @@ from verl.workers.utils.padding import response_from_nested
 from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Recomputed, Untrained
 from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
-from trinity_sync.backends.base import AdapterBackend
-from trinity_sync.backends.engine_types import Engine, FsdpEngine
+from trinity_sync.backends.base import AdapterBackend, Engine, FsdpEngine
 from trinity_sync.backends.option import ConfigFields
 from trinity_sync.backends.saved_tensors import check_class, left_out_by
 from trinity_sync.backends.sequence_packing import ATTENTION

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
 
-from trinity_sync.backends.base import Deadline
-from trinity_sync.backends.engine_types import MegatronEngineProtocol
+from trinity_sync.backends.base import Deadline, MegatronEngineProtocol
 from trinity_sync.backends.fsdp_state import settings_kept
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import writer

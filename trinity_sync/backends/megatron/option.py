@@ -16,7 +16,7 @@ from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine, MegatronEngineProtocol
+    from trinity_sync.backends.base import Engine, MegatronEngineProtocol
     from trinity_sync.backends.megatron.backend import MegatronBackend
 
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
