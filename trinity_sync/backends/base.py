@@ -1,4 +1,5 @@
-"""The trainer's worker's interface to a training engine. One file per backend implements it; see `FsdpBackend`.
+"""The interface of the trainer's worker to a training engine, and the parts of verl's engines that are used. One file
+per backend implements the interface; see `FsdpBackend`.
 
 The calls on every rank, in this order:
 
@@ -169,7 +170,7 @@ class SelfWritingBackend(EngineView, Protocol):
 View: TypeAlias = Backend | SelfWritingBackend
 
 
-# Types for the parts of verl's engines that this package uses. Importing this loads neither verl nor megatron-core.
+# The parts of verl's engines that this package uses. verl and megatron-core are not imported.
 
 
 class EngineModel(Protocol):

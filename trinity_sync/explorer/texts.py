@@ -232,7 +232,7 @@ def unusable_model(model_path: str, error: Exception) -> ConfigError:
     return ConfigError(f"model.path={model_path} cannot be used to generate: {' '.join(str(error).split())}")
 
 
-# The base of engines that generate with vLLM, in processes of their own or in a server. Does not import vLLM.
+# Engines that generate with vLLM, in processes of their own or in a server. vLLM is not imported here.
 
 
 class VLLMBase(TextEngine):

@@ -155,7 +155,7 @@ def _ends(fields: Mapping[str, object]) -> Iterator[object]:
         yield from ends if isinstance(ends, list) else [ends]
 
 
-# The characters of the tokenizer of a model made from `model.architecture`. Imports nothing.
+# The characters of the tokenizer of a model made from `model.architecture`.
 
 
 SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}

@@ -375,7 +375,7 @@ class PairEncoder:
             raise RunError(f"{where} {text}")
 
 
-# Find the characters of a conversation that the assistant says: those that are trained on.
+# The characters of a conversation that the assistant says: those that are trained on.
 
 
 _NO_BEGINNING = "\ue000"

@@ -503,7 +503,7 @@ def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
     return found
 
 
-# Changes to the files of a run after its end; while it runs, only the driver writes them.
+# After the end of a run; while it runs, only the driver writes its files.
 
 
 def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: Path) -> bool:
