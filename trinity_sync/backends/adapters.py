@@ -69,10 +69,8 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 def adapter_targets(model: PreTrainedModel, adapter: Adapter, strategy: str) -> AdapterLayers:
-    """Return the layers of a model that get the requested adapter, before an engine is built.
-
-    Args:
-        model: on the meta device.
+    """Return the layers of a model that get the requested adapter, before an engine is built. `model`: on the meta
+    device.
     """
     from peft import LoraConfig
 
@@ -168,11 +166,8 @@ class HeldPart:
 
 
 class HeldSources:
-    """The sources of a rank.
-
-    Args:
-        parts: of the rank's tensors.
-        keep: their storage stays. Else no reference is kept, so that the storage can be released.
+    """The sources of a rank. `parts`: of the rank's tensors. `keep`: their storage stays. Else no reference is kept, so
+    that the storage can be released.
     """
 
     def __init__(self, parts: Iterable[HeldPart], *, keep: bool) -> None:
@@ -228,9 +223,8 @@ class MergedSources:
     The constructor is collective. `device` returns the present device of the engine's parameters, the same on all
     ranks.
 
-    Raises:
-        ConfigError: the adapter is more than products of matrices, or the saved form of a weight differs from the
-            model's.
+    Raises ConfigError if the adapter is more than products of matrices, or the saved form of a weight differs from the
+    model's.
     """
 
     def __init__(

@@ -250,11 +250,7 @@ def write(
 
     Collective, on any thread.
 
-    Args:
-        meeting: the meeting of the save's ranks.
-
-    Raises:
-        RunError: on all ranks, if one fails.
+    Raises RunError: on all ranks, if one fails.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
     planner = _Planner(copied)

@@ -71,12 +71,9 @@ class SampleRequest(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """The responses to a request, sample by sample.
-
-    Attributes:
-        rows: the tokens of each response, its end token included.
-        log_probs: float32, natural; one for each token of `rows`, in the same order.
-        spans: the versions that made the tokens; None: `SampleRequest.version` made all.
+    """The responses to a request, sample by sample. `rows`: the tokens of each response, its end token included.
+    `log_probs`: float32, natural; one for each token of `rows`, in the same order. `spans`: the versions that made the
+    tokens; None: `SampleRequest.version` made all.
     """
 
     rows: TokenRows
@@ -89,11 +86,8 @@ def sequence_keys(
     seed: int, step: int, prompts: ArrayLike, samples: ArrayLike, purpose: Purpose = Purpose.SAMPLING
 ) -> torch.Tensor:
     """Compute the keys from which the random numbers of sequences derive, int64 of shape (sequences,) on the CPU.
-
-    Args:
-        step: trainer step that the samples are for.
-        prompts: integers of shape (sequences,), `Prompt.index` of each.
-        samples: integers of shape (sequences,), number of each within its prompt's group.
+    `step`: trainer step that the samples are for. `prompts`: integers of shape (sequences,), `Prompt.index` of each.
+    `samples`: integers of shape (sequences,), number of each within its prompt's group.
     """
     keys = path(seed, purpose, step, prompts, samples)
     return torch.from_numpy(keys.view(np.int64))
@@ -237,10 +231,7 @@ def unusable_model(model_path: str, error: Exception) -> ConfigError:
 
 class VLLMBase(TextEngine):
     """A causal language model of vLLM. vLLM's own sampler draws the tokens, from seeds that follow from the run's.
-
-    Args:
-        model_path, settings: as for `TextEngine`.
-        attn_implementation, adapter: of `HFEngine`; not used.
+    `model_path`, `settings`: as for `TextEngine`. `attn_implementation`, `adapter`: of `HFEngine`; not used.
     """
 
     def __init__(
@@ -278,11 +269,8 @@ def sample_rows(request: SampleRequest) -> list[tuple[list[int], int]]:
 
 @dataclass
 class VLLMResponse:
-    """One response, complete or not.
-
-    Attributes:
-        spans: the versions that made the tokens.
-        finish_reason: vLLM's word for why it ended; None: it goes on.
+    """One response, complete or not. `spans`: the versions that made the tokens. `finish_reason`: vLLM's word for why
+    it ended; None: it goes on.
     """
 
     tokens: list[int] = field(default_factory=list)

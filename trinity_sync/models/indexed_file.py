@@ -43,10 +43,8 @@ class IndexedFile:
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by the folder's index; None: there is no index.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
+    """Return the file of each tensor by the folder's index; None: there is no index. Raises OSError, ValueError: it
+    cannot be read.
     """
     try:
         found = (folder / INDEX).stat()

@@ -60,10 +60,7 @@ def read_shapes(shapes: str) -> Mapping[str, object]:
 
 def cut(fields: Mapping[str, object], layers: int | None) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Complete the fields of a config (from `read_shapes`), and cut its language model to the first `layers` (None:
-    all).
-
-    Returns:
-        The fields of the whole model and of the cut one.
+    all). Returns the fields of the whole model and of the cut one.
     """
     from transformers import CONFIG_MAPPING
 
@@ -135,11 +132,8 @@ def lora_of(folder: Path) -> LoraShape | None:
 
 
 def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrainedModel:
-    """Make a model with unfilled weights from the config.json in a folder.
-
-    Args:
-        dtype: of its weights, None for the config's own.
-        device: of its weights; ``"meta"`` for none.
+    """Make a model with unfilled weights from the config.json in a folder. `dtype`: of its weights, None for the
+    config's own. `device`: of its weights; ``"meta"`` for none.
     """
     return _made(model_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
 

@@ -74,10 +74,8 @@ class ModelTokens:
 
 
 def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
-    """Read the tokens of a model: a folder in Hugging Face format, or a hub id.
-
-    Raises:
-        OSError, ValueError: it is not here, and the hub does not give it.
+    """Read the tokens of a model: a folder in Hugging Face format, or a hub id. Raises OSError, ValueError if it is not
+    here, and the hub does not give it.
     """
     from transformers import AutoConfig, AutoTokenizer
 

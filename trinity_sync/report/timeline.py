@@ -167,11 +167,8 @@ def _notes(run: Run) -> list[str]:
 
 
 def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) -> Iterator[Window]:
-    """Choose the steps to show: the last ones, and the slowest one before them.
-
-    Args:
-        since: the beginning of the newest attempt, in Unix seconds. A window shows one attempt only, since days may lie
-            between two.
+    """Choose the steps to show: the last ones, and the slowest one before them. `since`: the beginning of the newest
+    attempt, in Unix seconds. A window shows one attempt only, since days may lie between two.
     """
     steps = [span for span in lanes.get(TRAINER, []) if span.what == "step"]
     if not steps:

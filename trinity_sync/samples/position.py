@@ -17,11 +17,7 @@ class GroupId(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """The prompts of each step.
-
-    Attributes:
-        first: number of its first prompt in the order of the data, from 0.
-    """
+    """The prompts of each step. `first`: number of its first prompt in the order of the data, from 0."""
 
     step: int
     first: int
@@ -56,11 +52,7 @@ class SavedPosition(TypedDict):
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a run in its data.
-
-    Attributes:
-        waiting: prompts given out before and not trained on yet, ascending.
-    """
+    """The position of a run in its data. `waiting`: prompts given out before and not trained on yet, ascending."""
 
     numbering: Numbering
     next: GroupId
@@ -101,11 +93,9 @@ class Position:
         return Position(new, new.group(following), sorted(map(new.group, waiting)))
 
     def in_step(self, step: int, count: int) -> tuple[Position, int, int]:
-        """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only.
-
-        Returns:
-            The position, the number of prompts that it misses, and the number trained on twice. Both are 0 unless
-            `trainer.schedule=free` saved this position.
+        """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only. Returns the
+        position, the number of prompts that it misses, and the number trained on twice. Both are 0 unless
+        `trainer.schedule=free` saved this position.
         """
         old = self.numbering
         first, following = old.first_of(step), old.number(self.next)

@@ -20,11 +20,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 class MarkedText(NamedTuple):
-    """A text with marked parts, which are trained on.
-
-    Attributes:
-        learnt: begin and end character of each part, in order.
-    """
+    """A text with marked parts, which are trained on. `learnt`: begin and end character of each part, in order."""
 
     text: str
     learnt: list[tuple[int, int]]
@@ -73,11 +69,7 @@ class ChatTemplate:
                 )
 
     def render(self, messages: Sequence[Mapping[str, object]], *, ask: bool, **more: object) -> str:
-        """Return the text of a chat.
-
-        Args:
-            messages: with ``role`` and ``content``.
-        """
+        """Return the text of a chat. `messages`: with ``role`` and ``content``."""
         chat = [dict(message) for message in messages]
         with _refusals():
             text = str(self._apply(chat, add_generation_prompt=ask, tokenize=False, **more))
@@ -88,10 +80,7 @@ class ChatTemplate:
 
     def marked(self, messages: Sequence[Mapping[str, object]], **more: object) -> MarkedText | None:
         """Return the text of a chat with the parts between the template's ``{% generation %}`` marks; None: it has
-        none.
-
-        Args:
-            messages, more: as for `render`. Of `more`, ``tools`` chooses among several templates.
+        none. `messages`, `more`: as for `render`. Of `more`, ``tools`` chooses among several templates.
         """
         tools = more.pop("tools", None)
         template = self._tokenizer.get_chat_template(None, tools)

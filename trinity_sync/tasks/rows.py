@@ -38,11 +38,7 @@ _ONE_PER_LINE = "; where the file is one JSON document: jq -c '.[]' FILE writes 
 
 
 class Row(NamedTuple):
-    """One object of the file.
-
-    Attributes:
-        number: its line (JSON Lines) or row (Parquet), from 1.
-    """
+    """One object of the file. `number`: its line (JSON Lines) or row (Parquet), from 1."""
 
     number: int
     values: Mapping[str, object]
@@ -297,10 +293,8 @@ E = TypeVar("E", bound=Example)
 
 
 class FileExamples(Generic[E]):
-    """The `SupervisedTask` of a file with one example per row.
-
-    Args:
-        example: makes the example of a row; called for all at once.
+    """The `SupervisedTask` of a file with one example per row. `example`: makes the example of a row; called for all at
+    once.
     """
 
     def __init__(self, file: RowFile, example: Callable[[Row], E]) -> None:

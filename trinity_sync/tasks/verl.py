@@ -24,10 +24,8 @@ _VERLS = ("verl.utils.reward_score", "default_compute_score")
 @dataclass(frozen=True, kw_only=True)
 class VerlReward:
     """Judges by ``compute_score(data_source, solution_str, ground_truth, extra_info)``. The first call imports verl.
-
-    Attributes:
-        function_path: Python file of the function, or a name for verl's `load_extern_object`; None: verl's
-            `default_compute_score`, which chooses by the data source.
+    `function_path`: Python file of the function, or a name for verl's `load_extern_object`; None: verl's
+    `default_compute_score`, which chooses by the data source.
     """
 
     function_path: str | None = None

@@ -25,10 +25,8 @@ Record: TypeAlias = Mapping[str, object]
 
 
 class JsonlWriter:
-    """Appends objects to a file that only this process writes. Any thread may append.
-
-    Raises:
-        RunError: the file cannot be opened, or is a link.
+    """Appends objects to a file that only this process writes. Any thread may append. Raises RunError if the file
+    cannot be opened, or is a link.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,10 +100,8 @@ def by_time(*logs: Iterable[Record]) -> Iterator[Record]:
 
 
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
-    """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte.
-
-    Returns:
-        The number of whole lines that were dropped.
+    """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte. Returns the number
+    of whole lines that were dropped.
     """
     if not path.exists():
         return 0

@@ -122,10 +122,8 @@ class Recorder:
         clock: Callable[[], float] = time.time,
     ) -> Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
-
-        Args:
-            command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
-            clock: returns Unix seconds.
+        `command`, `seed`, `config_digest`, `threads`, `reproducible`, `id`, `places`: for run.json, see `RunRecord`.
+        `clock`: returns Unix seconds.
         """
         if folder.resumed and resumed_from is None:
             raise ValueError("a resume needs the step it starts from")
@@ -227,8 +225,7 @@ class Recorder:
 
         Every part is tried even if another one fails. A second call does nothing.
 
-        Args:
-            peak_memory: bytes by role; the driver's own is added.
+        `peak_memory`: bytes by role; the driver's own is added.
         """
         error = error and without_hidden(error)
         with self._lock:

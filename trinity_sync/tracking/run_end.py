@@ -58,10 +58,8 @@ def render_summary(
     error: str | None = None,
     resume: ResumeCommand | None = None,
 ) -> RenderableType:
-    """Render the status, the figures, the folder of a run and its next command.
-
-    Returns:
-        A text for ``console.print(..., crop=False)``: long paths and commands stay whole.
+    """Render the status, the figures, the folder of a run and its next command. Returns a text for ``console.print(...,
+    crop=False)``: long paths and commands stay whole.
     """
     return _Closing(summary, Path(run_dir), total_steps, error, resume)
 

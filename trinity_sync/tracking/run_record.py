@@ -153,11 +153,7 @@ class RunRecord:
         source: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> RunRecord:
-        """Describe an attempt; nothing is written before `start`.
-
-        Args:
-            clock: returns Unix seconds.
-        """
+        """Describe an attempt; nothing is written before `start`. `clock`: returns Unix seconds."""
         earlier = _earlier_attempts(read_record(path)) if path.exists() else []
         return cls(
             path=path,
@@ -433,11 +429,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
-        """Lock the folder for this process.
-
-        Raises:
-            RunFolderInUse: another process has locked it.
-        """
+        """Lock the folder for this process. Raises RunFolderInUse if another process has locked it."""
         path = Path(path).absolute()
         run_json = path / "run.json"
         early = _locks.pop(path.resolve(), None)
@@ -484,9 +476,7 @@ _locks: dict[Path, int] = {}
 
 def lock_run_folder(path: str | os.PathLike[str]) -> None:
     """Make and lock the folder of the next run, until `RunFolder.open` takes the lock over, or `unlock_run_folder`.
-
-    Raises:
-        RunFolderInUse: another process has locked it.
+    Raises RunFolderInUse if another process has locked it.
     """
     path = Path(path).absolute()
     lock = _locked(path)

@@ -89,10 +89,8 @@ class RunState:
         self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
     def take(self, line: LogLine, now: float) -> None:
-        """Take an event, or the metrics of a step; unknown lines are ignored.
-
-        Args:
-            now: Unix seconds, for a line without a time.
+        """Take an event, or the metrics of a step; unknown lines are ignored. `now`: Unix seconds, for a line without a
+        time.
         """
         at = line_time(line)
         at = now if at is None else at

@@ -105,12 +105,9 @@ class RowFigures(TypedDict):
 
 
 class ShapesFigures(TypedDict):
-    """The cost of a version where only bytes are moved (`workload=bytes`).
-
-    Attributes:
-        share: of the bytes of the whole model.
-        gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
-        copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
+    """The cost of a version where only bytes are moved (`workload=bytes`). `share`: of the bytes of the whole model.
+    `gb_s`: bytes of a version divided by the median times of its publish and its load, GB/s. `copies`: the same time in
+    copies of these bytes by one thread, at the speed measured for each version; median.
     """
 
     share: float
@@ -417,12 +414,9 @@ ABS_DIFF, ABS_DIFF_MAX = "rollout_corr/log_prob_abs_diff", "rollout_corr/log_pro
 
 
 class MismatchFigures(TypedDict):
-    """Difference of the samplers' log-probs from the trainer's; None: no step measured it.
-
-    Attributes:
-        kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
-        log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
-        log_prob_abs_diff_max: the largest of all steps.
+    """Difference of the samplers' log-probs from the trainer's; None: no step measured it. `kl`, `k3_kl`: estimators of
+    the divergence of the trainer from the sampler, in nats per token; means of the steps. `log_prob_abs_diff`: absolute
+    difference of a token's log-probs; mean of the steps. `log_prob_abs_diff_max`: the largest of all steps.
     """
 
     kl: float | None
@@ -507,16 +501,9 @@ def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
 
 
 def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: Path) -> bool:
-    """Add ``prune`` events to a run that has ended, and update its summary.
-
-    Args:
-        pruned: step, reason and freed bytes of each deleted checkpoint.
-
-    Returns:
-        False if the run is still running: nothing is written, as its summary will look at the disk.
-
-    Raises:
-        ConfigError, RunError: its files cannot be read or written.
+    """Add ``prune`` events to a run that has ended, and update its summary. `pruned`: step, reason and freed bytes of
+    each deleted checkpoint. Returns False if the run is still running: nothing is written, as its summary will look at
+    the disk. Raises ConfigError, RunError if its files cannot be read or written.
     """
     try:
         with RunFolder.open(run, resume=True) as folder:

@@ -19,11 +19,8 @@ class _Writer(Protocol):
 
 
 class TensorBoardTracker:
-    """Writes scalars to `tensorboard/` in the run folder; look at them by `tensorboard --logdir RUN_DIR`.
-
-    Args:
-        flush_s: seconds after which points are on the disk at the latest.
-        clock: returns Unix seconds.
+    """Writes scalars to `tensorboard/` in the run folder; look at them by `tensorboard --logdir RUN_DIR`. `flush_s`:
+    seconds after which points are on the disk at the latest. `clock`: returns Unix seconds.
     """
 
     def __init__(self, flush_s: float = 10.0, clock: Callable[[], float] = time.time) -> None:

@@ -91,14 +91,9 @@ class ProcessTracker:
 
 
 def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
-    """Build the trackers that the config names, not started yet.
-
-    Args:
-        settings: options by name. Unknown names need ``_target_``, the dotted name of a class with the methods of
-            `Tracker`, called with the other options except ``names``.
-
-    Raises:
-        ConfigError: a tracker's class cannot be found, or does not take its options.
+    """Build the trackers that the config names, not started yet. `settings`: options by name. Unknown names need
+    ``_target_``, the dotted name of a class with the methods of `Tracker`, called with the other options except
+    ``names``. Raises ConfigError if a tracker's class cannot be found, or does not take its options.
     """
     built = []
     for name, given in settings.items():
@@ -133,9 +128,7 @@ def call_end(tracker: Tracker, status: Status) -> None:
 
 def kept_id(run: TrackedRun, tracker: str) -> str:
     """Return the id of a tracker's own run: new at first, then read from ``<tracker>/run_id`` in the run's folder.
-
-    Raises:
-        OSError: the folder takes no writes.
+    Raises OSError if the folder takes no writes.
     """
     path = run.folder / tracker / "run_id"
     path.parent.mkdir(exist_ok=True)

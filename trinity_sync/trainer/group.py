@@ -72,11 +72,7 @@ class TrainerGroup:
         return self.all(RankClient.initialise, self._start_timeout_s)
 
     def all(self, ask: Callable[[RankClient], Call[T]], timeout_s: float) -> list[T]:
-        """Call all ranks; return the results in rank order.
-
-        Args:
-            timeout_s: limit for all together, seconds.
-        """
+        """Call all ranks; return the results in rank order. `timeout_s`: limit for all together, seconds."""
         return self.begin(ask)(timeout_s)
 
     def begin(self, ask: Callable[[RankClient], Call[T]]) -> Callable[[float], list[T]]:
@@ -117,11 +113,8 @@ class RankWorker(Protocol):
 
 
 class TrainerRank:
-    """Body of a rank's actor.
-
-    Args:
-        environment: variables that verl reads in the environment of a rank.
-        log_dir: folder of its log; None for Ray's own.
+    """Body of a rank's actor. `environment`: variables that verl reads in the environment of a rank. `log_dir`: folder
+    of its log; None for Ray's own.
     """
 
     worker_class: type | None = None

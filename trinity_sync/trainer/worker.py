@@ -69,11 +69,7 @@ from trinity_sync.trainer.worker_spec import WorkerSpec
 
 
 class TrinityWorker(Member, TrainingWorker):
-    """A rank of the trainer group.
-
-    Args:
-        spec: what to build.
-    """
+    """A rank of the trainer group."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -426,10 +422,7 @@ def _number(value: Any, reduce: Callable[[list[float]], SupportsFloat]) -> float
 
 def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | None:
     """Measure verl's loss of a rank's share of a batch with the masks, dtypes and micro-batches of training, without
-    dropout and without a gradient. Collective.
-
-    Returns:
-        None on pipeline stages before the last.
+    dropout and without a gradient. Collective. Returns None on pipeline stages before the last.
     """
     rows, mine, batching = _share(engine, spec, batch.lengths)
     # rows that only fill up do not count
@@ -449,10 +442,8 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
 
 def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> Recomputed | None:
     """Compute the log-probs of a rank's share of samples as training does, with dropout, without a gradient. The random
-    numbers of training do not change. Collective; arguments and errors as of `loss_sum`.
-
-    Returns:
-        None on pipeline stages before the last.
+    numbers of training do not change. Collective; arguments and errors as of `loss_sum`. Returns None on pipeline
+    stages before the last.
     """
     rows, mine, batching = _share(engine, spec, batch.lengths)
     data = grpo_batch(

@@ -81,10 +81,8 @@ class WorkerSpec:
 
 
 def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
-    """Check that the ranks together publish everything that `save_pretrained` of their model would write.
-
-    Args:
-        infos: of all ranks.
+    """Check that the ranks together publish everything that `save_pretrained` of their model would write. `infos`: of
+    all ranks.
     """
     saved = next((info.saved for info in infos if info.saved is not None), None)
     assert saved is not None, "rank 0 has the names of all tensors"
@@ -99,21 +97,13 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
 
 
 def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
-    """Return the dtypes in which the ranks publish, for manifests.
-
-    Args:
-        infos: of all ranks.
-    """
+    """Return the dtypes in which the ranks publish, for manifests. `infos`: of all ranks."""
     saved = next(info.saved for info in infos if info.saved is not None)
     return WireFormat.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
 
 
 def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = None) -> WorkerSpec:
-    """Make the spec of a rank from a checked config.
-
-    Args:
-        log_dir: folder of the ranks' logs.
-    """
+    """Make the spec of a rank from a checked config. `log_dir`: folder of the ranks' logs."""
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
     adapter = adapter_of(cfg.model.lora)
     return WorkerSpec(

@@ -218,8 +218,7 @@ class Checkpoints:
         The function is called on a background thread of every rank and returns this rank's files. It must be done
         before the next `begin`, which reuses the memory.
 
-        Args:
-            meeting: the meeting of the save's ranks.
+        `meeting`: the meeting of the save's ranks.
         """
         pending = self._trees.plan(folder, writer.ALL)
         copying = self._trees.copy(pending, in_background=in_background)

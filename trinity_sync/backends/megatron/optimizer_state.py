@@ -168,10 +168,8 @@ class OwnShards:
         return found
 
     def _know_parts(self, one: DistributedOptimizer, model: ShardedStateDict) -> bool:
-        """Find the places of an optimizer's parameters in the whole; the same on all data-parallel ranks.
-
-        Returns:
-            False if a parameter is not made of ranges of its elements: then it has to be gathered.
+        """Find the places of an optimizer's parameters in the whole; the same on all data-parallel ranks. Returns False
+        if a parameter is not made of ranges of its elements: then it has to be gathered.
         """
         wanted = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         if not all(parameter in self._parts for parameter in wanted):

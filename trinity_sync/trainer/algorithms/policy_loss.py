@@ -30,11 +30,7 @@ _OF_UPDATE = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
 class _Corrected(NamedTuple):
-    """The corrected data of a micro-batch, and its metrics.
-
-    Attributes:
-        of_tokens: means over the micro-batch's tokens.
-    """
+    """The corrected data of a micro-batch, and its metrics. `of_tokens`: means over the micro-batch's tokens."""
 
     data: TensorDict
     of_tokens: dict[str, float]
@@ -100,10 +96,7 @@ def _corrected(
     data: TensorDict, log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
 ) -> _Corrected:
     """Weight tokens by the ratio of the trainer's probability to the sampler's, and reject those with extreme ratios.
-
-    Args:
-        log_ratio: logs of that ratio, of shape (sequences, tokens).
-        mask: of the same shape, 1 where there is a token.
+    `log_ratio`: logs of that ratio, of shape (sequences, tokens). `mask`: of the same shape, 1 where there is a token.
     """
     of_tokens: dict[str, float] = {}
     of_sequences: dict[str, float] = {}
