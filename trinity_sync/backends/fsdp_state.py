@@ -212,11 +212,11 @@ def peft_config(module: torch.nn.Module) -> LoraConfig | None:
     return config
 
 
-def adapter_fields(config: LoraConfig) -> dict[str, object]:
+def adapter_fields(config: LoraConfig) -> Mapping[str, object]:
     """Return the fields that peft writes into an ``adapter_config.json``, with names in order."""
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        fields: dict[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
+        fields: Mapping[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
     if isinstance(targets := fields["target_modules"], list):
         targets.sort()
     return fields

@@ -73,7 +73,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[Mapping[str, 
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
-    whole: dict[str, object] = config.to_dict()
+    whole = config.to_dict()
     whole.pop("auto_map", None)
     if (architecture := made_class(whole)) is None:
         raise ConfigError(

@@ -381,9 +381,8 @@ _MARKS = "give the model a chat template with {% generation %} marks"
 
 def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignore_mismatch: bool) -> MarkedText:
     """Return the text of a conversation, and the assistant's parts of it, each with its end token."""
-    more: dict[str, object] = {"tools": conversation.tools}
-    if conversation.thinking is not None:
-        more["enable_thinking"] = conversation.thinking
+    thinking = {} if conversation.thinking is None else {"enable_thinking": conversation.thinking}
+    more = {"tools": conversation.tools, **thinking}
     marked = template.marked(conversation.messages, **more)
     found = marked or _Rendered(template, conversation, more).turns(ignore_mismatch)
     learnt = " ".join(found.text[begin:end] for begin, end in found.learnt)

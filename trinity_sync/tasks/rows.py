@@ -271,7 +271,7 @@ def _check_depth(text: str) -> None:
             raise ValueError(f"more than {_DEEPEST} lists and objects within one another at column {one.start() + 1}")
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

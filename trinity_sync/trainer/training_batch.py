@@ -159,7 +159,7 @@ def _with_settings(
     tensors: dict[str, torch.Tensor], batching: Batching, *, temperature: float, entropy: bool = False
 ) -> TensorDict:
     max_tokens = batching.get("max_tokens")
-    settings: dict[str, object] = {
+    settings = {
         "calculate_entropy": entropy,
         "use_remove_padding": batching.get("packed", False),
         "use_dynamic_bsz": max_tokens is not None,

@@ -41,7 +41,7 @@ class WireFormat:
         """Return the format of a version whose wire dtype is `dtype`, from each tensor's published dtype."""
         return cls(dtype, frozenset(name for name, actual in published.items() if actual == FP32 != dtype))
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Mapping[str, object]:
         return {"dtype": self.dtype, "keep_fp32": sorted(self.keep_fp32)}
 
     @classmethod

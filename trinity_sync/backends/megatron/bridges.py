@@ -219,7 +219,7 @@ def check_experts(config: PretrainedConfig, ranks: int) -> None:
         raise ConfigError(f"backend.ep is {ranks}; it must divide the model's num_experts ({count})")
 
 
-def rotary_arguments(config: PretrainedConfig) -> dict[str, object]:
+def rotary_arguments(config: PretrainedConfig) -> Mapping[str, object]:
     """Return the rotary embedding as arguments of megatron-core's `GPTModel`, or raise a `ConfigError` for an unknown
     scaling.
     """
