@@ -43,9 +43,7 @@ class ExplorerSpec:
 
 def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
     """Make the spec that all explorers share, without a `member`."""
-    engine = {
-        name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL
-    } | {
+    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
         "model_path": model_path,
         "response_length": cfg.task["response_length"],
         "prompt_length": cfg.task.get("prompt_length"),

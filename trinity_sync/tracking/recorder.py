@@ -80,14 +80,8 @@ class Recorder:
         clock: Callable[[], float],
     ) -> None:
         self.folder, self.attempt, self.view = folder, record.attempt, view
-        self._record, self._trackers, self._total, self._report, self._clock = (
-            record,
-            trackers,
-            total_steps,
-            report,
-            clock,
-        )
-        self._checkpoints, self._resume = checkpoints, resume
+        self._record, self._trackers, self._report, self._resume = record, trackers, report, resume
+        self._total, self._checkpoints, self._clock = total_steps, checkpoints, clock
         self._metrics = json_lines.JsonlWriter(folder.metrics)
         self._events = json_lines.JsonlWriter(folder.events)
         self._samples = json_lines.JsonlWriter(folder.samples)
@@ -155,10 +149,11 @@ class Recorder:
                 for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
                     state.take(line, record.started or 0.0)
             state.begin(record.attempt, clock())
+            shown = LiveView(view, state, console, clock=clock)
             return cls(
                 folder,
                 record,
-                LiveView(view, state, console, clock=clock),
+                shown,
                 started,
                 total_steps=total_steps,
                 report=report,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypedDict, TypeGuard
+from typing import Literal, TypedDict, TypeGuard, cast
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
@@ -96,6 +96,15 @@ class RunJson(AttemptJson, total=False):
     reproducible: bool
     last_version: VersionJson | None
     attempts: list[AttemptJson]
+
+
+_RECORDED = (
+    *("id", "status", "attempt", "command", "seed", "git", "packages", "hardware", "host", "threads", "config_digest"),
+    *("reproducible", "last_version", "places", "started", "ended", "error"),
+)
+"""Attributes of a `RunRecord` in run.json, in their order."""
+_EARLIEST = ("attempt", "status", "command", "config_digest", "host", "started", "ended", "error")
+"""What run.json has of the attempt where it lists none."""
 
 
 @dataclass(kw_only=True)
@@ -188,40 +197,9 @@ class RunRecord:
         self._write()
 
     def to_json(self) -> RunJson:
-        return {
-            "format": FORMAT,
-            "id": self.id,
-            "status": self.status,
-            "attempt": self.attempt,
-            "command": self.command,
-            "seed": self.seed,
-            "git": self.git,
-            "packages": self.packages,
-            "hardware": self.hardware,
-            "host": self.host,
-            "threads": self.threads,
-            "config_digest": self.config_digest,
-            "reproducible": self.reproducible,
-            "last_version": self.last_version,
-            "places": self.places,
-            "started": self.started,
-            "ended": self.ended,
-            "error": self.error,
-            "attempts": [*self.attempts, self._as_attempt()],
-        }
-
-    def _as_attempt(self) -> AttemptJson:
-        return {
-            "attempt": self.attempt,
-            "status": self.status,
-            "resumed_from": self.resumed_from,
-            "command": self.command,
-            "config_digest": self.config_digest,
-            "host": self.host,
-            "started": self.started,
-            "ended": self.ended,
-            "error": self.error,
-        }
+        values = {name: getattr(self, name) for name in _RECORDED}
+        attempt = {name: getattr(self, name) for name in AttemptJson.__annotations__}
+        return cast("RunJson", {"format": FORMAT, **values, "attempts": [*self.attempts, attempt]})
 
     def _write(self) -> None:
         write_json(self.path, self.to_json())
@@ -355,18 +333,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def _earlier_attempts(record: RunJson) -> list[AttemptJson]:
     attempts = [item.copy() for item in record.get("attempts") or []]
     if not attempts:
-        attempts = [
-            {
-                "attempt": record["attempt"],
-                "status": record.get("status"),
-                "command": record.get("command"),
-                "config_digest": record.get("config_digest"),
-                "host": record.get("host"),
-                "started": record.get("started"),
-                "ended": record.get("ended"),
-                "error": record.get("error"),
-            }
-        ]
+        attempts = [cast("AttemptJson", {name: record.get(name) for name in _EARLIEST})]
     for item in attempts:
         # The folder's lock was free, so an attempt with status "running" was killed.
         if item.get("status") == "running":
