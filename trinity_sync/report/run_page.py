@@ -115,9 +115,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
     ]
     if (validated := summary["validation"]) is not None:
         first, best = units.number(validated["first"]), units.number(validated["best"])
-        items.append(
-            ("Validation", units.number(validated["last"]), f"from {units.number(validated['first'])}, {best}")
-        )
+        course = f"from {first}, {best} at step {validated['best_step']}"
+        items.append(("Validation", units.number(validated["last"]), course))
     if failed := summary["failed_rewards"]:
         items.append(("Failed rewards", str(failed), "responses that could not be judged"))
     whole = None if sync["bytes_full"] is None else f"of {units.size(sync['bytes_full'])}{_saving(sync)}"

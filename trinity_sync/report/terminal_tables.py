@@ -9,13 +9,12 @@ from dataclasses import asdict
 from itertools import zip_longest
 
 from trinity_sync.report import run_charts
-from trinity_sync.report.agreement import agreement
 from trinity_sync.report.charts import RULE, Mark, thin
 from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail
 from trinity_sync.report.run_charts import Point
 from trinity_sync.report.run_data import TARGET_REWARD, Run, Sweep, steps_to
 from trinity_sync.report.run_page import facts
-from trinity_sync.report.sweep_page import SweepRow, compare
+from trinity_sync.report.sweep_page import SweepRow, agreement, compare
 from trinity_sync.tracking import units
 from trinity_sync.tracking.run_end import closing_lines, lay_out
 

@@ -6,7 +6,7 @@ Collective methods say so: they are called on all ranks, in the same order.
 from __future__ import annotations
 
 # first: it changes what verl imports
-import trinity_sync.backends.lean_verl  # noqa: F401
+from trinity_sync.backends import lean_verl
 
 # isort: split
 import math
@@ -32,7 +32,7 @@ from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import response_from_nested
 
 from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Recomputed, Untrained
-from trinity_sync.backends import log_probs, packed_attention
+from trinity_sync.backends import packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
 from trinity_sync.backends.base import AdapterBackend, Engine, FsdpEngine
 from trinity_sync.backends.option import ConfigFields
@@ -81,7 +81,7 @@ class TrinityWorker(Member, TrainingWorker):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
-        log_probs.install()
+        lean_verl.install()
         follow_indexes()
         super().__init__(worker_config(spec))
 
