@@ -50,9 +50,8 @@ if "verl.workers.engine" not in sys.modules:
             import verl.workers.engine  # noqa: F401
 
 
-# Log-probs of tokens from logits without flash-attn's kernel. verl's own fallback runs token by token in Python, forward
-# and backward, which costs a small model more than its layers.
-
+# Log-probs of tokens from logits without flash-attn's kernel. verl's own fallback runs token by token in Python,
+# forward and backward, which costs a small model more than its layers.
 
 _ELEMENTS = 2**26
 """Logits per step: 256 MiB in fp32."""
