@@ -1,5 +1,5 @@
 """Imports verl's engines without parts that a run here does not use, which cost seconds in every training process,
-and gives them faster log-probs. The parts:
+and gives them faster log-probs. Left out are:
 
 - Megatron's engines, which verl would load whenever megatron-core is installed. `backends.megatron.megatron_engine`
   imports them itself.
