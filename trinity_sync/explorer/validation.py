@@ -157,7 +157,7 @@ class VersionValidations:
             return done
 
     def wait(self) -> None:
-        """Wait until no validation is open. Raises BaseException if the error given to `fail`."""
+        """Wait until no validation is open. Raises the error given to `fail`."""
         with self._changed:
             self._progress = time.monotonic()
             while self._waiting or self._running:

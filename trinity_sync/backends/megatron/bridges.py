@@ -363,7 +363,7 @@ def pieces(
 ) -> list[LocalShard]:
     """Return this rank's contribution of a local parameter; nothing where it only repeats another rank's. `name`:
     megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``. `dtypes`: the wire dtypes of the tensors by
-    name, see `dtypes_of`. Raises NotImplementedError if an unknown kind of parameter.
+    name, see `dtypes_of`. Raises NotImplementedError for an unknown kind of parameter.
     """
     name = _NUMBERED.sub(r"\1", name)
     if name.endswith(("word_embeddings.weight", "output_layer.weight")):
