@@ -25,9 +25,8 @@ from trinity_sync.explorer.texts import (
 )
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
-from trinity_sync.integrations.vllm.file_target import FileTarget
 from trinity_sync.integrations.vllm.server import HttpControl, Json, Server, lock_server
-from trinity_sync.integrations.vllm.target import WorkerTarget
+from trinity_sync.integrations.vllm.target import FileTarget, WorkerTarget
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import rounds
 
