@@ -50,7 +50,6 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, CommitMeta, FileEntry,
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.protocol.step import SAVE_STRATEGIES
 from trinity_sync.protocol.versions import Version
-from trinity_sync.tracking.events import PruneEvent
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -59,248 +58,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.5
 # After a restart, a writer that has not called again within this time has died meanwhile, seconds.
 _REATTACH_S = 10.0
-
-
-class Writers:
-    """The calls of the writers of parts, and the watch over their processes; base of `CheckpointMonitor`. On the
-    actor's event loop.
-
-    Args:
-        book: decides.
-        execution: carries out its decisions.
-        changes: announced after each change.
-        host: hosts the actor.
-        root: the checkpoint folder; None: nothing is written.
-        strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
-        timeout_s: limit in seconds of the wait for a turn, if the writer names none.
-    """
-
-    def __init__(
-        self,
-        book: CommitBook,
-        execution: Execution,
-        changes: Changes,
-        host: Host,
-        *,
-        root: Path | None,
-        strategy: str,
-        timeout_s: float,
-    ) -> None:
-        self._book = book
-        self._execution = execution
-        self._changes = changes
-        self._host = host
-        self._root = root
-        self._strategy = strategy
-        self._timeout_s = timeout_s
-        self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
-        self._clock_watch = asyncio.ensure_future(self._watch_clock())
-
-    # ---- calls of the seed's monitor, with additions
-
-    async def register_thread_count(
-        self,
-        step: int,
-        *,
-        state_dict_thread_count: int = 0,
-        checkpoint_thread_count: int = 0,
-        attempt: int | None = None,
-    ) -> None:
-        """Add to the numbers of parts that the step waits for."""
-        self._execution.apply(
-            self._book.register(
-                step,
-                weights=state_dict_thread_count,
-                checkpoint=checkpoint_thread_count,
-                report=self._host.call_id(),
-                attempt=attempt,
-            )
-        )
-        await self._execution.note(step)
-
-    async def announce(self, step: int, parts: Sequence[str], *, weights: bool, attempt: int | None = None) -> None:
-        """Wait for parts of these names before the step is committed; see `CommitBook.announce`."""
-        await self._after_commit(step)
-        self._book.announce(step, parts, weights=weights, attempt=attempt)
-        await self._execution.note(step)
-
-    async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
-        """Commit the step, as weights only or as a full checkpoint, as soon as its parts are in."""
-        self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
-        await self._execution.note(step)
-
-    async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
-        """Return whether the part is in, so that it need not be written."""
-        return attempt in (None, self._book.attempt) and self._book.has(step, part)
-
-    async def notify_started(
-        self,
-        node_id: str,
-        job_id: str,
-        *,
-        step: int | None = None,
-        part: str | None = None,
-        weights: bool | None = None,
-        attempt: int | None = None,
-        ticket: str | None = None,
-        life: str = "",
-        collective: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Register a save; return when the save strategy lets it write.
-
-        Args:
-            node_id, job_id: the writer's node and process.
-            step, part, weights, ticket, life: from a `CheckpointCoordinator`, which also calls `watch`.
-            collective: the save has barriers with its peers and does not queue.
-
-        Raises:
-            RunError: the step has failed, or was committed without the part.
-            WaitTimeout: its turn did not come.
-        """
-        if step is not None and part not in self._book.awaited(step):
-            await self._after_commit(step)
-        name = ticket or self._host.call_id()
-        self._execution.apply(
-            self._book.started(
-                name,
-                node_id,
-                job_id,
-                step=step,
-                part=part,
-                weights=weights,
-                life=life,
-                collective=collective,
-                anonymous=ticket is None,
-                attempt=attempt,
-            )
-        )
-        if step is not None and not self._book.turn(name):
-            await self._execution.note(step)
-        try:
-            await self._changes.wait(
-                lambda: self._book.turn(name) is not False,
-                lambda: ("the checkpoint monitor", f"give the writer {job_id} its turn ({self._strategy})"),
-                self._timeout_s if timeout_s is None else timeout_s,
-            )
-        except WaitTimeout:
-            self._execution.apply(self._book.cancel(name))
-            raise
-        if self._book.turn(name) is None:
-            raise RunError(f"step {step} failed before the writer {job_id} had its turn: {self._reason(step)}")
-        if step is not None:
-            await self._execution.note(step)
-
-    async def notify_finished(
-        self,
-        step: int,
-        is_state_dict: bool = False,
-        *,
-        part: str | None = None,
-        attempt: int | None = None,
-        files: Iterable[FileEntry | FileTuple] | None = None,
-        digest: str | None = None,
-        ticket: str | None = None,
-    ) -> None:
-        """Report that a part is written.
-
-        Args:
-            is_state_dict: it is a weights part (`begin` decides for a part that it named).
-            part: the part's name; None: it is only counted.
-            files: the files that were written; None: the files in the step's folder at the commit, which then takes all
-                that is saved of the step.
-            digest: the version digest of the weights.
-            ticket: the ticket of its `notify_started`.
-
-        Raises:
-            RunError: the step was committed without the part.
-        """
-        entries = None
-        if files is not None:
-            entries = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
-        try:
-            decisions = self._book.finished(
-                step,
-                weights=is_state_dict,
-                part=part,
-                report=self._host.call_id() if ticket is None else ticket,
-                files=entries,
-                digest=digest,
-                ticket=ticket,
-                attempt=attempt,
-            )
-        except RunError:
-            self._execution.apply(self._book.cancel(ticket))
-            raise
-        self._execution.apply(decisions)
-        await self._execution.note(step)
-
-    async def notify_beside(self, step: int, *, attempt: int | None = None) -> None:
-        """Report that verl's trainer has written its own files, for every engine that has announced its parts of the
-        step. The files of the trainer's other processes are checked.
-        """
-        for part in filter(is_beside, self._book.awaited(step)):
-            if self._root is None or has_written(step_dir(self._root, step), beside_file(part)):
-                self._execution.apply(self._book.finished(step, part=part, files=[], attempt=attempt))
-        await self._execution.note(step)
-
-    async def notify_failed(
-        self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
-    ) -> None:
-        """Report that a part could not be written; the step fails."""
-        self._execution.apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
-        await self._execution.note(step)
-
-    async def notify_handed_over(self, ticket: str, step: int) -> None:
-        """Report that another writer, which has its turn, answers for the part from now on."""
-        self._execution.apply(self._book.cancel(ticket))
-        await self._execution.note(step)
-
-    async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
-        """Treat a writer's process as dead; without a `job_id`, every one of the node."""
-        self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
-
-    async def _after_commit(self, step: int) -> None:
-        """Wait until no commit of the step is running: a commit moves the staging folder away."""
-        await self._changes.wait(
-            lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
-            lambda: ("the checkpoint monitor", f"commit step {step}"),
-            self._timeout_s,
-        )
-
-    # ---- watching the writers
-
-    async def lifeline(self, node_id: str, job_id: str, life: str) -> None:
-        """Block while the writer lives: its death ends the call, which the writer owns; see `watch`."""
-        await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
-
-    async def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[object]) -> None:
-        """Notice the writer's death through its call of `lifeline`, see `Host.outlived`."""
-        writer = (node_id, job_id, life)
-        released = self._watched.setdefault(writer, asyncio.Event())
-        try:
-            if await self._host.outlived(owned):
-                self._execution.apply(self._book.writer_lost(node_id, job_id, life))
-        finally:
-            released.set()
-            self._watched.pop(writer, None)
-
-    async def _watch_clock(self) -> None:
-        started = time.monotonic()
-        restored = self._book.writers()
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._execution.apply(self._book.tick())
-            if restored and time.monotonic() - started > _REATTACH_S:
-                for writer in restored - self._watched.keys():
-                    self._execution.apply(
-                        self._book.writer_lost(*writer, error="it died while the checkpoint monitor was away")
-                    )
-                restored = set()
-
-    def _reason(self, step: int | None) -> str:
-        error = self._book.status(step).error if step is not None else None
-        return error or "its writer was given up"
 
 
 ACTOR_NAME = MONITOR
@@ -321,38 +78,27 @@ _created: dict[str, ActorHandle] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """Settings of the actor.
+    """Settings of the actor."""
 
-    Args:
-        attempt: the run's attempt; reports of another attempt are refused.
-        policies: retention, as policies, or as a map of name to fields for ours. Empty: keep all.
-        keep_state_dicts: number of the newest state-dict folders that stay.
-        timeout_s: a step without any report for so many seconds fails; also the default limit of waits.
-        fsync: whether commits are durable.
-        mirror: settings of the copies to `default_hdfs_dir`.
-        log_dir: folder of the actor's log; None: Ray's own logs.
-        roles: places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
-            ``critic``), which announce themselves. Empty: the announced parts are enough.
-        owner: the run; None: that of the checkpoint folder's mark, which is made if it is missing.
-        namespace: Ray namespace of the run, filled in by `get_actor`: a synchronizer in it hears of each commit.
-        writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails if another
-            run writes there.
-    """
-
-    attempt: int = 0
+    attempt: int = 0  # the run's attempt; reports of another attempt are refused
+    # Retention, as policies, or as a map of name to fields for ours. Empty: keep all.
     policies: Mapping[str, Mapping[str, object] | None] | Sequence[Policy] = field(default_factory=dict)
-    keep_state_dicts: int = 2
-    timeout_s: float = 1800.0
-    fsync: bool = True
-    mirror: MirrorSettings = field(default_factory=MirrorSettings)
-    log_dir: str | None = None
-    writer: str | None = None
+    keep_state_dicts: int = 2  # number of the newest state-dict folders that stay
+    timeout_s: float = 1800.0  # a step without any report for so many seconds fails; also the default limit of waits
+    fsync: bool = True  # whether commits are durable
+    mirror: MirrorSettings = field(default_factory=MirrorSettings)  # of the copies to `default_hdfs_dir`
+    log_dir: str | None = None  # folder of the actor's log; None: Ray's own logs
+    # Places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
+    # ``critic``), which announce themselves. Empty: the announced parts are enough.
     roles: Sequence[str] = ()
-    owner: Owner | None = None
+    owner: Owner | None = None  # the run; None: that of the checkpoint folder's mark, which is made if it is missing
+    # Filled in by `get_actor`: the run's Ray namespace, where a synchronizer hears of each commit; and the run that may
+    # write in the checkpoint folder: the actor fails if another run writes there.
     namespace: str | None = None
+    writer: str | None = None
 
 
-class CheckpointMonitor(Writers):
+class CheckpointMonitor:
     """The actor's class; make it through `get_actor`. All other methods are called with ``.remote``.
 
     Args:
@@ -441,6 +187,9 @@ class CheckpointMonitor(Writers):
         own_log(config.log_dir, ACTOR_NAME)
         self._clock = clock
         self._strategy = save_strategy
+        self._host = host
+        self._timeout_s = config.timeout_s
+        self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
         self._disk = CheckpointDisk(
             root=Path(default_local_dir).absolute() if default_local_dir is not None else None,
             attempt=config.attempt,
@@ -457,8 +206,9 @@ class CheckpointMonitor(Writers):
         self._writer_lock = rebuilt.lock
         for problem in rebuilt.problems:
             self._events.fault("checkpoint folder", problem)
-        changes = Changes()
-        execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
+        self._book = rebuilt.book
+        self._changes = Changes()
+        self._execution = execution = Execution(self._disk, rebuilt.book, self._events, self._changes, clock)
         if config.namespace is not None:
             execution.announce = partial(_announce, config.namespace)
             if restarted:
@@ -469,15 +219,7 @@ class CheckpointMonitor(Writers):
         execution.apply(rebuilt.decisions)
         text = f"attempt {config.attempt}{', started again' if restarted else ''}"
         story.info("up for %s, %s", default_local_dir, text)
-        super().__init__(
-            rebuilt.book,
-            execution,
-            changes,
-            host,
-            root=self._disk.root,
-            strategy=save_strategy,
-            timeout_s=config.timeout_s,
-        )
+        self._clock_watch = asyncio.ensure_future(self._watch_clock())
 
     def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
         return CommitBook(
@@ -487,6 +229,211 @@ class CheckpointMonitor(Writers):
             step_timeout_s=self._config.timeout_s,
             committed=committed,
         )
+
+    # ---- calls of the seed's monitor, with additions
+
+    async def register_thread_count(
+        self,
+        step: int,
+        *,
+        state_dict_thread_count: int = 0,
+        checkpoint_thread_count: int = 0,
+        attempt: int | None = None,
+    ) -> None:
+        """Add to the numbers of parts that the step waits for."""
+        self._execution.apply(
+            self._book.register(
+                step,
+                weights=state_dict_thread_count,
+                checkpoint=checkpoint_thread_count,
+                report=self._host.call_id(),
+                attempt=attempt,
+            )
+        )
+        await self._execution.note(step)
+
+    async def announce(self, step: int, parts: Sequence[str], *, weights: bool, attempt: int | None = None) -> None:
+        """Wait for parts of these names before the step is committed; see `CommitBook.announce`."""
+        await self._after_commit(step)
+        self._book.announce(step, parts, weights=weights, attempt=attempt)
+        await self._execution.note(step)
+
+    async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
+        """Commit the step, as weights only or as a full checkpoint, as soon as its parts are in."""
+        self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
+        await self._execution.note(step)
+
+    async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
+        """Return whether the part is in, so that it need not be written."""
+        return attempt in (None, self._book.attempt) and self._book.has(step, part)
+
+    async def notify_started(
+        self,
+        node_id: str,
+        job_id: str,
+        *,
+        step: int | None = None,
+        part: str | None = None,
+        weights: bool | None = None,
+        attempt: int | None = None,
+        ticket: str | None = None,
+        life: str = "",
+        collective: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Register a save of a writer (its node and process); return when the save strategy lets it write. `step` and
+        the arguments after it come from a `CheckpointCoordinator`, which also calls `watch`.
+
+        Args:
+            collective: the save has barriers with its peers and does not queue.
+
+        Raises:
+            RunError: the step has failed, or was committed without the part.
+            WaitTimeout: its turn did not come.
+        """
+        if step is not None and part not in self._book.awaited(step):
+            await self._after_commit(step)
+        name = ticket or self._host.call_id()
+        self._execution.apply(
+            self._book.started(
+                name,
+                node_id,
+                job_id,
+                step=step,
+                part=part,
+                weights=weights,
+                life=life,
+                collective=collective,
+                anonymous=ticket is None,
+                attempt=attempt,
+            )
+        )
+        if step is not None and not self._book.turn(name):
+            await self._execution.note(step)
+        try:
+            await self._changes.wait(
+                lambda: self._book.turn(name) is not False,
+                lambda: ("the checkpoint monitor", f"give the writer {job_id} its turn ({self._strategy})"),
+                self._timeout_s if timeout_s is None else timeout_s,
+            )
+        except WaitTimeout:
+            self._execution.apply(self._book.cancel(name))
+            raise
+        if self._book.turn(name) is None:
+            raise RunError(f"step {step} failed before the writer {job_id} had its turn: {self._reason(step)}")
+        if step is not None:
+            await self._execution.note(step)
+
+    async def notify_finished(
+        self,
+        step: int,
+        is_state_dict: bool = False,
+        *,
+        part: str | None = None,
+        attempt: int | None = None,
+        files: Iterable[FileEntry | FileTuple] | None = None,
+        digest: str | None = None,
+        ticket: str | None = None,
+    ) -> None:
+        """Report that a part is written.
+
+        Args:
+            is_state_dict: it is a weights part (`begin` decides for a part that it named).
+            part: the part's name; None: it is only counted.
+            files: the files that were written; None: the files in the step's folder at the commit, which then takes all
+                that is saved of the step.
+            digest: the version digest of the weights.
+            ticket: the ticket of its `notify_started`.
+
+        Raises:
+            RunError: the step was committed without the part.
+        """
+        entries = None
+        if files is not None:
+            entries = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
+        try:
+            decisions = self._book.finished(
+                step,
+                weights=is_state_dict,
+                part=part,
+                report=self._host.call_id() if ticket is None else ticket,
+                files=entries,
+                digest=digest,
+                ticket=ticket,
+                attempt=attempt,
+            )
+        except RunError:
+            self._execution.apply(self._book.cancel(ticket))
+            raise
+        self._execution.apply(decisions)
+        await self._execution.note(step)
+
+    async def notify_beside(self, step: int, *, attempt: int | None = None) -> None:
+        """Report that verl's trainer has written its own files, for every engine that has announced its parts of the
+        step. The files of the trainer's other processes are checked.
+        """
+        for part in filter(is_beside, self._book.awaited(step)):
+            if self._disk.root is None or has_written(step_dir(self._disk.root, step), beside_file(part)):
+                self._execution.apply(self._book.finished(step, part=part, files=[], attempt=attempt))
+        await self._execution.note(step)
+
+    async def notify_failed(
+        self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
+    ) -> None:
+        """Report that a part could not be written; the step fails."""
+        self._execution.apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
+        await self._execution.note(step)
+
+    async def notify_handed_over(self, ticket: str, step: int) -> None:
+        """Report that another writer, which has its turn, answers for the part from now on."""
+        self._execution.apply(self._book.cancel(ticket))
+        await self._execution.note(step)
+
+    async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
+        """Treat a writer's process as dead; without a `job_id`, every one of the node."""
+        self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
+
+    async def _after_commit(self, step: int) -> None:
+        """Wait until no commit of the step is running: a commit moves the staging folder away."""
+        await self._changes.wait(
+            lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
+            lambda: ("the checkpoint monitor", f"commit step {step}"),
+            self._timeout_s,
+        )
+
+    # ---- watching the writers
+
+    async def lifeline(self, node_id: str, job_id: str, life: str) -> None:
+        """Block while the writer lives: its death ends the call, which the writer owns; see `watch`."""
+        await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
+
+    async def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[object]) -> None:
+        """Notice the writer's death through its call of `lifeline`, see `Host.outlived`."""
+        writer = (node_id, job_id, life)
+        released = self._watched.setdefault(writer, asyncio.Event())
+        try:
+            if await self._host.outlived(owned):
+                self._execution.apply(self._book.writer_lost(node_id, job_id, life))
+        finally:
+            released.set()
+            self._watched.pop(writer, None)
+
+    async def _watch_clock(self) -> None:
+        started = time.monotonic()
+        restored = self._book.writers()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._execution.apply(self._book.tick())
+            if restored and time.monotonic() - started > _REATTACH_S:
+                for writer in restored - self._watched.keys():
+                    self._execution.apply(
+                        self._book.writer_lost(*writer, error="it died while the checkpoint monitor was away")
+                    )
+                restored = set()
+
+    def _reason(self, step: int | None) -> str:
+        error = self._book.status(step).error if step is not None else None
+        return error or "its writer was given up"
 
     # ---- the driver's calls
 
@@ -628,28 +575,15 @@ class CheckpointMonitor(Writers):
         await asyncio.to_thread(self._disk.forget_failures)
 
     async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
-        """Run retention now.
-
-        Args:
-            keep_last: keep so many of the newest full checkpoints in addition to those that the configured policies
-                keep; for programs that pass their limit with each save. None: the configured policies alone.
-
-        Returns:
-            The deletions: [{step, reason, freed_bytes}].
+        """Run retention now. `keep_last`: keep so many of the newest full checkpoints in addition to those that the
+        configured policies keep; for programs that pass their limit with each save. None: the configured policies
+        alone. Returns the deletions: [{step, reason, freed_bytes}].
         """
-        pruned: list[PrunedStep] = [
-            {"step": deleted.step, "reason": deleted.reason, "freed_bytes": deleted.freed_bytes}
-            for deleted in await self._execution.prune(keep_last)
-        ]
-        for deleted in pruned:
-            self._events.add(PruneEvent(**deleted))
-        return pruned
+        return await self._execution.prune_late(keep_last)
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
-        """Wait until nothing is being copied to the mirror, or until the timeout.
-
-        Returns:
-            The steps that are not there, and why. Empty without a mirror.
+        """Wait until nothing is being copied to the mirror, or until the timeout. Returns the steps that are not there,
+        and why. Empty without a mirror.
         """
         return await self._execution.wait_mirrored(timeout_s)
 

@@ -15,13 +15,13 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.actors.local.handle import SECRET_BYTES, ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
+from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.folder import recovery
@@ -29,6 +29,7 @@ from trinity_sync.checkpoint.folder.lock import FolderLock, InUseError, locked, 
 from trinity_sync.checkpoint.folder.resume_point import put_in_order
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.host.channel import PROOF_S, SECRET_BYTES, ForeignPeerError, open_connection
 from trinity_sync.host.child_process import KilledError, Report, start_detached
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.locks import ForeignFileError, open_lock
@@ -58,12 +59,12 @@ class DaemonSettings:
     """Settings of the process."""
 
     root: Path  # the checkpoint folder, absolute
-    program: str  # word that identifies the program
-    attempt: int | None  # the attempt to continue; None: any
-    resume_step: int | None  # see `resume_point.put_in_order`
-    save_strategy: str
-    config: MonitorConfig  # `attempt` and `writer` are filled in
-    address: str  # where it listens
+    program: str = ""  # word that identifies the program; empty: a program without a monitor
+    attempt: int | None = None  # the attempt to continue; None: any
+    resume_step: int | None = None  # see `resume_point.put_in_order`
+    save_strategy: str = "unrestricted"
+    config: MonitorConfig = field(default_factory=MonitorConfig)  # `attempt` and `writer` are filled in
+    address: str = ""  # where it listens
     lifetime: Lifetime = field(default_factory=Lifetime)
 
 
@@ -123,9 +124,9 @@ class _MonitorProcess:
         """Serve until the last commit. `on_up` is called when the monitor answers callers."""
         settings = self._settings
         secret = secrets.token_bytes(SECRET_BYTES)
-        server = LocalServer(secret)
+        server = LocalServer()
         try:
-            port = await server.listen(settings.address)
+            port = server.listen(settings.address, secret)
         except OSError as error:
             raise RunError(f"the checkpoint monitor cannot listen at {settings.address}: {error.strerror}") from error
         said = publish(settings.root, settings.program, settings.address, port, secret)
@@ -299,7 +300,6 @@ def connect(
     settings = DaemonSettings(
         root=place,
         program=program,
-        attempt=None,
         resume_step=resume_step,
         save_strategy=save_strategy,
         config=config or MonitorConfig(),
@@ -320,22 +320,11 @@ def connect(
 
 def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait: Callable[[str], None]) -> None:
     """Wait for the end of an earlier program's monitor that is ending, so that its saves are committed or deleted. A
-    monitor with callers is not waited for. Called by a program without a monitor.
-
-    Args:
-        timeout_s: limit of the wait, seconds.
+    monitor with callers is not waited for. Called by a program without a monitor. `timeout_s`: limit of the wait,
+    seconds.
     """
     place = Path(root).absolute()
-    nobody = DaemonSettings(
-        root=place,
-        program="",
-        attempt=None,
-        resume_step=None,
-        save_strategy="unrestricted",
-        config=MonitorConfig(),
-        address="",
-    )
-    search = _Search(nobody, may_start=False, timeout_s=timeout_s)
+    search = _Search(DaemonSettings(root=place), may_start=False, timeout_s=timeout_s)
     begun, told = time.monotonic(), False
     while (seen := search.look(timeout_s)).ending:
         waited = time.monotonic() - begun
@@ -410,15 +399,14 @@ class _Search:
         if found is None:
             return _Seen("no monitor has written its address")
         try:
-            link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
+            link = Link(open_connection((found.address, found.port), bytes.fromhex(found.secret), PROOF_S), WHO, left)
         except (OSError, EOFError, ForeignPeerError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: DaemonHello = link.hello
         seen = self._judged(hello, found)
         if seen is None and settings.attempt in (None, hello["attempt"]):
             return _Seen(str(found), link)
-        link.end()
-        link.close()
+        link.connection.close()
         if seen is None:
             raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
         return seen
@@ -525,7 +513,7 @@ def withdraw(root: Path, said: Rendezvous) -> None:
             (root / _NAME).unlink()
 
 
-def _checked(read: dict[str, object]) -> Rendezvous:
+def _checked(read: Mapping[str, object]) -> Rendezvous:
     found = Rendezvous(**read)  # type: ignore[arg-type]
     texts = (found.program, found.address, found.secret, found.host)
     if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in (found.port, found.pid)):
