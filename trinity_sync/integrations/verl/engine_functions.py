@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from trinity_sync.backends.engine_types import Engine, FsdpEngine, MegatronEngineProtocol
+from trinity_sync.backends.base import Engine, FsdpEngine, MegatronEngineProtocol
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.ranks import Pairs, together, together_inside, use_on_first_rank
