@@ -199,7 +199,7 @@ class VLLMServerEngine(VLLMBase):
         return ConfigError(f"explorer.url: {self._server.who} {what}")
 
 
-def _important(config: Mapping[str, object]) -> dict[str, object]:
+def _important(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the fields of a model's config, and of the configs in it, that change what it computes."""
     return {
         str(name): _important(value) if isinstance(value, Mapping) else value
