@@ -150,7 +150,7 @@ def test_a_server_that_somebody_else_gave_weights_is_never_sampled_from(
     theirs = server.get("/weight_info")["weight_version"]
     with pytest.raises(EngineDied, match=f"{server.url} says that it holds {theirs}, but it was given"):
         generated(engine)
-    with pytest.raises(EngineDied, match="somebody else has given it weights"):
+    with pytest.raises(EngineDied, match="another program has given it weights"):
         loader.load(None)
     assert server.get("/weight_info")["weight_version"] == theirs
     engine.close()
