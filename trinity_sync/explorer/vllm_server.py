@@ -14,8 +14,15 @@ from transformers import AutoConfig
 
 from trinity_sync.config.model_checks import TESTED
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.explorer.texts import Responses, SampleRequest, TextSettings
-from trinity_sync.explorer.vllm_base import VLLMBase, VLLMResponse, joined, sample_rows
+from trinity_sync.explorer.texts import (
+    Responses,
+    SampleRequest,
+    TextSettings,
+    VLLMBase,
+    VLLMResponse,
+    joined,
+    sample_rows,
+)
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.server import HttpControl, Json, Server, lock_server
