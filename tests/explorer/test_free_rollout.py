@@ -230,7 +230,7 @@ def test_the_others_go_on_without_a_dead_one_and_make_its_groups_anew(runs: Runs
     assert members.replaced == ["a"]
     ((where, error),) = runs.faults
     assert where == "a"
-    assert error.startswith("a died while it was to generate; the run goes on with b. See logs/a.log")
+    assert error.startswith("a died before it could generate; the run goes on with b. See logs/a.log")
     assert rollout.metrics()["samples/explorers"] == 1
 
 

@@ -38,7 +38,7 @@ def test_a_chat_is_asked_for_an_answer_with_the_arguments_that_are_given() -> No
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("enable_thinkin", "is nothing that the tokenizer's chat template reads; it reads: enable_thinking"),
+        ("enable_thinkin", "is not an argument that the tokenizer's chat template reads; it reads: enable_thinking"),
         ("tools", "is set by the program itself"),
         ("add_generation_prompt", "is set by the program itself"),
     ],

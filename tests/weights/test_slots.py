@@ -94,7 +94,7 @@ def test_close_leaves_nothing_may_be_repeated_and_ends_the_arena(root: Path) -> 
     arena.close()
     arena.close()
     assert list(root.iterdir()) == []
-    with pytest.raises(SegmentError, match=r"rank-00000 is gone: its node agent ended"):
+    with pytest.raises(SegmentError, match=r"rank-00000 no longer exists: its node agent ended"):
         map_segment(path, 10)
     with pytest.raises(SegmentError, match="is closed"):
         arena.map(0, "rank-00000")

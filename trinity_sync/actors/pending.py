@@ -37,7 +37,7 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
         self.who, self.what, self.why = who, what, why
 
     def __str__(self) -> str:
-        told = f"{self.who} died while it was to {self.what}"
+        told = f"{self.who} died before it could {self.what}"
         return f"{told} ({self.why})" if self.why else told
 
 

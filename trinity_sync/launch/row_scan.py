@@ -153,8 +153,8 @@ def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         _note(
-            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are in the "
-            f"task{_named(cfg.task)}, too, the first of them {shared[0]}: the validation is not of new ones alone"
+            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are also in "
+            f"the task{_named(cfg.task)}, the first of them {shared[0]}: the validation does not use new rows only"
         )
 
 
@@ -241,7 +241,7 @@ def _ask(request: _ScanRequest, path: str) -> _Found | _UnreadableModel:
             return _answer(child.channel, path, len(request.rows))
         except (EOFError, OSError) as error:
             status = child.status(1)
-            raise RunError(f"the process that looks through the rows of {path} has ended ({status})") from error
+            raise RunError(f"the process that checks the rows of {path} has ended ({status})") from error
 
 
 def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel:
@@ -255,7 +255,7 @@ def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel
         if time.monotonic() - told > _TELL_S and message < rows:
             told = time.monotonic()
             _note(f"looking through {path}: {message} of {rows} rows")
-    raise RunError(f"the process that looks through the rows of {path} said nothing for {_LIMIT_S:.0f} s")
+    raise RunError(f"the process that checks the rows of {path} did not report for {_LIMIT_S:.0f} s")
 
 
 # ---- the child

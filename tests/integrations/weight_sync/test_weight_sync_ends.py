@@ -290,7 +290,7 @@ def test_who_answers_in_another_language_is_no_sender() -> None:
             connected.sendall(struct.pack("!i", 20) + b"HTTP/1.1 400 Bad Req")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(RunError, match="the sender is gone, or takes part in another sync"):
+        with pytest.raises(RunError, match="the sender has ended, or takes part in another sync"):
             Spoke("the sender", address, 0, 5.0)
 
 

@@ -152,7 +152,7 @@ class _MonitorProcess:
             attempt = start.attempt
             lock.sign(self._word(attempt))
         else:
-            story.warning("goes on with attempt %d, in the place of a monitor that is gone", attempt)
+            story.warning("continues with attempt %d, in place of a monitor that has ended", attempt)
         config = replace(settings.config, attempt=attempt, log_dir=None, writer=writer_of(settings.root))
         body = failures_logged(CheckpointMonitor)(
             settings.save_strategy, str(settings.root), None, config, host=LocalHost(restarted=restarted)
@@ -176,7 +176,7 @@ class _MonitorProcess:
         told.cancel()
         if gone.done():
             return lifetime.end_s
-        story.warning("told to end (SIGTERM)")
+        story.warning("ended by SIGTERM")
         gone.cancel()
         until = time.monotonic() + _KILL_S
         with contextlib.suppress(TimeoutError):
@@ -493,7 +493,7 @@ def publish(root: Path, program: str, address: str, port: int, secret: bytes) ->
     finally:
         os.umask(before)
     if find(root) != said:
-        raise ConfigError(f"{root / _NAME} is not what was written to it a moment ago")
+        raise ConfigError(f"{root / _NAME} was changed by another program just after it was written")
     return said
 
 

@@ -148,13 +148,12 @@ class Server:
 
     def facts(self) -> ServerFacts:
         """What it says of itself."""
-        answer = self._send("GET", "/server_info", "say what it is", params={"config_format": "json"})
+        answer = self._send("GET", "/server_info", "report its version and settings", params={"config_format": "json"})
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise ConfigError(
-                f"{self.who} does not let itself be given weights; start it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment"
+                f"{self.who} does not accept weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             )
-        config = self._checked(answer, "say what it is")
+        config = self._checked(answer, "report its version and settings")
         models = self.get("/v1/models", "name its models")
         version = self.get("/version", "say its version")
         try:
@@ -174,7 +173,7 @@ class Server:
             )
         except (KeyError, IndexError, TypeError) as error:
             raise ConfigError(
-                f"{self.who} does not say of itself what is known of vLLM: {error_text(error)}"
+                f"{self.who} does not report the fields that a vLLM server reports: {error_text(error)}"
             ) from error
 
     def get(self, path: str, what: str) -> Json:
@@ -230,7 +229,7 @@ class Server:
         except httpx.RequestError as error:
             return _reason(error)
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise ConfigError(f"explorer.url: what answers at {self._url} is no vLLM server; it has no /health")
+            raise ConfigError(f"explorer.url: the server at {self._url} is not a vLLM server; it has no /health")
         return None if answer.is_success else f"it says {answer.status_code}"
 
     def _send(
@@ -262,7 +261,7 @@ class Server:
         except ConfigError as error:
             down = str(error)
         if down is not None and down != _SLOW:
-            raise EngineDied(f"{self.who} died ({down}) when it was to {what}")
+            raise EngineDied(f"{self.who} died ({down}) before it could {what}")
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -271,10 +270,10 @@ class Server:
         except httpx.TimeoutException as error:
             raise WaitTimeout(self.who, what, self.timeout_s) from error
         except httpx.TransportError as error:
-            raise EngineDied(f"{self.who} is gone ({_reason(error)}) when it was to {what}") from error
+            raise EngineDied(f"{self.who} disconnected ({_reason(error)}) before it could {what}") from error
         except httpx.RequestError as error:
             raise RunError(
-                f"{self.who} answered what cannot be read ({_reason(error)}) when it was to {what}"
+                f"{self.who} sent an unreadable answer ({_reason(error)}) to the request to {what}"
             ) from error
 
     def _checked(self, answer: httpx.Response, what: str) -> Json:
@@ -377,11 +376,11 @@ class HttpControl:
         """
         if self._given is None:
             return
-        held = self._server.get("/weight_info", "say what it holds").get("weight_version")
+        held = self._server.get("/weight_info", "report its weights").get("weight_version")
         if held != self._given and held not in self._said:
             raise EngineDied(
-                f"{self._server.who} says that it holds {held}, but it was given {self._given}: it was started again, "
-                "or somebody else has given it weights"
+                f"{self._server.who} says that it holds {held}, but it was given {self._given}: it was restarted, "
+                "or another program has sent it weights"
             )
 
     def _start_update(self) -> None:
@@ -391,7 +390,7 @@ class HttpControl:
         self._say("/update_weight_version", f"note that version {version} comes", "new_version", updating(version))
 
     def _say(self, path: str, what: str, field: str, label: str) -> None:
-        """Have the server say what it holds."""
+        """Have the server report its weights."""
         name = f"{label}-{self._owner}"
         self._said.add(name)
         self._server.post(path, what, {field: name})

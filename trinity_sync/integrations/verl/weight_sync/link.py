@@ -145,10 +145,10 @@ class Hub:
             try:
                 receiver.wire.connection.send(message)
             except BlockingIOError:
-                raise WaitTimeout(receiver.name, "read what it is told of the weights", self._timeout_s) from None
+                raise WaitTimeout(receiver.name, "read the next message about the weights", self._timeout_s) from None
             except OSError as error:
                 self.check()
-                raise RunError(f"{receiver.name} is gone ({error})") from error
+                raise RunError(f"{receiver.name} disconnected ({error})") from error
 
     def wait_taken(self, number: int) -> None:
         """Wait until all receivers have a bucket."""
@@ -158,7 +158,7 @@ class Hub:
         """Wait until all receivers have handed on the version; return what they say of it."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
-                raise WaitTimeout(late[0].name, "go on to take and load the weights", self._timeout_s)
+                raise WaitTimeout(late[0].name, "take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
@@ -206,9 +206,9 @@ class Hub:
         try:
             message: FromReceiver = receiver.wire.connection.recv()
         except BlockingIOError:
-            raise WaitTimeout(receiver.name, "end what it began to say", self._timeout_s) from None
+            raise WaitTimeout(receiver.name, "finish the message that it began", self._timeout_s) from None
         except (EOFError, OSError) as error:
-            raise RunError(f"{receiver.name} is gone, before it had all weights") from error
+            raise RunError(f"{receiver.name} disconnected before it had all weights") from error
         if isinstance(message, Failed):
             raise RunError(f"{receiver.name} did not take the weights: {message.why}")
         if isinstance(message, BucketReceipt):
@@ -250,7 +250,7 @@ class Spoke:
             raise WaitTimeout(sender, "let this receiver in", timeout_s) from None
         except (AuthenticationError, AssertionError, EOFError, OSError) as error:  # the second: it speaks otherwise
             self.close()
-            raise RunError(f"{sender} is gone, or takes part in another sync ({error})") from error
+            raise RunError(f"{sender} has ended, or takes part in another sync ({error})") from error
 
     def receive(self, what: str) -> FromSender:
         """Wait for the next message."""
@@ -259,7 +259,7 @@ class Spoke:
         except BlockingIOError:
             raise WaitTimeout(self.sender, what, self._timeout_s) from None
         except (EOFError, OSError) as error:
-            raise RunError(f"{self.sender} is gone, before it could {what}") from error
+            raise RunError(f"{self.sender} disconnected before it could {what}") from error
         if isinstance(message, Failed):
             raise RunError(f"{self.sender} gave the weights up: {message.why}")
         return message
@@ -269,10 +269,10 @@ class Spoke:
         try:
             self._wire.connection.send(message)
         except BlockingIOError:
-            raise WaitTimeout(self.sender, "read what it is told of the weights", self._timeout_s) from None
+            raise WaitTimeout(self.sender, "read the next message about the weights", self._timeout_s) from None
         except OSError as error:
             self.check()
-            raise RunError(f"{self.sender} is gone ({error})") from error
+            raise RunError(f"{self.sender} disconnected ({error})") from error
 
     def check(self) -> None:
         """After an error of a transport: say whether the sender is gone or has given up, if that is why."""
