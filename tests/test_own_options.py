@@ -810,7 +810,7 @@ def test_a_class_that_is_no_algorithm_is_refused_with_its_key(raft: Path) -> Non
     cfg = composed(raft, "algorithm=raft", "algorithm._target_=of_mine.raft.Other")
     config.check(cfg)
     assert refused(cfg, config.check_inputs).startswith(
-        "algorithm._target_ is of_mine.raft.Other, which is no subclass"
+        "algorithm._target_ is of_mine.raft.Other, which is not a subclass"
     )
 
 
@@ -894,4 +894,6 @@ def test_who_saves_is_checked_with_its_key(saving: Path, key: str) -> None:
     assert not imported(saving)
     cfg = composed(saving, "checkpoint=telling", f"{key}._target_=of_mine.saving.Other")
     config.check(cfg)
-    assert refused(cfg, config.check_inputs).startswith(f"{key}._target_ is of_mine.saving.Other, which is no subclass")
+    assert refused(cfg, config.check_inputs).startswith(
+        f"{key}._target_ is of_mine.saving.Other, which is not a subclass"
+    )

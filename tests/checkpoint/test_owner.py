@@ -230,7 +230,7 @@ def test_a_new_run_begins_in_no_folder_whose_files_it_would_touch(
 
 def test_a_folder_without_a_mark_is_a_runs_whose_record_lists_its_checkpoints(root: Path, run: Path) -> None:
     manifest = of_run(root, 10, None)
-    with pytest.raises(ConfigError, match="has no record of"):
+    with pytest.raises(ConfigError, match="has no record"):
         owner.check(root, Owner.new(OURS, run), recorded=())
     owner.check(root, Owner.new(OURS, run), recorded=(), named=True)
     owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest))

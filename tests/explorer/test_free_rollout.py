@@ -246,7 +246,7 @@ def test_the_last_one_ends_the_run_and_says_what_would_help(runs: Runs) -> None:
     members = Pretend("a", "b", restarts=0)
     members.orders = {"a": [dies("a")], "b": [dies("b")]}
     rollout = runs.start(members)
-    with pytest.raises(RunError, match=r"died while .*no other explorer is left.*explorer\.max_restarts"):
+    with pytest.raises(RunError, match=r"died before .*no other explorer is left.*explorer\.max_restarts"):
         rollout.take(1)
 
 

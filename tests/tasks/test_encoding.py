@@ -61,7 +61,7 @@ def test_arguments_where_none_of_several_templates_is_the_default_are_refused() 
 def test_of_a_template_with_marks_arguments_are_refused_too() -> None:
     marked = chat_tokenizer("{%- generation %}{{ messages[0].content }}{{ mood }}{% endgeneration -%}")
     assert encoder(tokenizer=marked, chat_template={"mood": 1}).limit is None
-    with pytest.raises(ConfigError, match=r"^task\.chat_template\.anything is nothing that .* it reads: mood$"):
+    with pytest.raises(ConfigError, match=r"^task\.chat_template\.anything is not an argument that .* it reads: mood$"):
         encoder(tokenizer=marked, chat_template={"anything": 1})
 
 

@@ -422,6 +422,6 @@ def check_free(output: Path) -> None:
         raise ConfigError(f"{output} is a file; name a folder that is not there yet")
     above = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
     if not above.is_dir():
-        raise ConfigError(f"{output} cannot be made: {above} is a file")
+        raise ConfigError(f"{output} cannot be created: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"{output} cannot be created: {above} is not writable")
