@@ -314,7 +314,7 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
     raise RunError(
         f"the weights in {weights.folder} have the digest {wire_digest} in {wires[0].dtype}, but its manifest "
         f"says {expected}: they differ from the committed ones, and nothing was exported; `trinity-sync ckpt verify` "
-        "tells which file was changed"
+        "names the changed file"
     )
 
 
