@@ -1,20 +1,20 @@
 """Versions for vLLM, through its own registry of weight transfers.
 
-`register` is what the entry point `vllm.general_plugins` names: vLLM calls it in each of its processes. Who starts an
-engine with ``weight_transfer_config={"backend": "trinity"}`` has `TrinityTransfer` in each worker, and gives it
-versions by `WorkerTarget`.
+vLLM calls `register`, the entry point `vllm.general_plugins`, in each of its processes. An engine with
+``weight_transfer_config={"backend": "trinity"}`` has `TrinityTransfer` in each worker; `WorkerTarget` gives it
+versions.
 """
 
 from __future__ import annotations
 
 BACKEND = "trinity"
-"""The name under which vLLM knows us."""
+"""Our name in vLLM's registry."""
 
 _registered = False
 
 
 def register() -> None:
-    """Tell vLLM of `TrinityTransfer`, once in a process, and have the process use what its processor has."""
+    """Register `TrinityTransfer` with vLLM, once in a process, and allow the processor's AMX tiles."""
     global _registered
     if _registered:
         return

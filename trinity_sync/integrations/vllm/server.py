@@ -1,4 +1,4 @@
-"""A vLLM server that somebody runs, asked over HTTP. vLLM itself need not be installed here."""
+"""The HTTP client of a vLLM server that the user runs. vLLM need not be installed on this side."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _SLOW = "it answers slowly or not at all"
 
 
 class ServerFacts(NamedTuple):
-    """What a server says of itself.
+    """Settings that a server reports.
 
     Attributes:
         model: name by which requests name its model.
         root: folder or hub id from which it took config and tokenizer.
-        longest: prompt and response together, in tokens, at most.
+        longest: maximum of prompt and response together, in tokens.
         dtype: of its weights, as torch prints it.
         log_probs_mode: its ``--logprobs-mode``.
         backend: its weight-transfer backend; None: none.
@@ -126,12 +126,12 @@ class Server:
         self.timeout_s = timeout_s
         self._url = url
         self._calls = ThreadPoolExecutor(thread_name_prefix="vLLM server")
-        # A proxy of the environment is for other places; and vLLM closes a connection on which it has told a failure,
-        # which the next call on it would take for a death.
+        # Ignores the environment's proxy, which is for other hosts. vLLM closes a connection after it has reported a
+        # failure; the next call on that connection would look like the death of the server.
         self._client = httpx.Client(base_url=url, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def wait_up(self, timeout_s: float) -> None:
-        """Wait until it is there.
+        """Wait until the server answers.
 
         Args:
             timeout_s: limit, seconds.
@@ -147,7 +147,7 @@ class Server:
             why = self._not_up()
 
     def facts(self) -> ServerFacts:
-        """What it says of itself."""
+        """Return the server's settings."""
         answer = self._send("GET", "/server_info", "report its version and settings", params={"config_format": "json"})
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise ConfigError(
@@ -198,7 +198,7 @@ class Server:
         async with httpx.AsyncClient(base_url=self._url, trust_env=False, limits=limits, timeout=None) as client:
 
             async def post(body: Mapping[str, object]) -> Json:
-                with self._told(what):
+                with self._errors_of(what):
                     answer = await client.post(path, json=body)
                 return self._checked(answer, what)
 
@@ -249,13 +249,11 @@ class Server:
             if time.monotonic() > until:  # it sends little by little
                 raise WaitTimeout(self.who, what, self.timeout_s)
             self._check_alive(what)
-        with self._told(what):
+        with self._errors_of(what):
             return asking.result()
 
     def _check_alive(self, what: str) -> None:
-        """See whether the server still is there: of a call that its engine was busy with when it died, vLLM never says
-        that it failed.
-        """
+        """Check that the server is alive: vLLM never answers a call that its engine was executing when it died."""
         try:
             down = self._not_up()
         except ConfigError as error:
@@ -264,7 +262,7 @@ class Server:
             raise EngineDied(f"{self.who} died ({down}) before it could {what}")
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _errors_of(self, what: str) -> Iterator[None]:
         try:
             yield
         except httpx.TimeoutException as error:
@@ -293,7 +291,7 @@ def _json(answer: httpx.Response) -> Json:
 
 
 def _message(answer: httpx.Response) -> str:
-    """What the server says of a failure; its form differs from path to path."""
+    """Return the server's description of a failure; its form differs between paths."""
     found = _json(answer)
     said = found.get("error", found.get("detail"))
     if isinstance(said, dict):
@@ -305,7 +303,7 @@ def _reason(error: httpx.RequestError) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# The control of a vLLM server's weights over HTTP, and the proof that it still holds what it was given.
+# Control of a vLLM server's weights over HTTP, and the check that its weights are still ours.
 
 
 class HttpControl:
@@ -360,7 +358,7 @@ class HttpControl:
         self._say("/finish_weight_update", f"finish the update to version {version}", "weight_version", version)
 
     def reload(self, folder: Path, version: str) -> None:
-        """Have it read its weights from a folder, and say from now on that they are this version."""
+        """Let the server read its weights from a folder, and report this version from then on."""
         self._say_updating(version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._server.post("/collective_rpc", f"load version {version}", body)
@@ -368,11 +366,11 @@ class HttpControl:
         self._say("/update_weight_version", f"note version {version}", "new_version", version)
 
     def check(self) -> None:
-        """See whether the server still says what it was told last, if it was told anything, or since then without an
-        answer in time.
+        """Check that the server still reports the last version that it was given, or a later one whose update was not
+        answered in time.
 
         Raises:
-            EngineDied: it does not: it is another engine now.
+            EngineDied: it reports another one, so it is another engine now.
         """
         if self._given is None:
             return
@@ -390,7 +388,7 @@ class HttpControl:
         self._say("/update_weight_version", f"note that version {version} comes", "new_version", updating(version))
 
     def _say(self, path: str, what: str, field: str, label: str) -> None:
-        """Have the server report its weights."""
+        """Give the server a name for its weights, which it then reports."""
         name = f"{label}-{self._owner}"
         self._said.add(name)
         self._server.post(path, what, {field: name})

@@ -1,7 +1,8 @@
 """The worker's half: what vLLM's weight-transfer registry builds in each worker process.
 
-Its session is vLLM's own (start, update, finish), through which weights go into the model layer by layer. What they are
-has arrived before (`arrivals`), asked for over a `link` while the engine generates, and is let go after the session.
+Its session is vLLM's own (start, update, finish), which loads weights into the model layer by layer. The weights have
+arrived before (`arrivals`), requested over a `worker_link` while the engine generates, and are released after the
+session.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What is to be put into the model.
+    """A version to load into the model.
 
     Attributes:
-        version: text of the version that has arrived; None: nothing, the session under way is to be given up.
+        version: text of the version that has arrived; None: the session ends without one.
         giver: key of the address from which it came.
     """
 
@@ -87,9 +88,9 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._filled = False  # a version is in the model, which the session under way has to finish
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to who gives versions; its questions are answered beside what the engine does. Who gave some before
-        gives none any more: what has arrived for one is never put in for another. An address at which nobody answers
-        changes nothing.
+        """Connect to the explorer that gives versions; a thread answers its requests while the engine works. The
+        previous explorer can give no more versions, and its arrivals are dropped. If the address does not answer,
+        nothing changes.
         """
         giver, before = init_info.key, (self._giver, self._arrivals)
         methods: dict[str, Callable[..., object]] = {
@@ -108,14 +109,14 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def start_weight_update(self) -> None:
-        """Begin a session. Anybody can ask for one, so the model stays as it is until a version is put in. What a
-        session before has left half done is put right.
+        """Begin a session, and restore the layers of an unfinished earlier one. Any client can begin a session, so the
+        model does not change before a version is loaded.
         """
         self._give_back()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Put the version that has arrived into the model, see `receive_weights`; anything else is refused, and layers
-        that wait for weights get their memory back: the engine would die of them.
+        """Load the arrived version into the model, see `receive_weights`. Anything else is refused, and layers that
+        wait for weights get their memory back, without which the engine would die.
         """
         try:
             super().update_weights(update_info)
@@ -170,7 +171,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return maps is not None
 
     def _check_dtypes(self, tensors: Shapes) -> None:
-        """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing."""
+        """Check that the model holds in fp32 the tensors that are sent in fp32; vLLM would round them silently."""
         held = {name: from_torch(one.dtype) for name, one in self.model.named_parameters()}
         ends = {_end(name): dtype for name, dtype in held.items()}
         own = from_torch(self.model_config.dtype)
@@ -187,7 +188,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._arrived().take(arrival)
 
     def _show(self, version: str) -> list[str]:
-        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ."""
+        """Return the tensors of the model that differ from the arrived ones, among those with the same form."""
         arrivals = self._arrived()
         self._check_memory(arrivals)
         held = dict(self.model.named_parameters())
@@ -195,9 +196,9 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         for name, (dtype, shape) in arrivals.shapes.items():
             here = held.get(name)
             if here is None or tuple(here.shape) != shape or here.dtype != to_torch(dtype):
-                continue  # another name, a share, or the form that this processor computes with
+                continue  # another name, a shard, or a form for this processor's kernels
             if here.dim() > 1 and self.parallel_config.world_size > 1:
-                continue  # a share of what was padded can have the shape of the whole
+                continue  # a shard of a padded tensor can have the shape of the whole
             most = max(1, _CHECKED_BYTES * len(here) // max(1, here.nbytes)) if here.dim() > 1 else None
             there = here[:most] if most else here
             if not torch.equal(_bytes(there.cpu()), _bytes(arrivals.read(name, most))):  # of NaN, too
@@ -205,19 +206,19 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return differing
 
     def _check_memory(self, arrivals: Arrivals) -> None:
-        """See that the model keeps nothing of where the version lies, which later versions are written to."""
+        """Check that the model does not use the version's memory, which later versions overwrite."""
         lent = {one.untyped_storage().data_ptr() for one in arrivals.memory() if one.nbytes}
         held = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
         kept = [name for name, one in held if one.untyped_storage().data_ptr() in lent]
         if kept:
-            raise RunError(f"vLLM did not copy {listed(sorted(kept))}, but uses them where the version lies")
+            raise RunError(f"vLLM did not copy {listed(sorted(kept))}, but uses the memory of the version")
 
     def _let_go(self) -> None:
         if self._arrivals is not None:
             self._arrivals.let_go()
 
     def _given_up(self, giver: str) -> None:
-        """Who gave versions is gone: keep no memory of theirs."""
+        """Drop the arrivals of an explorer that has disconnected."""
         if self._giver == giver:
             self._arrivals = None
 
@@ -253,14 +254,14 @@ def _end(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-# What vLLM's layerwise reload leaves behind when it does not come to its end, put right; and what it does not tell.
+# Repairs and checks around vLLM's layerwise reload.
 
 
 def begin(model: torch.nn.Module) -> None:
     """Begin a session: layers wait for weights.
 
-    vLLM puts experts into the form that a processor computes with only where it makes their kernel. With a kernel that
-    is there it would compute with weights as they came, and say nothing; so on a CPU the kernel is made anew.
+    vLLM converts experts to the form of their kernel only when it creates the kernel. With an existing kernel it would
+    silently compute with unconverted weights; so on a CPU the kernel is created again.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -270,10 +271,10 @@ def begin(model: torch.nn.Module) -> None:
 
 
 def give_back(model: torch.nn.Module) -> None:
-    """Give each layer that waits for weights the tensors back that it computed with, and forget what came for it.
+    """Give each layer that waits for weights its previous tensors back, and drop the weights received for it.
 
-    vLLM leaves such layers without memory, and a later session would take what came before for its own. The tensors
-    hold weights of several versions then: nobody may generate before a whole version is in.
+    vLLM leaves such layers without memory, and a later session would use the received weights as its own. The tensors
+    then have weights of several versions: do not generate before a whole version is loaded.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -285,8 +286,8 @@ def give_back(model: torch.nn.Module) -> None:
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:
-    """Names of parameters, within a session, of layers that still wait for weights. vLLM would fill them with what
-    is in memory, or leave them as they were.
+    """Return the parameters of layers that still wait for weights in a session. vLLM would leave them unchanged, or
+    fill them with undefined memory.
     """
     tied = set(_tied(model))
     waiting = []
@@ -298,16 +299,16 @@ def unfilled(model: torch.nn.Module) -> list[str]:
 
 
 def finish(model: torch.nn.Module, config: ModelConfig) -> None:
-    """End a session: what waits for all of its layer's weights is put in, and an output layer that is the embedding
-    computes with what came for that.
+    """End a session: load the layers that wait for it, and let an output layer that is the embedding use the
+    embedding's weights.
     """
     tied = _tied(model)
-    for layer in tied:  # so that vLLM does not warn, at each version, of weights that nobody sends
+    for layer in tied:  # so that vLLM does not warn of missing weights at each version
         info = get_layerwise_info(layer)
         _place_kernel_tensors(layer, info)
         info.reset()
     finalize_layerwise_reload(model, config)
-    for layer, method in tied.items():  # a processor's own copy of the weight, in the form that it computes with
+    for layer, method in tied.items():  # a copy of the weight in the form of the processor's kernel
         method.process_weights_after_loading(layer)
 
 
@@ -339,11 +340,11 @@ def _tied(model: torch.nn.Module) -> dict[torch.nn.Module, UnquantizedEmbeddingM
 
 
 def _waits(layer: torch.nn.Module) -> bool:
-    # A layer that has all of its weights is in no session any more; that of attention has none to wait for.
+    # A layer with all of its weights has left the session; an attention layer has none to wait for.
     info = get_layerwise_info(layer)
     return info.can_load() and not is_deferred_attention_layer(layer) and not _holds_padding(layer, info.load_numel)
 
 
 def _holds_padding(layer: torch.nn.Module, loaded: int) -> bool:
-    """Tell whether a layer is (a share of) a vocabulary, of which all but padding may be there."""
+    """Return whether a layer is (a shard of) a vocabulary, in which only padding may be missing."""
     return isinstance(layer, VocabParallelEmbedding) and (loaded > 0 or layer.shard_indices.num_org_elements == 0)

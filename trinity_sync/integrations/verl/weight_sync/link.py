@@ -133,31 +133,31 @@ class Hub:
         self._wait(lambda receiver: receiver.taken >= number, f"take bucket {number} of the weights", self._timeout_s)
 
     def wait_done(self) -> list[Done]:
-        """Wait until all receivers have handed on the version; return what they say of it."""
+        """Wait until all receivers have passed the version on; return their reports."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
                 raise WaitTimeout(late[0].name, "take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After an error of a transport: say which receiver is gone or has given up, if that is why."""
+        """After a transport error: raise the error of the receiver that disconnected or gave up, if there is one."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
     def interrupt(self) -> None:
-        """From another thread: end what is waited for here, with an error."""
+        """From another thread: end the current wait with an error."""
         self._connected.put(None)
         for receiver in tuple(self._receivers):
             receiver.connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell whoever is still there that the version does not come, and let them go."""
+        """Tell the remaining receivers that the version does not come, and disconnect."""
         for receiver in self._receivers:
             _say(receiver.connection, Failed(why))
         self.close()
 
     def close(self) -> None:
-        """Let the receivers go. May be called again."""
+        """Disconnect the receivers. May be called again."""
         self._stop_listening()
         for receiver in self._receivers:
             receiver.connection.close()
@@ -171,7 +171,7 @@ class Hub:
 
     def _read(self, timeout_s: float) -> bool:
         """Read one message of each receiver that says something in that time; return whether one does."""
-        # of all that are not through, so that a death is noticed whoever is waited for
+        # of all unfinished receivers, so that the death of any is noticed
         open_ones = [receiver for receiver in self._receivers if receiver.done is None]
         ready = wait([receiver.connection.socket for receiver in open_ones], timeout_s)
         for receiver in open_ones:
@@ -245,27 +245,27 @@ class Spoke:
             raise RunError(f"{self.sender} disconnected ({error})") from error
 
     def check(self) -> None:
-        """After an error of a transport: say whether the sender is gone or has given up, if that is why."""
+        """After a transport error: raise the sender's error if it disconnected or gave up."""
         until = time.monotonic() + _GRACE_S
         while wait([self._connection.socket], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")
 
     def interrupt(self) -> None:
-        """From another thread: end what is waited for here, with an error."""
+        """From another thread: end the current wait with an error."""
         self._connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell the sender, if it is there, that this receiver does not take the version; and let it go."""
+        """Tell the sender that this receiver does not take the version, and disconnect."""
         _say(self._connection, Failed(why))
         self.close()
 
     def close(self) -> None:
-        """Let the sender go. May be called again."""
+        """Disconnect. May be called again."""
         self._connection.close()
 
 
 def _say(connection: Connection, message: Failed) -> None:
-    """Send a last message, unless the other end is gone or does not read."""
+    """Send a last message, unless the other end has disconnected or does not read."""
     with contextlib.suppress(OSError):
         connection.send(pack(message), _GRACE_S)
 
