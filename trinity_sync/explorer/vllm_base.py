@@ -17,8 +17,8 @@ from trinity_sync.weights.tensors import hold_fp32, kept_by_class, saved_list, t
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
-    from trinity_sync.integrations.vllm.arrivals import Shapes
     from trinity_sync.integrations.vllm.target import WorkerTarget
+    from trinity_sync.sync.arrivals import Shapes
 
 
 class VLLMBase(TextEngine):

@@ -18,9 +18,8 @@ from trinity_sync.explorer.texts import Responses, SampleRequest, TextSettings
 from trinity_sync.explorer.vllm_base import VLLMBase, VLLMResponse, joined, sample_rows
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
-from trinity_sync.integrations.vllm.file_target import FileTarget
 from trinity_sync.integrations.vllm.server import HttpControl, Json, Server, lock_server
-from trinity_sync.integrations.vllm.target import WorkerTarget
+from trinity_sync.integrations.vllm.target import FileTarget, WorkerTarget
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import rounds
 

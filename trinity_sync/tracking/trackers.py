@@ -33,7 +33,7 @@ class TrackedRun:
     Attributes:
         folder: the run folder.
         name: the run's name.
-        config: the config to show, see `host.references.shown_values`.
+        config: the config to show, see `host.masking.shown`.
         attempt: 0, or one more for each resume.
         resumed_from: the step from which a resume starts; later points of earlier attempts are abandoned.
     """

@@ -47,7 +47,7 @@ _ROUNDING = 1e-6
 
 
 class Log(Protocol):
-    """The methods of `tracking.Recorder` that loops and saves use."""
+    """The methods of `tracking.recorder.Recorder` that loops and saves use."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of a step."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.channel import (
@@ -24,11 +25,18 @@ from trinity_sync.host.channel import (
     open_connection,
     pack,
 )
-from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
 from trinity_sync.weights.layout import PartLayout
 
 _GRACE_S = 1.0
 """By then the kernel has closed the connections of a killed process."""
+
+
+class SenderAddress(NamedTuple):
+    """The address of a sender, and the secret that a receiver has to prove."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 class _Receiver:
@@ -48,7 +56,7 @@ class Hub:
 
         hub = Hub(host, timeout_s)                   # give hub.address to the receivers
         hub.meet(receivers)
-        hub.tell(Bucket(...))
+        hub.tell(BucketNotice(...))
         hub.wait_taken(0)
         hub.wait_done()
         hub.close()
@@ -133,25 +141,25 @@ class Hub:
         self._wait(lambda receiver: receiver.taken >= number, f"take bucket {number} of the weights", self._timeout_s)
 
     def wait_done(self) -> list[Done]:
-        """Wait until all receivers have passed the version on; return their reports."""
+        """Wait until all receivers have handed the version to their engines; return their reports."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
                 raise WaitTimeout(late[0].name, "take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After a transport error: raise the error of the receiver that disconnected or gave up, if there is one."""
+        """After an error of a transport: raise that of a receiver that is gone or has given up, if any."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
     def interrupt(self) -> None:
-        """From another thread: end the current wait with an error."""
+        """End the wait of another thread here, with an error."""
         self._connected.put(None)
         for receiver in tuple(self._receivers):
             receiver.connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell the remaining receivers that the version does not come, and disconnect."""
+        """Tell the receivers that the version does not come, and disconnect them."""
         for receiver in self._receivers:
             _say(receiver.connection, Failed(why))
         self.close()
@@ -170,11 +178,11 @@ class Hub:
                 raise WaitTimeout(late[0].name, what, timeout_s)
 
     def _read(self, timeout_s: float) -> bool:
-        """Read one message of each receiver that says something in that time; return whether one does."""
-        # of all unfinished receivers, so that the death of any is noticed
-        open_ones = [receiver for receiver in self._receivers if receiver.done is None]
-        ready = wait([receiver.connection.socket for receiver in open_ones], timeout_s)
-        for receiver in open_ones:
+        """Read one message of each receiver that sends one in that time; return whether any does."""
+        # of all that are not done, so that each death is noticed, also in the wait for another receiver
+        undone = [receiver for receiver in self._receivers if receiver.done is None]
+        ready = wait([receiver.connection.socket for receiver in undone], timeout_s)
+        for receiver in undone:
             if receiver.connection.socket in ready:
                 self._read_from(receiver)
         return bool(ready)
@@ -219,7 +227,7 @@ class Spoke:
             raise WaitTimeout(sender, f"answer at {place}", timeout_s) from None
         except (ForeignPeerError, EOFError, OSError) as error:
             raise RunError(
-                f"{sender} cannot be reached at {place}: it has ended, or takes part in another sync ({error})"
+                f"{sender} cannot be reached at {place}: it is gone, or takes part in another sync ({error})"
             ) from error
 
     def receive(self, what: str) -> FromSender:
@@ -245,13 +253,13 @@ class Spoke:
             raise RunError(f"{self.sender} disconnected ({error})") from error
 
     def check(self) -> None:
-        """After a transport error: raise the sender's error if it disconnected or gave up."""
+        """After an error of a transport: raise the sender's error, if it is gone or has given up."""
         until = time.monotonic() + _GRACE_S
         while wait([self._connection.socket], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")
 
     def interrupt(self) -> None:
-        """From another thread: end the current wait with an error."""
+        """End the wait of another thread here, with an error."""
         self._connection.end_reading()
 
     def give_up(self, why: str) -> None:
@@ -265,7 +273,7 @@ class Spoke:
 
 
 def _say(connection: Connection, message: Failed) -> None:
-    """Send a last message, unless the other end has disconnected or does not read."""
+    """Send a last message, unless the other end is gone or does not read."""
     with contextlib.suppress(OSError):
         connection.send(pack(message), _GRACE_S)
 
