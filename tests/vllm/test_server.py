@@ -359,7 +359,7 @@ def test_a_server_that_was_started_again_is_noticed(
         trainer.publish(weights[0])
         loader.load(None)
         server.kill()
-        with pytest.raises(EngineDied, match=rf"{server.url} is gone \(.*refused.*\)"):
+        with pytest.raises(EngineDied, match=rf"{server.url} disconnected \(.*refused.*\)"):
             generated(engine)
         server.start(wait=False)
         engine._lock.close()  # as the end of its process does; an explorer that lost its engine ends

@@ -345,7 +345,7 @@ class HttpControl:
         if found != self._label and found not in self._later:
             raise EngineDied(
                 f"{self._server.who} says that it holds {found}, but it was given {self._label}: it was restarted, "
-                "or another program has given it weights"
+                "or another program has sent it weights"
             )
 
     def _start_update(self) -> None:
