@@ -133,31 +133,31 @@ class Hub:
         self._wait(lambda receiver: receiver.taken >= number, f"take bucket {number} of the weights", self._timeout_s)
 
     def wait_done(self) -> list[Done]:
-        """Wait until all receivers have handed on the version; return what they say of it."""
+        """Wait until all receivers have handed the version to their engines; return their reports."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
                 raise WaitTimeout(late[0].name, "go on to take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After an error of a transport: say which receiver is gone or has given up, if that is why."""
+        """After an error of a transport: raise its cause, if a receiver is gone or has given up."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
     def interrupt(self) -> None:
-        """From another thread: end what is waited for here, with an error."""
+        """From another thread: make the current wait for a message fail."""
         self._connected.put(None)
         for receiver in tuple(self._receivers):
             receiver.connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell whoever is still there that the version does not come, and let them go."""
+        """Report to the remaining receivers that the version does not come, and disconnect them."""
         for receiver in self._receivers:
             _say(receiver.connection, Failed(why))
         self.close()
 
     def close(self) -> None:
-        """Let the receivers go. May be called again."""
+        """Disconnect the receivers. May be called again."""
         self._stop_listening()
         for receiver in self._receivers:
             receiver.connection.close()
@@ -170,8 +170,8 @@ class Hub:
                 raise WaitTimeout(late[0].name, what, timeout_s)
 
     def _read(self, timeout_s: float) -> bool:
-        """Read one message of each receiver that says something in that time; return whether one does."""
-        # of all that are not through, so that a death is noticed whoever is waited for
+        """Read one message of each receiver that sends one in that time; return whether there was one."""
+        # of all that are not done, so that each death is noticed
         open_ones = [receiver for receiver in self._receivers if receiver.done is None]
         ready = wait([receiver.connection.socket for receiver in open_ones], timeout_s)
         for receiver in open_ones:
@@ -183,7 +183,7 @@ class Hub:
         try:
             message: FromReceiver = receiver.connection.receive(self._timeout_s)
         except TimeoutError:
-            raise WaitTimeout(receiver.name, "end what it began to say", self._timeout_s) from None
+            raise WaitTimeout(receiver.name, "send the rest of a message", self._timeout_s) from None
         except (EOFError, OSError) as error:
             raise RunError(f"{receiver.name} is gone, before it had all weights") from error
         if isinstance(message, Failed):
@@ -199,8 +199,8 @@ class Spoke:
 
     Args:
         sender: the sender's name, for errors.
-        address: where it is reached.
-        index: which receiver this is.
+        address: its hub's.
+        index: of this receiver.
         timeout_s: limit of every wait, seconds.
 
     Raises:
@@ -235,7 +235,7 @@ class Spoke:
         return message
 
     def tell(self, message: FromReceiver) -> None:
-        """Tell the sender."""
+        """Send a message to the sender."""
         try:
             self._connection.send(pack(message), self._timeout_s)
         except TimeoutError:
@@ -245,22 +245,22 @@ class Spoke:
             raise RunError(f"{self.sender} is gone ({error})") from error
 
     def check(self) -> None:
-        """After an error of a transport: say whether the sender is gone or has given up, if that is why."""
+        """After an error of a transport: raise its cause, if the sender is gone or has given up."""
         until = time.monotonic() + _GRACE_S
         while wait([self._connection.socket], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")
 
     def interrupt(self) -> None:
-        """From another thread: end what is waited for here, with an error."""
+        """From another thread: make the current wait for a message fail."""
         self._connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell the sender, if it is there, that this receiver does not take the version; and let it go."""
+        """Report to the sender that this receiver does not take the version, and disconnect."""
         _say(self._connection, Failed(why))
         self.close()
 
     def close(self) -> None:
-        """Let the sender go. May be called again."""
+        """Disconnect. May be called again."""
         self._connection.close()
 
 
