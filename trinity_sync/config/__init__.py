@@ -19,11 +19,12 @@ from trinity_sync.config.saved_config import (
     only_trusted,
     only_trusted_places,
 )
-from trinity_sync.config.schema import SCHEMA, Config, register, typed
+from trinity_sync.config.schema import FORMER_MODULES, SCHEMA, Config, register, typed
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
 __all__ = [
     "ABSENT",
+    "FORMER_MODULES",
     "SCHEMA",
     "TARGET",
     "Check",

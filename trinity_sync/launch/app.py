@@ -115,6 +115,8 @@ def run_main(
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
+        if _session.rerun:
+            sys.modules.update(dict.fromkeys(config.FORMER_MODULES, sys.modules[config.Config.__module__]))
         hide_typed(line.arguments)
         with (
             interruptible(),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.channel import (
@@ -24,11 +25,18 @@ from trinity_sync.host.channel import (
     open_connection,
     pack,
 )
-from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
 from trinity_sync.weights.layout import PartLayout
 
 _GRACE_S = 1.0
 """By then the kernel has closed the connections of a killed process."""
+
+
+class SenderAddress(NamedTuple):
+    """The address of a sender, and the secret that a receiver has to prove."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 class _Receiver:
@@ -48,7 +56,7 @@ class Hub:
 
         hub = Hub(host, timeout_s)                   # give hub.address to the receivers
         hub.meet(receivers)
-        hub.tell(Bucket(...))
+        hub.tell(BucketNotice(...))
         hub.wait_taken(0)
         hub.wait_done()
         hub.close()
@@ -140,18 +148,18 @@ class Hub:
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After an error of a transport: raise its cause, if a receiver is gone or has given up."""
+        """After an error of a transport: raise that of a receiver that is gone or has given up, if any."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
     def interrupt(self) -> None:
-        """From another thread: make the current wait for a message fail."""
+        """End the wait of another thread here, with an error."""
         self._connected.put(None)
         for receiver in tuple(self._receivers):
             receiver.connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Report to the remaining receivers that the version does not come, and disconnect them."""
+        """Tell the receivers that the version does not come, and disconnect them."""
         for receiver in self._receivers:
             _say(receiver.connection, Failed(why))
         self.close()
@@ -170,11 +178,11 @@ class Hub:
                 raise WaitTimeout(late[0].name, what, timeout_s)
 
     def _read(self, timeout_s: float) -> bool:
-        """Read one message of each receiver that sends one in that time; return whether there was one."""
-        # of all that are not done, so that each death is noticed
-        open_ones = [receiver for receiver in self._receivers if receiver.done is None]
-        ready = wait([receiver.connection.socket for receiver in open_ones], timeout_s)
-        for receiver in open_ones:
+        """Read one message of each receiver that sends one in that time; return whether any does."""
+        # of all that are not done, so that each death is noticed, also in the wait for another receiver
+        undone = [receiver for receiver in self._receivers if receiver.done is None]
+        ready = wait([receiver.connection.socket for receiver in undone], timeout_s)
+        for receiver in undone:
             if receiver.connection.socket in ready:
                 self._read_from(receiver)
         return bool(ready)
@@ -183,7 +191,7 @@ class Hub:
         try:
             message: FromReceiver = receiver.connection.receive(self._timeout_s)
         except TimeoutError:
-            raise WaitTimeout(receiver.name, "send the rest of a message", self._timeout_s) from None
+            raise WaitTimeout(receiver.name, "end what it began to say", self._timeout_s) from None
         except (EOFError, OSError) as error:
             raise RunError(f"{receiver.name} is gone, before it had all weights") from error
         if isinstance(message, Failed):
@@ -199,8 +207,8 @@ class Spoke:
 
     Args:
         sender: the sender's name, for errors.
-        address: its hub's.
-        index: of this receiver.
+        address: where it is reached.
+        index: which receiver this is.
         timeout_s: limit of every wait, seconds.
 
     Raises:
@@ -235,7 +243,7 @@ class Spoke:
         return message
 
     def tell(self, message: FromReceiver) -> None:
-        """Send a message to the sender."""
+        """Tell the sender."""
         try:
             self._connection.send(pack(message), self._timeout_s)
         except TimeoutError:
@@ -245,17 +253,17 @@ class Spoke:
             raise RunError(f"{self.sender} is gone ({error})") from error
 
     def check(self) -> None:
-        """After an error of a transport: raise its cause, if the sender is gone or has given up."""
+        """After an error of a transport: raise the sender's error, if it is gone or has given up."""
         until = time.monotonic() + _GRACE_S
         while wait([self._connection.socket], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")
 
     def interrupt(self) -> None:
-        """From another thread: make the current wait for a message fail."""
+        """End the wait of another thread here, with an error."""
         self._connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Report to the sender that this receiver does not take the version, and disconnect."""
+        """Tell the sender that this receiver does not take the version, and disconnect."""
         _say(self._connection, Failed(why))
         self.close()
 
