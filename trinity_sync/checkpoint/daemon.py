@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer
+from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer, pickled_error
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.folder import recovery
@@ -93,7 +93,8 @@ def serve(given: bytes, report: Report) -> None:
             finally:
                 _forget_log(settings, failures)
     except Exception as error:
-        report(_pickled(error))
+        known = error if isinstance(error, TrinityError) else None
+        report(pickled_error(known or RunError(f"the checkpoint monitor failed: {error_text(error)}")))
 
 
 class _MonitorProcess:
@@ -236,18 +237,6 @@ def _forget_log(settings: DaemonSettings, failures: _Failures) -> None:
 
 def _log(settings: DaemonSettings) -> Path:
     return settings.root / f"{_LOG}.log"
-
-
-def _pickled(error: Exception) -> bytes:
-    foreseen = (
-        error if isinstance(error, TrinityError) else RunError(f"the checkpoint monitor failed: {error_text(error)}")
-    )
-    try:
-        data = pickle.dumps(foreseen)
-        pickle.loads(data)
-    except Exception:
-        return pickle.dumps(RunError(str(foreseen)))
-    return data
 
 
 # The program's side: find the monitor, or start it.
