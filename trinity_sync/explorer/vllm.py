@@ -254,7 +254,7 @@ class VLLMEngine(VLLMBase):
 
         unknown = arguments.keys() - AsyncEngineArgs.__dataclass_fields__.keys()
         if unknown:
-            raise ConfigError(f"explorer.engine.{min(unknown)} is no argument of vLLM's AsyncEngineArgs")
+            raise ConfigError(f"explorer.engine.{min(unknown)} is not an argument of vLLM's AsyncEngineArgs")
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
