@@ -121,7 +121,9 @@ def test_a_worker_that_does_not_listen_is_named(link: WorkerLink) -> None:
     stopped.close()
 
 
-def test_a_worker_that_is_busy_for_long_is_not_taken_for_dead(link: WorkerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_busy_for_long_is_not_taken_for_dead(
+    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local, "_SEND_S", 0.3)
     release = threading.Event()
     for rank in (0, 1):
