@@ -20,11 +20,11 @@ from trinity_sync.config.comparison import (
     ABSENT,
     EARLIER_LOCATIONS,
     LOCATIONS,
-    NAMED_BY_PATH,
     is_place,
     without_masked,
     without_places,
 )
+from trinity_sync.config.composition import NAMED_BY_PATH
 from trinity_sync.config.overrides import as_numbers, parse
 from trinity_sync.config.saved_config import saved_references
 from trinity_sync.errors import ConfigError
@@ -127,8 +127,8 @@ def without_secret(override: str) -> str | None:
     if masked_override(override) == override:
         return override
     key, value = override.partition("=")[0], parse(override).value()
-    kept = without_masked({key.lstrip("+"): value})
-    return f"{key}={_as_value(kept.popitem()[1])}" if isinstance(value, dict) and kept else None
+    kept = without_masked({key.lstrip("+"): value}) if isinstance(value, dict) else {}
+    return f"{key}={_as_value(kept.popitem()[1])}" if kept else None
 
 
 def _says_where(override: str) -> bool:

@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.composition import NAMED_BY_PATH, plain, section
 from trinity_sync.config.lookup import TARGET, own_targets
 from trinity_sync.config.schema import Config, typed
 from trinity_sync.host.masking import masked
-from trinity_sync.host.references import resolved, shown_values, with_references
+from trinity_sync.host.references import Settings, Value, resolved, shown_values, with_references
 
 ABSENT = "(absent)"
 """In `config_diff`, marks a key that one of the two configurations does not have."""
@@ -40,16 +41,6 @@ LOCATIONS = (
 """Keys of where a run lives and how it is shown. Not part of `config_digest`."""
 EARLIER_LOCATIONS = LOCATIONS[:-1]
 """The same for the digests of earlier releases."""
-NAMED_BY_PATH = (
-    "model.path",
-    "model.shapes",
-    "model.lora.path",
-    "algorithm.kl.reference",
-    "task.path",
-    "task.validation.path",
-    "task.reward.function_path",
-)
-"""Keys with a path whose last component alone counts in `config_digest`."""
 
 
 def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
@@ -59,11 +50,11 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
     Local paths of `NAMED_BY_PATH` count by their last component. Canonical JSON is UTF-8 with sorted keys and no
     blanks.
     """
-    values = _plain_values(OmegaConf.to_container(cfg, resolve=True))
+    values = _plain_values(plain(cfg))
     _drop_places(values, places)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
-        owner = _descend(values, parents)
+        owner = section(values, *parents)
         path = owner.get(last)
         if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - also where it may not be reached
             owner[last] = Path(path).resolve().name
@@ -91,7 +82,7 @@ class RunConfig:
         """See `config_digest`."""
         return config_digest(self.composed)
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> Settings:
         """Return the values for display, see `shown_values`."""
         return shown_values(self.composed)
 
@@ -114,14 +105,14 @@ def bundled(cfg: DictConfig) -> DictConfig:
     return OmegaConf.create(without_masked(values))
 
 
-def without_masked(values: dict[str, object]) -> dict[str, object]:
+def without_masked(values: Settings) -> Settings:
     """Return settings without secrets."""
     return _kept(values, masked(values))
 
 
-def _kept(values: dict[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(values: Settings, shown: Settings) -> Settings:
     return {
-        key: _kept(value, shown[key]) if isinstance(value, dict) else value
+        key: _kept(value, section(shown, key)) if isinstance(value, dict) else value
         for key, value in values.items()
         if isinstance(value, dict) or value == shown[key]
     }
@@ -132,24 +123,23 @@ def is_place(key: str) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
 
 
-def _drop_places(values: dict[str, object], places: Sequence[str] = LOCATIONS) -> None:
+def _drop_places(values: Settings, places: Sequence[str] = LOCATIONS) -> None:
     for key in places:
         *parents, last = key.split(".")
-        _descend(values, parents).pop(last, None)
+        section(values, *parents).pop(last, None)
 
 
-def _plain_values(cfg: object) -> dict[str, object]:
+def _plain_values(cfg: Mapping[str, Value]) -> Settings:
     """Return a configuration's values without our own class names."""
-    values = _without_own_targets(cfg)
-    assert isinstance(values, dict)
-    saving = values.get("checkpoint") or {}
+    values = {key: _without_own_targets(value) for key, value in cfg.items()}
+    saving = section(values, "checkpoint")
     for name in ("coordinator", "monitor"):
         if saving.get(name) == {}:
             del saving[name]
     return values
 
 
-def _without_own_targets(value: object) -> object:
+def _without_own_targets(value: Value) -> Value:
     if not isinstance(value, dict):
         return value
     return {
@@ -157,12 +147,6 @@ def _without_own_targets(value: object) -> object:
         for key, inner in value.items()
         if not (key == TARGET and isinstance(inner, str) and inner in own_targets())
     }
-
-
-def _descend(values: dict[str, Any], parents: Sequence[str]) -> dict[Any, Any]:
-    for name in parents:
-        values = values.get(name) or {}
-    return values
 
 
 class Difference(NamedTuple):

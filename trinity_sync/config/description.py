@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -145,10 +144,10 @@ def _kind(key: str, types_of: Mapping[str, type]) -> str:
     return _words(hint, field.metadata if field else {})
 
 
-def _words(hint: Any, metadata: Mapping[str, Any]) -> str:
+def _words(hint: object, metadata: Mapping[str, object]) -> str:
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if "choices" in metadata:
-        told = " | ".join(map(str, metadata["choices"]))
+    if isinstance(choices := metadata.get("choices"), tuple):
+        told = " | ".join(map(str, choices))
     else:
         kinds = [typing.get_origin(part) or part for part in parts if part is not types.NoneType]
         told = " or ".join(_KINDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)

@@ -6,16 +6,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import LABELS, TARGET
+from trinity_sync.host.references import Settings
 from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy
 
 # -- fields
+
+
+if TYPE_CHECKING:
+    Option: TypeAlias = Settings
+    """An option with a schema of its own, as plain values after `typed`."""
+    LayerNames: TypeAlias = str | list[str] | None
+else:
+    Option = LayerNames = Any  # OmegaConf has no unions of containers
 
 
 LONGEST_S = 10**9
@@ -223,11 +232,11 @@ class PromptFileConfig:
     path: str = MISSING
     prompt_key: str = MISSING
     shuffle: bool = MISSING
-    reward: dict[str, Any] = MISSING
+    reward: Settings = MISSING
     prompt_length: int = number(at_least=1)
     response_length: int = number(at_least=1)
     too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
+    chat_template: Settings = MISSING
     validation: FileValidationConfig = MISSING
 
 
@@ -255,7 +264,7 @@ class PairsConfig:
     response_key: str = MISSING
     max_length: int = number(at_least=2)
     too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
+    chat_template: Settings = MISSING
     validation: LossValidationConfig = MISSING
 
 
@@ -270,7 +279,7 @@ class ConversationsConfig:
     enable_thinking_key: str = MISSING
     max_length: int = number(at_least=2)
     too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
+    chat_template: Settings = MISSING
     ignore_input_ids_mismatch: bool = MISSING
     validation: LossValidationConfig = MISSING
 
@@ -298,7 +307,7 @@ class BackendConfig:
     param_offload: bool = MISSING
     optimizer_offload: bool = MISSING
     timeout_s: float = seconds(more_than=0)
-    overrides: dict[str, Any] = MISSING
+    overrides: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -351,7 +360,7 @@ class SyncConfig:
 class RetentionConfig:
     """Which checkpoints are kept: the fields of each policy by its name."""
 
-    policies: dict[str, Any] = MISSING
+    policies: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -364,7 +373,7 @@ class CheckpointConfig:
     snapshot: str = choice("lazy", "eager")
     resume_from: str | None = MISSING
     mirror: str | None = MISSING
-    mirror_options: dict[str, Any] = MISSING
+    mirror_options: Settings = MISSING
     mirror_keep: str = choice("same", "all")
     mirror_tries: int = number(at_least=1)
     mirror_backoff_s: float = seconds(more_than=0)
@@ -375,8 +384,8 @@ class CheckpointConfig:
     fsync: bool = MISSING
     save_on_sigterm: bool = MISSING
     stop_s: float = seconds(more_than=0)
-    monitor: dict[str, Any] = MISSING
-    coordinator: dict[str, Any] = MISSING
+    monitor: Settings = MISSING
+    coordinator: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -385,7 +394,7 @@ class LoraConfig:
 
     rank: int = number(at_least=0)
     alpha: int | None = number(at_least=1)
-    targets: Any = MISSING
+    targets: LayerNames = MISSING
     path: str | None = MISSING
 
 
@@ -394,7 +403,7 @@ class ModelConfig:
     """The policy: a model in Hugging Face format, or the fields of a new model's config."""
 
     path: str | None = MISSING
-    architecture: dict[str, Any] | None = MISSING
+    architecture: Settings | None = MISSING
     shapes: str | None = MISSING
     layers: int | None = number(at_least=1)
     trust_remote_code: bool = MISSING
@@ -443,7 +452,7 @@ class VllmConfig(ExplorerConfig):
     kv_cache_gb: int | None = number(at_least=1)
     eager: bool | None = MISSING
     on_update: str = choice("wait", "keep", "abort")
-    engine: dict[str, Any] = MISSING
+    engine: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -536,11 +545,11 @@ class Config:
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
     algorithm: AlgorithmConfig = MISSING
-    task: Any = MISSING  # a dictionary after `typed`
+    task: Option = MISSING
     explorer: ExplorerConfig = MISSING
     samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING
-    tracker: dict[str, Any] = field(default_factory=dict)
+    tracker: Settings = field(default_factory=dict)
 
 
 def policy_schema(policy: type[Policy]) -> type:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
+from trinity_sync.host.references import Settings
 from trinity_sync.protocol.rounds import RoundMember
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
@@ -26,7 +27,7 @@ class ExplorerSpec:
 
     member: RoundMember
     engine: dict[str, object]
-    task: dict[str, object]
+    task: Settings
     seed: int
     deterministic: bool
     sync: dict[str, object]

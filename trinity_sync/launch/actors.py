@@ -405,7 +405,7 @@ def _placement(ranks: int, gpus_per_node: int) -> list[int]:
 def monitor_option(cfg: CheckpointConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
     """Return the monitor's class and the user's own arguments of it. Raises ConfigError if the class cannot be used."""
     own = dict(cfg.monitor)
-    return load_class(f"checkpoint.monitor.{TARGET}", own.pop(TARGET), CheckpointMonitor), own
+    return load_class(f"checkpoint.monitor.{TARGET}", str(own.pop(TARGET)), CheckpointMonitor), own
 
 
 def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
@@ -413,8 +413,8 @@ def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int
     ConfigError if the class cannot be used.
     """
     own = dict(cfg.coordinator)
-    found = load_class(f"checkpoint.coordinator.{TARGET}", own.pop(TARGET), CheckpointCoordinator)
-    return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)
+    found = load_class(f"checkpoint.coordinator.{TARGET}", str(own.pop(TARGET)), CheckpointCoordinator)
+    return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)  # type: ignore[arg-type]
 
 
 # -- the monitor's events, copied to the run's record

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import Config, build_task, validation_items, validation_task
+from trinity_sync.config.composition import section
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.references import Settings
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import class_problem, noise
 from trinity_sync.models.vllm_limits import model_problem
@@ -106,7 +108,7 @@ class _ScanRequest:
         rows: places and rows.
     """
 
-    task: dict[str, Any]
+    task: Settings
     prompts: bool
     model_path: str | None
     architecture: Mapping[str, object]
@@ -135,12 +137,12 @@ def scanned_task(cfg: Config) -> Scanned:
     if cfg.workload.kind == "bytes":
         return NOTHING
     task = build_task(cfg.task, cfg.seed)
-    counts = _look_through(cfg, task, cfg.task.get("path"))
+    counts = _look_through(cfg, task, cfg.task)
     validating = validation_task(cfg)
     if validating is None:
         return Scanned(task, counts, ())
     if hasattr(validating, "all_rows"):
-        _look_through(cfg, validating, cfg.task["validation"].get("path"))
+        _look_through(cfg, validating, section(cfg.task, "validation"))
     items = validation_items(cfg, validating)
     _tell_shared(cfg, task, validating, len(items))
     return Scanned(task, counts, items)
@@ -153,20 +155,21 @@ def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         _note(
-            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are in the "
+            f"{len(shared)} of the {count} rows of the validation{_named(section(cfg.task, 'validation'))} are in the "
             f"task{_named(cfg.task)}, too, the first of them {shared[0]}: the validation is not of new ones alone"
         )
 
 
-def _named(node: Any) -> str:
+def _named(node: Settings) -> str:
     path = node.get("path")
     return f" ({path})" if path else ""
 
 
-def _look_through(settings: Config, task: Any, path: str | None) -> RowCounts | None:
-    """Look at the model, look through the rows of a task that was built of the settings, with the file at a path, and
+def _look_through(settings: Config, task: Any, node: Settings) -> RowCounts | None:
+    """Look at the model, look through the rows of a task that was built of the settings, with the file of a node, and
     have it leave out what it is to.
     """
+    path = None if node.get("path") is None else str(node["path"])
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     explores = algorithm_of(settings.algorithm).explores
@@ -372,7 +375,7 @@ def _tokens(request: _ScanRequest) -> ModelTokens:
 
 def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
     """What the policy makes of rows of so many tokens."""
-    policy = request.task.get("too_long", "refuse")
+    policy = str(request.task.get("too_long", "refuse"))
     limit = encoder.limit
     too_long = [number for number, length in enumerate(lengths) if limit is not None and length > limit]
     longest, found = max(lengths), f"{len(too_long)} of {len(lengths)} rows are too long"

@@ -61,7 +61,7 @@ class TrainerGroup:
                 self.ranks.append(RankClient(handle, rank))
         self._importing = [rank.import_engine() for rank in self.ranks]
 
-    def make_model(self, architecture: dict[str, object], seed: int, folder: str) -> None:
+    def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
         """Have rank 0 write the initial model of a run, which all ranks and explorers then read."""
         results(self._importing[:1], self._start_timeout_s)
         self.ranks[0].make_model(architecture, seed, folder).result(self._start_timeout_s)
