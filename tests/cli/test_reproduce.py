@@ -19,7 +19,7 @@ from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config.comparison import EARLIER_LOCATIONS, bundled
+from trinity_sync.config.comparison import EARLIER_LOCATIONS, RunConfig
 from trinity_sync.errors import RunError
 
 
@@ -541,7 +541,7 @@ def test_a_server_s_address_is_no_setting_of_what_was_computed(
     addressed = ("explorer=vllm_server", "explorer.url=http://me:word-of-mine@host:8000", "model=path", "model.path=m")
     here, there = (config.compose([*addressed, f"explorer.url={url}"]) for url in ("http://a", "http://b"))
     assert config.config_digest(here) == config.config_digest(there)
-    assert "url" not in bundled(here).explorer
+    assert "url" not in RunConfig(here).bundled().composed.explorer
     earlier = config.config_digest(here, places=EARLIER_LOCATIONS)
     assert earlier != config.config_digest(there, places=EARLIER_LOCATIONS)
 

@@ -6,7 +6,7 @@ Importing this package registers the schema with Hydra; it imports Hydra, OmegaC
 from __future__ import annotations
 
 from trinity_sync.config.checks import check
-from trinity_sync.config.comparison import ABSENT, Difference, RunConfig, config_diff, config_digest, shown_diff
+from trinity_sync.config.comparison import ABSENT, Difference, RunConfig, config_diff, config_digest
 from trinity_sync.config.composition import anchored, compose, conf_dir, dtype_name, from_here, plain
 from trinity_sync.config.lookup import TARGET, build, chosen_by_option, load, load_class
 from trinity_sync.config.model_checks import Check, Get, Problem
@@ -57,7 +57,6 @@ __all__ = [
     "quote",
     "register",
     "retention_policies",
-    "shown_diff",
     "typed",
     "validation_items",
     "validation_task",

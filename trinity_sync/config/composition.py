@@ -113,10 +113,15 @@ def as_written(node: DictConfig | ListConfig) -> Value:
     return cast("Value", OmegaConf.to_container(node, resolve=False))
 
 
-def override_texts(hydra: DictConfig) -> list[str]:
-    """Return the overrides of a command line from Hydra's own settings, as they are written."""
-    texts = as_written(hydra.overrides.task)
-    return [str(text) for text in texts] if isinstance(texts, list) else []
+def override_texts(hydra: DictConfig, kind: str = "task") -> list[str]:
+    """Return the overrides of a command line from Hydra's own settings, as they are written; `kind`: task or hydra."""
+    return texts_of(hydra.overrides[kind])
+
+
+def texts_of(node: DictConfig | ListConfig | None) -> list[str]:
+    """Return the overrides of a list of Hydra's, as they are written; of an empty file none."""
+    texts = as_written(node) if node is not None else ()
+    return [str(text) for text in texts] if isinstance(texts, list | dict) else []
 
 
 def section(values: Mapping[str, Value], *keys: str) -> Settings:

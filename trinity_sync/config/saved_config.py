@@ -6,6 +6,7 @@ itself, or by the package with `--allow-target`.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard, cast
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -34,11 +36,13 @@ from trinity_sync.config.composition import (
 )
 from trinity_sync.config.lookup import ModuleSource, module_source, own_options, own_targets_of
 from trinity_sync.config.overrides import quote
-from trinity_sync.config.user_record import NOTHING, Recorded, record
+from trinity_sync.config.user_record import FILE, NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import MASK, masked, masked_override, shown
 from trinity_sync.host.references import Settings, Value
 
+SETTINGS_FOLDER = ".hydra"
+"""The folder of saved settings in a run's folder."""
 _REWARDS = "trinity_sync.tasks.rewards"
 OWN = {
     "task": (
@@ -275,6 +279,23 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
             if (place := module_source(name, [trust.started_in])) is not None:
                 modules[name] = place
     return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
+
+
+def saved_texts(cfg: DictConfig, used: DictConfig, trust: Trust) -> dict[str, str]:
+    """Return the files of a run's `.hydra/` by name: its settings as Hydra composed them (`cfg`), and this user's
+    record of them and of those that the run uses. The settings come last: if only some files are written, the next
+    resume shows the difference.
+    """
+    hydra = copy.deepcopy(HydraConfig.instance().cfg)
+    assert isinstance(hydra, DictConfig)
+    OmegaConf.set_readonly(hydra.hydra, False)
+    hydra.hydra.output_subdir = SETTINGS_FOLDER
+    hydra.hydra.runtime.cwd = str(trust.started_in)
+    OmegaConf.set_readonly(hydra.hydra, True)
+    parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
+    texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    record = record_of([cfg, used], hydra.hydra, trust)
+    return texts if record is None else texts | {FILE: record}  # an unreadable key keeps the earlier record
 
 
 def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:

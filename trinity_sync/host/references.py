@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -19,6 +21,30 @@ if TYPE_CHECKING:
     """A part of the configuration without OmegaConf, such as the keys of a user's class."""
 else:
     Value, Settings = Any, dict[str, Any]  # as fields of the schema: OmegaConf has no recursive types
+
+
+def read_written(path: Path) -> Value:
+    """Read a YAML file of Hydra's, references as they are written. Raises OSError, ValueError, YAMLError."""
+    return cast("Value", OmegaConf.to_container(OmegaConf.load(path), resolve=False))
+
+
+def read_shown(path: Path) -> tuple[str, Settings]:
+    """Read the saved settings of a run: as YAML for display, and their values as `resolved` gives them."""
+    config = OmegaConf.load(path)
+    if not isinstance(config, DictConfig):
+        raise ValueError("it is not a mapping")
+    return OmegaConf.to_yaml(OmegaConf.create(shown_values(config))), resolved(config)
+
+
+def read_started_in(path: Path) -> str:
+    """Read the working directory of a run from its `hydra.yaml`."""
+    return str(OmegaConf.load(path).hydra.runtime.cwd)
+
+
+def select_values(values: Settings, keys: Sequence[str]) -> list[object]:
+    """Return the values of dotted keys, references resolved."""
+    config = OmegaConf.create(values)
+    return [OmegaConf.select(config, key) for key in keys]
 
 
 def shown_values(cfg: DictConfig) -> Settings:
