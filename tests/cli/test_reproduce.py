@@ -515,7 +515,7 @@ def test_a_bundle_has_references_and_no_secrets(
     launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ENDPOINT", "endpoint-of-mine")
-    monkeypatch.setattr(config, "check", lambda cfg: None)  # verl's engine has no such fields
+    monkeypatch.setattr(RunConfig, "check_values", lambda cfg: None)  # verl's engine has no such fields
     secrets = ("backend.overrides.api_key=typed-secret", "backend.overrides.deep={token: t0ken-of-mine, size: 3}")
     run = first("backend.overrides.endpoint=${oc.env:ENDPOINT}", *secrets)
     assert reproduce(run, "--bundle", "--output", "b.json") == 0
@@ -561,7 +561,7 @@ def test_a_place_that_only_the_run_could_name_is_not_asked_for(
 def test_what_is_changed_is_told_without_secrets(
     launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "check", lambda cfg: None)
+    monkeypatch.setattr(RunConfig, "check_values", lambda cfg: None)
     run = first("backend.overrides.api_key=typed-secret")
     assert reproduce(run, "backend.overrides.api_key=another-one") == 0
     told = capsys.readouterr()

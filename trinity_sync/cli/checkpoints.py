@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
@@ -352,7 +352,7 @@ def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
 # ---- printing
 
 
-def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int, int]]) -> dict[str, object]:
+def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int, int]]) -> dict[str, Any]:
     manifest = info.manifest
     key = (info.step, info.attempt or 0)
     return {

@@ -66,11 +66,10 @@ def reproduce_command(options: argparse.Namespace) -> int:
 
 
 def _reproduce(source: ReplaySource, given: Sequence[str], folder: Path | None, options: argparse.Namespace) -> int:
-    from trinity_sync import config
     from trinity_sync.cli.replay import replay
 
     settings = replay(source, given, options.allow_target)
-    config.check(settings.config.composed)  # before Hydra makes a folder of an invalid name
+    settings.config.check_values()  # before Hydra makes a folder of an invalid name
     steps = _steps(options.steps, source, settings)
     _take_as_many_threads(source)
     differs = _say_what_differs(source, settings)

@@ -150,7 +150,7 @@ def _show(folder: Path, options: argparse.Namespace) -> int:
 
     if (folder / "multirun.yaml").is_file():
         raise ConfigError(f"{folder} is a sweep; to see the settings of one of its jobs, name that: {folder / '0'}")
-    invocation = Invocation.of_resume(folder, used_places(folder))
+    invocation = Invocation.of_resume(folder, used_places)
     with invocation.modules_found(options.overrides, options.allow_target):
         settings = invocation.recompose(options.overrides, options.allow_target)
         with settings.only_trusted():
@@ -169,7 +169,7 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     from trinity_sync.config.invocation import Invocation
     from trinity_sync.launch.start import used_places
 
-    invocation = Invocation.of_resume(folder, used_places(folder))
+    invocation = Invocation.of_resume(folder, used_places)
     with invocation.modules_found(overrides, allowed):
         return _go_on(folder, invocation, overrides, allowed, resume)
 

@@ -11,7 +11,6 @@ from trinity_sync.config.composition import anchored, compose, conf_dir, dtype_n
 from trinity_sync.config.lookup import TARGET, build, chosen_by_option, load, load_class
 from trinity_sync.config.model_checks import Check, Get, Problem
 from trinity_sync.config.overrides import quote
-from trinity_sync.config.retention_policies import build_policy, retention_policies
 from trinity_sync.config.saved_config import (
     Trust,
     asked_again,
@@ -19,7 +18,7 @@ from trinity_sync.config.saved_config import (
     only_trusted,
     only_trusted_places,
 )
-from trinity_sync.config.schema import SCHEMA, Config, register, typed
+from trinity_sync.config.schema import SCHEMA, Config, build_policy, register, retention_policies, typed
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
 __all__ = [

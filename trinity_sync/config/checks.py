@@ -45,8 +45,7 @@ from trinity_sync.config.model_checks import (
     check_vllm_server,
     check_workload,
 )
-from trinity_sync.config.retention_policies import build_policy
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import Config, build_policy
 from trinity_sync.errors import ConfigError
 
 # base classes of the options of these groups, as text since their packages lie above this one
@@ -190,7 +189,7 @@ def _limit_text(value: object, limits: Mapping[str, Any]) -> str | None:
     if "choices" in limits:
         return _choice_text(value, limits["choices"])
     for name, words, wrong in _BOUNDS:
-        if name in limits and wrong(value, limits[name]):
+        if name in limits and isinstance(value, int | float) and wrong(value, limits[name]):
             return f"is {value}; must be {words} {limits[name]}"
     return None
 

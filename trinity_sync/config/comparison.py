@@ -159,10 +159,14 @@ class RunConfig:
         """Check everything that can be checked before a run, and hide its secrets in all output. See `config.check` and
         `config.check_inputs`. `tasks`: built before, by their settings; a task is built once.
         """
-        check(self.composed)
+        self.check_values()
         hide(plain(self.composed))
         text, tasks = OmegaConf.to_yaml(self.composed.task, resolve=True), {} if tasks is None else tasks
         tasks[text] = check_inputs(self.composed, tasks.get(text))
+
+    def check_values(self) -> None:
+        """See `config.check`."""
+        check(self.composed)
 
     def written(self) -> Settings:
         """Return the values with references as they are written."""

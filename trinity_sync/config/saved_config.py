@@ -582,7 +582,7 @@ def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, object]]:
         for part, text in _parts(as_written(node)):
             place = f"{key}.{part}" if key else str(part)
             if isinstance(text, dict | list):
-                yield from below(node[part], place)  # type: ignore[index, arg-type]
+                yield from below(node[part], place)  # type: ignore[index]
             elif isinstance(text, str) and "${" in text:
                 try:
                     yield place, text, node[part]  # type: ignore[index]

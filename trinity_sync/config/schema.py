@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 
@@ -12,9 +13,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_sync.config.composition import plain
-from trinity_sync.config.lookup import LABELS, TARGET
-from trinity_sync.host.references import Settings
-from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy
+from trinity_sync.config.lookup import LABELS, TARGET, load_class
+from trinity_sync.host.references import Settings, Value
+from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy, make_policy, policy_named
 
 # -- fields
 
@@ -610,6 +611,28 @@ def typed(cfg: DictConfig) -> Config:
     assert isinstance(found, Config)
     found.task, found.tracker, found.retention.policies = map(plain, (cfg.task, cfg.tracker, cfg.retention.policies))
     return found
+
+
+# -- retention policies that a configuration names
+
+
+def retention_policies(cfg: DictConfig | Config) -> tuple[Policy, ...]:
+    """Build the chosen retention policies. Users' own policies are imported."""
+    policies = cfg.retention.policies
+    nodes = plain(policies) if isinstance(policies, DictConfig) else policies
+    return tuple(build_policy(name, node) for name, node in nodes.items())
+
+
+def build_policy(name: str, node: Value) -> Policy:
+    """Build one policy from its fields: the class under `_target_`, else our policy of that name. Errors as of
+    `retention_policies`.
+    """
+    given = dict(node) if isinstance(node, Mapping) else {}
+    target = given.pop(TARGET, None)
+    if target is None:
+        return make_policy(name, policy_named(name), given)
+    found: type[Policy] = load_class(f"retention.policies.{name}.{TARGET}", str(target), Policy)  # type: ignore[type-abstract]
+    return make_policy(name, found, given)
 
 
 # -- registration with Hydra

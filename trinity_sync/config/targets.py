@@ -15,8 +15,7 @@ from trinity_sync.config.checks import check_own_classes
 from trinity_sync.config.composition import plain, section
 from trinity_sync.config.lookup import TARGET, build, load, missing, own_options
 from trinity_sync.config.model_checks import KEY, ROWS, validates
-from trinity_sync.config.retention_policies import retention_policies
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import Config, retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import end_text, origin
 from trinity_sync.host.references import Settings
@@ -65,7 +64,8 @@ def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
     Raises:
         TrinityError, ConfigError: as `instantiate_target`.
     """
-    values: MutableMapping[str, object] = {**(plain(node) if isinstance(node, DictConfig) else node)}
+    given: Mapping[str, object] = plain(node) if isinstance(node, DictConfig) else node
+    values = {**given}
     values.pop("validation", None)  # the task itself does not need it
     _check_text(values, "task")
     parameters = _parameters(values.get(TARGET))
