@@ -40,7 +40,7 @@ from checkpoint_worker import LIMIT_S, BenchWorker, run_on
 from trinity_sync.actors.calls import Call, ended, results
 from trinity_sync.actors.rank_client import RankClient, RankInfo
 from trinity_sync.config import RunConfig, compose
-from trinity_sync.host.hardware import peak_rss
+from trinity_sync.host.hardware import own_modules_found, peak_rss
 from trinity_sync.launch import launcher
 from trinity_sync.launch.job import Job
 from trinity_sync.samples.batch import PairBatch
@@ -305,7 +305,10 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for backend in options.backends:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with (
+            tempfile.TemporaryDirectory(dir=options.folder) as folder,
+            own_modules_found(Path(__file__).resolve().parent),  # the ranks import `checkpoint_worker`
+        ):
             results[backend] = _measure(backend, options, Path(folder))
     arguments = f"--params {options.params:g} --backends {' '.join(options.backends)} --rounds {options.rounds}"
     arguments += f" --ranks {options.ranks}" + " --lost" * options.lost

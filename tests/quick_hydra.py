@@ -10,22 +10,24 @@ import copy
 import io
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import hydra
 import omegaconf
 import yaml
 from hydra import version
-from hydra._internal import defaults_list
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.defaults_list import Overrides
+from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.default_element import InputDefault, ResultDefault
+from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, _utils, base
@@ -35,7 +37,7 @@ _T = TypeVar("_T")
 _TEXTS = 512
 """Of so many texts it is remembered what they say."""
 
-_CHOICES = 32
+_CHOICES = 96
 """Of so many lists of files it is remembered what they come to, a megabyte each."""
 
 _TRIED = ("1.3.8", "2.3.1")
@@ -60,6 +62,7 @@ def make_quick() -> None:
     _utils.get_yaml_loader = _remembering(_utils.get_yaml_loader, reading)
     ConfigStore.load = reading.nodes(ConfigStore.load)  # type: ignore[assignment, method-assign]
     ConfigRepository.load_config = reading.once(ConfigRepository.load_config)  # type: ignore[assignment, method-assign]
+    config_loader_impl.create_defaults_list = _listed_once(config_loader_impl.create_defaults_list)
     ConfigLoaderImpl._compose_config_from_defaults_list = _merged_once(  # type: ignore[assignment, method-assign]
         ConfigLoaderImpl._compose_config_from_defaults_list
     )
@@ -95,8 +98,10 @@ def _where_needed(create: _Map) -> _Map:
 
     @wraps(create)
     def created(overrides: Overrides, defaults: list[InputDefault], self_added: bool) -> DictConfig | None:
-        needed = any(default.is_interpolation() for default in defaults)
-        return create(overrides, defaults, self_added) if needed else None
+        if not any(default.is_interpolation() for default in defaults):
+            return None
+        overrides.resolved = True  # type: ignore[attr-defined]  # for `_listed_once`
+        return create(overrides, defaults, self_added)
 
     return created
 
@@ -130,7 +135,9 @@ class _Reading(threading.local):
             if result is None or self._source is None:
                 return result
             key, source = self._source
-            first, _ = _kept(self._known, key, lambda: (result, source), _TEXTS)
+            first, _ = self._known.setdefault(key, (result, source))
+            if len(self._known) > _TEXTS:
+                self._known.popitem(last=False)
             return replace(result, config=first.config, defaults_list=first.defaults_list)
 
         return loaded
@@ -144,13 +151,60 @@ class _Reading(threading.local):
         return loaded
 
 
-def _kept(known: OrderedDict[Hashable, _T], key: Hashable, make: Callable[[], _T], most: int) -> _T:
-    if key not in known:
-        known[key] = make()
-        if len(known) > most:
-            known.popitem(last=False)
-    known.move_to_end(key)
-    return known[key]
+_List = Callable[[CachingConfigRepository, str | None, list[Override], bool, bool], DefaultsList]
+
+
+def _listed_once(create: _List) -> _List:
+    """Choose the option files once for all compositions that differ by single values alone."""
+    known: OrderedDict[Hashable, tuple[DefaultsList, object]] = OrderedDict()
+
+    @wraps(create)
+    def listed(
+        repo: CachingConfigRepository,
+        config_name: str | None,
+        overrides_list: list[Override],
+        prepend_hydra: bool,
+        skip_missing: bool,
+    ) -> DefaultsList:
+        given = [override for override in overrides_list if not override.is_sweep_override()]
+        choices = [one for one in given if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]
+        contents = _contents(repo)
+        key = (contents, config_name, prepend_hydra, skip_missing, *(choice.input_line for choice in choices))
+        if contents is None or key not in known:
+            made = create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+            if contents is None or hasattr(made.overrides, "resolved"):  # it depends on more than these files
+                return made
+            known[key] = made, list(_nodes(ConfigStore.instance().repo))  # kept, so that no other one gets such an id
+        found, _ = _kept(known, key)
+        repo.key = key  # type: ignore[attr-defined]
+        return replace(found, config_overrides=[one for one in given if one not in choices])
+
+    return listed
+
+
+def _contents(repo: CachingConfigRepository) -> Hashable:
+    """All that a composition may read, or none where a source is neither a folder nor Hydra's own."""
+    contents: list[Hashable] = []
+    for source in repo.get_sources():
+        match source.scheme(), source.path:
+            case "file", path:
+                folder = Path(path).absolute()
+                contents.append((folder, *((file, file.read_bytes()) for file in sorted(folder.rglob("*.yaml")))))
+            case "structured", _:
+                contents.append(tuple(map(id, _nodes(ConfigStore.instance().repo))))
+            case "pkg", "hydra.conf":
+                pass
+            case _:
+                return None
+    return tuple(contents)
+
+
+def _nodes(group: Mapping[str, Any]) -> Iterator[ConfigNode]:
+    for node in group.values():
+        if isinstance(node, dict):
+            yield from _nodes(node)
+        else:
+            yield node
 
 
 _Merge = Callable[[ConfigLoaderImpl, list[ResultDefault], CachingConfigRepository], DictConfig]
@@ -158,23 +212,29 @@ _Merge = Callable[[ConfigLoaderImpl, list[ResultDefault], CachingConfigRepositor
 
 def _merged_once(merge: _Merge) -> _Merge:
     """Merge the same files in the same order once, whatever single values are set after that."""
-    known: OrderedDict[Hashable, tuple[DictConfig, object]] = OrderedDict()
+    known: OrderedDict[Hashable, DictConfig] = OrderedDict()
 
     @wraps(merge)
     def merged(loader: ConfigLoaderImpl, defaults: list[ResultDefault], repo: CachingConfigRepository) -> DictConfig:
-        names = [str(default.config_path) for default in defaults]
-        found = [result.config if (result := repo.load_config(name)) else None for name in names]
-        schemas = [ConfigStore.instance()._open(f"{name}.yaml") for name in names]  # is merged with a file of its name
-        order = [tuple(vars(default).values()) for default in defaults]
-        key = (version.getbase(), *order, *map(id, found), *map(id, schemas))
-
-        def make() -> tuple[DictConfig, object]:
-            repo.cache = copy.deepcopy(repo.cache)  # whose nodes become a part of what is made of them
-            return merge(loader, defaults, repo), (found, schemas)  # kept, so that no other one gets such an id
-
-        return copy.deepcopy(_kept(known, key, make, _CHOICES)[0])
+        key = version.getbase(), getattr(repo, "key", None)
+        if key in known:
+            return copy.deepcopy(_kept(known, key))
+        repo.cache = copy.deepcopy(repo.cache)  # whose nodes become a part of what is made of them
+        made = merge(loader, defaults, repo)
+        if key[1] is not None:
+            known[key] = copy.deepcopy(made)
+            _kept(known, key)
+        return made
 
     return merged
+
+
+def _kept(known: OrderedDict[Hashable, _T], key: Hashable) -> _T:
+    """Of one that was just asked for or made; those that were not for long are forgotten."""
+    known.move_to_end(key)
+    if len(known) > _CHOICES:
+        known.popitem(last=False)
+    return known[key]
 
 
 class _Named(io.StringIO):

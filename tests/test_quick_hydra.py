@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import version
-from hydra._internal import defaults_list
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_store import ConfigNode, ConfigStore
@@ -64,6 +64,7 @@ def own_pace(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (base, "parse"),
         (ConfigStore, "load"),
         (ConfigRepository, "load_config"),
+        (config_loader_impl, "create_defaults_list"),
         (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
@@ -165,6 +166,29 @@ def test_the_same_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert config.compose(["sync=nccl", "seed=3"]).seed == 3
 
 
+def test_files_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.compose(["sync=nccl", "+trainer={}"])
+    monkeypatch.delattr(defaults_list, "_create_defaults_tree")
+    cfg = config.compose(["seed=3", "sync=nccl", "+trainer={lr: 0.5}"], hydra=True)
+    assert (cfg.seed, cfg.trainer.lr, cfg.hydra.runtime.choices.sync) == (3, 0.5, "nccl")
+
+
+def test_an_option_that_is_gone_is_refused(options: Path) -> None:
+    assert config.compose(["experiment=mine"], config_dir=options).seed == 7
+    (options / "experiment" / "mine.yaml").unlink()
+    with pytest.raises(HydraException, match="experiment/mine"):
+        config.compose(["experiment=mine"], config_dir=options)
+
+
+def test_an_option_that_is_chosen_by_a_variable_is_chosen_anew(options: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = options / "experiment" / "mine.yaml"
+    file.write_text(file.read_text().replace("${experiment}", "${oc.env:TRINITY_TEST_CHOICE}"))
+    (options / "of" / "other.yaml").write_text("# @package _global_\nname: of-other\n")
+    for choice in ("mine", "other"):
+        monkeypatch.setenv("TRINITY_TEST_CHOICE", choice)
+        assert config.compose(["experiment=mine"], config_dir=options).name == f"of-{choice}"
+
+
 def test_the_same_files_in_another_order_are_merged_anew(tmp_path: Path) -> None:
     for group, seed in (("first", 1), ("second", 2)):
         (tmp_path / group).mkdir()
@@ -213,6 +237,6 @@ def test_choices_are_put_together_only_where_defaults_ask_for_them(monkeypatch: 
     create = defaults_list._create_interpolation_map
     maps: list[object] = []
     monkeypatch.setattr(defaults_list, "_create_interpolation_map", lambda *of: maps.append(create(*of)))
-    config.compose(["sync=nccl"])
+    config.compose(["sync=nccl", "tracker=tensorboard", "backend=megatron"])
     assert len(maps) > 20
     assert set(maps) == {None}

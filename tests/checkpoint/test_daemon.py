@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.actors.test_local import forked
-from trinity_sync.actors.local.handle import LocalHandle
+from trinity_sync.actors.local import LocalHandle
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.daemon import service

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 from ray import ObjectRef
@@ -102,7 +102,9 @@ class RayTransport(CallTransport):
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
-    def call(self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Call[Any]:
+    def call(
+        self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Call[object]:
         return Call(getattr(self._handle, method).remote(*args, **kwargs), who, what)
 
     def caller(self) -> tuple[str, str]:

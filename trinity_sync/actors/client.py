@@ -83,7 +83,7 @@ class Client:
         """Return (node, process): names of the calling process, unique among the actor's callers."""
         return self._transport.caller()
 
-    def _call(self, what: str, method: str, *args: object, **kwargs: object) -> Pending[Any]:
+    def _call(self, what: str, method: str, *args: object, **kwargs: object) -> Pending[object]:
         return self._transport.call(self.who, what, method, args, kwargs)
 
 

@@ -84,7 +84,7 @@ class CallTransport(ABC):
     @abstractmethod
     def call(
         self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Pending[Any]:
+    ) -> Pending[object]:
         """Begin a call of a method; `who` and `what` are the actor and its task in errors."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class Changes:
 
 
 class Host(Protocol):
-    """The host of an actor: Ray (`calls.RayHost`) or a local process (`local.handle.LocalHost`)."""
+    """The host of an actor: Ray (`calls.RayHost`) or a local process (`local.LocalHost`)."""
 
     @property
     def restarted(self) -> bool:

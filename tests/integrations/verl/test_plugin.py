@@ -71,6 +71,14 @@ def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> N
     assert "left as it is" not in ended.stderr
 
 
+def test_a_program_that_imports_our_weight_sync_first_has_its_backend() -> None:
+    ours = "from trinity_sync.integrations.verl.weight_sync import checkpoint_engine\n"
+    code = "from verl.checkpoint_engine.base import CheckpointEngineRegistry as of; print(of.get('trinity').__name__)"
+    ended = said(ours + code, ON)
+    assert ended.stdout.split() == ["WeightSync"], ended.stderr
+    assert "left as it is" not in ended.stderr
+
+
 @pytest.mark.all
 def test_trainers_of_every_kind_say_at_their_start_that_we_are_on() -> None:
     code = """

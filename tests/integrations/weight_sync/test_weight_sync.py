@@ -29,8 +29,7 @@ from tests.integrations.weight_sync.sync_members import (
     weights,
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.integrations.verl import weight_sync
-from trinity_sync.integrations.verl.weight_sync import transfers, version_stream
+from trinity_sync.integrations.verl.weight_sync import checkpoint_engine, transfers, version_stream
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import ShardedWeightSync, WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import BucketNotice
 from trinity_sync.integrations.verl.weight_sync.membership import MemberReady, Node, WeightSyncSettings, place
@@ -370,31 +369,28 @@ def test_members_that_do_not_go_together_are_told_apart() -> None:
 def test_the_backend_is_registered_and_the_other_name_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-    known: dict[str, type] = {weight_sync.NO_GATHER: int}
+    known: dict[str, type] = {checkpoint_engine.NO_GATHER: int}
     monkeypatch.setattr(CheckpointEngineRegistry, "_registry", known)
-    monkeypatch.delenv(weight_sync.NO_GATHER_VARIABLE, raising=False)
-    weight_sync.register()
-    weight_sync.register()
+    monkeypatch.delenv(checkpoint_engine.NO_GATHER_VARIABLE, raising=False)
+    checkpoint_engine.register()
+    checkpoint_engine.register()
     assert known == {"trinity": WeightSync, "delta_sharded": int}
-    monkeypatch.setenv(weight_sync.NO_GATHER_VARIABLE, "1")
-    weight_sync.register()
+    monkeypatch.setenv(checkpoint_engine.NO_GATHER_VARIABLE, "1")
+    checkpoint_engine.register()
     assert known["delta_sharded"] is ShardedWeightSync
-    monkeypatch.setenv(weight_sync.NO_GATHER_VARIABLE, "yes")
+    monkeypatch.setenv(checkpoint_engine.NO_GATHER_VARIABLE, "yes")
     with pytest.raises(ConfigError, match="TRINITY_SYNC_NO_GATHER=yes"):
-        weight_sync.register()
+        checkpoint_engine.register()
 
 
 HOOKED = """
 import sys
 from unittest.mock import MagicMock
 
-import wrapt
-
-from trinity_sync.integrations.verl import weight_sync
+from trinity_sync.integrations.verl import plugin, weight_sync
 
 assert "torch" not in sys.modules and "verl" not in sys.modules
 sys.modules["cupy"] = MagicMock()  # which verl's own engine needs, and is there with GPUs only
-wrapt.register_post_import_hook(lambda module: weight_sync.register(), "verl.checkpoint_engine.base")
 
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
@@ -405,7 +401,7 @@ print({name: found.__name__ for name, found in CheckpointEngineRegistry._registr
 @pytest.mark.all
 @pytest.mark.parametrize(("asked", "takes"), [("1", "ShardedWeightSync"), ("0", "DeltaShardedCheckpointEngine")])
 def test_the_name_is_ours_also_where_verl_registers_its_own_later(asked: str, takes: str) -> None:
-    variables = {**os.environ, weight_sync.NO_GATHER_VARIABLE: asked}
+    variables = {**os.environ, checkpoint_engine.NO_GATHER_VARIABLE: asked}
     found = subprocess.run(
         [sys.executable, "-c", HOOKED], env=variables, check=True, capture_output=True, text=True, timeout=120
     )

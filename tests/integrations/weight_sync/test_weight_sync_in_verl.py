@@ -12,7 +12,6 @@ import ray
 
 from tests.backends.engines import make_models
 from tests.integrations.real_engines.ranks import START_LIMIT
-from trinity_sync.integrations.verl import weight_sync
 
 LIMIT = 30.0
 MODES = ("memory", "nccl", "checkpoint")
@@ -28,8 +27,9 @@ def models(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from tests.integrations.weight_sync.sync_workers import Program
+    from trinity_sync.integrations.verl.weight_sync import checkpoint_engine
 
-    weight_sync.register()  # the plug-in does so once in a process, and another file's tests change the registry
+    checkpoint_engine.register()  # its import does so once in a process, and another file's tests change the registry
     made = []
 
     def program(mode: str, **more: Any) -> Program:
@@ -85,9 +85,11 @@ def test_versions_move_to_several_workers(mode: str, start: Callable[..., Any], 
 def test_versions_move_without_a_gather(mode: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
+    from trinity_sync.integrations.verl.weight_sync import checkpoint_engine
+
     monkeypatch.setattr(CheckpointEngineRegistry, "_registry", {})
-    monkeypatch.setenv(weight_sync.NO_GATHER_VARIABLE, "1")
-    weight_sync.register()
+    monkeypatch.setenv(checkpoint_engine.NO_GATHER_VARIABLE, "1")
+    checkpoint_engine.register()
     program = start(mode, backend="delta_sharded")
     for step in (1, 2):
         moves(program, step)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.actors.local.handle import SECRET_BYTES, ForeignPeerError, Link, LocalHandle, LocalHost, LocalServer
+from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.folder import recovery
@@ -29,6 +29,7 @@ from trinity_sync.checkpoint.folder.lock import FolderLock, InUseError, locked, 
 from trinity_sync.checkpoint.folder.resume_point import put_in_order
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.host.channel import PROOF_S, SECRET_BYTES, ForeignPeerError, open_connection
 from trinity_sync.host.child_process import KilledError, Report, start_detached
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.locks import ForeignFileError, open_lock
@@ -123,9 +124,9 @@ class _MonitorProcess:
         """Serve until the last commit. `on_up` is called when the monitor answers callers."""
         settings = self._settings
         secret = secrets.token_bytes(SECRET_BYTES)
-        server = LocalServer(secret)
+        server = LocalServer()
         try:
-            port = await server.listen(settings.address)
+            port = server.listen(settings.address, secret)
         except OSError as error:
             raise RunError(f"the checkpoint monitor cannot listen at {settings.address}: {error.strerror}") from error
         said = publish(settings.root, settings.program, settings.address, port, secret)
@@ -410,15 +411,14 @@ class _Search:
         if found is None:
             return _Seen("no monitor has written its address")
         try:
-            link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
+            link = Link(open_connection((found.address, found.port), bytes.fromhex(found.secret), PROOF_S), WHO, left)
         except (OSError, EOFError, ForeignPeerError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: DaemonHello = link.hello
         seen = self._judged(hello, found)
         if seen is None and settings.attempt in (None, hello["attempt"]):
             return _Seen(str(found), link)
-        link.end()
-        link.close()
+        link.connection.close()
         if seen is None:
             raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
         return seen

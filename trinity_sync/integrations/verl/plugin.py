@@ -60,9 +60,8 @@ def _start_line(module: ModuleType) -> None:
 
 
 def _weight_sync(_: ModuleType) -> None:
-    from trinity_sync.integrations.verl import weight_sync
-
-    weight_sync.register()
+    # The import registers the backend. It may be under way, and be what has imported verl's module.
+    importlib.import_module("trinity_sync.integrations.verl.weight_sync.checkpoint_engine")
 
 
 def _driver(module: ModuleType) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -21,11 +22,11 @@ from typing import Any, ClassVar, TypeVar
 
 import ray
 import torch
-from verl.checkpoint_engine.base import CheckpointEngine
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from trinity_sync.errors import RunError, WaitTimeout, take_back
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.engine_functions import each_once
-from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, membership
+from trinity_sync.integrations.verl.weight_sync import membership
 from trinity_sync.integrations.verl.weight_sync.link import Done, Hub, Spoke
 from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, read
 from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travelling
@@ -35,6 +36,14 @@ from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 
 logger = logging.getLogger(__name__)
+
+BACKEND = "trinity"
+"""The name under which verl finds it: ``checkpoint_engine.backend=trinity``."""
+
+NO_GATHER = "delta_sharded"
+"""The one backend name for which verl passes the training engine, and not gathered tensors."""
+
+NO_GATHER_VARIABLE = "TRINITY_SYNC_NO_GATHER"
 
 _BRIEFLY_S = 0.1
 """Timeout of a wait that must not block an event loop."""
@@ -262,6 +271,22 @@ class ShardedWeightSync(WeightSync):
         return await self._send(exported, lambda items: own_shards(items, wire, family), global_steps)
 
 
+def register() -> None:
+    """Register the backend with verl, as at the import of this module.
+
+    With ``TRINITY_SYNC_NO_GATHER=1`` in the environment it also takes the name `NO_GATHER` from verl's own engine;
+    ConfigError: the variable is neither 0 nor 1.
+    """
+    CheckpointEngineRegistry.register(BACKEND)(WeightSync)
+    asked = os.environ.get(NO_GATHER_VARIABLE, "0")
+    if asked not in ("0", "1"):
+        raise ConfigError(f"{NO_GATHER_VARIABLE}={asked}: set it to 1 to send without a gather, or to 0")
+    if asked == "1":
+        with contextlib.suppress(ImportError):  # imported later, it would take the name back
+            import verl.checkpoint_engine.delta_checkpoint_engine  # noqa: F401
+        CheckpointEngineRegistry.register(NO_GATHER)(ShardedWeightSync)
+
+
 class _ArrivingTensors:
     """The batches of `tensors`, and its return value."""
 
@@ -413,3 +438,6 @@ class Session:
 def describe_error(error: BaseException) -> str:
     """Return the text of an error, for another member."""
     return f"{type(error).__name__}: {error}"
+
+
+register()

@@ -1,1 +1,0 @@
-"""Actors in processes without Ray."""
