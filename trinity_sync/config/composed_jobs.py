@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from trinity_sync.config.invocation import Invocation
 from trinity_sync.config.saved_config import Trust, record_of
 from trinity_sync.config.user_record import OF_SWEEP
 from trinity_sync.host.durable import replace_file
+from trinity_sync.host.process import replaced
 from trinity_sync.host.references import Settings
 
 
@@ -77,16 +78,9 @@ def is_fixed(hydra: HydraConf | DictConfig) -> bool:
     return str(hydra.sweeper._target_) == f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
-@contextmanager
-def composed_before(hydra: DictConfig) -> Iterator[None]:
+def composed_before(hydra: DictConfig) -> AbstractContextManager[None]:
     """Within the block, keep Hydra's own sweeper from composing all jobs again: `sweep_problem` has done so."""
-    validate = Sweeper.validate_batch_is_legal
-    if is_fixed(hydra):
-        Sweeper.validate_batch_is_legal = lambda self, batch: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Sweeper.validate_batch_is_legal = validate  # type: ignore[method-assign]
+    return replaced(Sweeper, validate_batch_is_legal=lambda self, batch: None) if is_fixed(hydra) else nullcontext()
 
 
 def note_settings(config: DictConfig, jobs: Sequence[ComposedJob]) -> None:

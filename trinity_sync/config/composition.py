@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.overrides import as_typed, parse, quote
+from trinity_sync.host.process import replaced
 from trinity_sync.host.references import Settings, Value
 
 _SEARCH_PATH = "hydra.searchpath"
@@ -92,13 +93,11 @@ def inspected(
         composed(cfg)
         return cfg
 
-    ConfigRepository.initialize_sources = looking  # type: ignore[method-assign]
-    ConfigLoaderImpl.load_configuration = loading  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(ConfigRepository, initialize_sources=looking),
+        replaced(ConfigLoaderImpl, load_configuration=loading),
+    ):
         yield
-    finally:
-        ConfigRepository.initialize_sources = initialize_sources  # type: ignore[method-assign]
-        ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
 
 
 def plain(node: DictConfig) -> Settings:

@@ -256,13 +256,11 @@ class VerlConfig(PromptFileConfig):
 
 
 @dataclass(kw_only=True)
-class PairsConfig:
-    """Pairs of prompt and response from a file."""
+class ResponseFileConfig:
+    """Prompts with their responses from a file."""
 
     _target_: str = MISSING
     path: str = MISSING
-    prompt_key: str = MISSING
-    response_key: str = MISSING
     max_length: int = number(at_least=2)
     too_long: str = choice(*TOO_LONG)
     chat_template: Settings = MISSING
@@ -270,19 +268,21 @@ class PairsConfig:
 
 
 @dataclass(kw_only=True)
-class ConversationsConfig:
+class PairsConfig(ResponseFileConfig):
+    """Pairs of prompt and response from a file."""
+
+    prompt_key: str = MISSING
+    response_key: str = MISSING
+
+
+@dataclass(kw_only=True)
+class ConversationsConfig(ResponseFileConfig):
     """Conversations from a file."""
 
-    _target_: str = MISSING
-    path: str = MISSING
     messages_key: str = MISSING
     tools_key: str = MISSING
     enable_thinking_key: str = MISSING
-    max_length: int = number(at_least=2)
-    too_long: str = choice(*TOO_LONG)
-    chat_template: Settings = MISSING
     ignore_input_ids_mismatch: bool = MISSING
-    validation: LossValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
@@ -645,8 +645,7 @@ _PASSED_ON: tuple[tuple[type, str], ...] = (
     (CheckpointConfig, "monitor"),
     (CheckpointConfig, "coordinator"),
     (PromptFileConfig, "chat_template"),
-    (PairsConfig, "chat_template"),
-    (ConversationsConfig, "chat_template"),
+    (ResponseFileConfig, "chat_template"),
 )
 """Keys whose values are passed unchanged to verl, fsspec, a chat template, or the named class."""
 

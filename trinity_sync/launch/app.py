@@ -38,6 +38,7 @@ from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.masking import hide_typed
 from trinity_sync.host.origin import error_text, origin
+from trinity_sync.host.process import replaced
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
 from trinity_sync.launch.start import Resume, used_places
@@ -112,8 +113,9 @@ def run_main(
         with (
             interruptible(),
             own_modules_found(Path.cwd(), unless_named=True),
-            _command_line(line.arguments),
-            _hydra_errors_raised(),
+            replaced(sys, argv=[sys.argv[0], *line.arguments]),
+            # Hydra's errors are raised; it would print them and exit with 1
+            replaced(hydra_internals, run_and_report=lambda function: function()),
             _session.around_jobs,
         ):
             main()
@@ -329,29 +331,6 @@ class DriverLog(LogFile):
 
     def __init__(self, filename: str) -> None:
         super().__init__(filename)
-
-
-@contextmanager
-def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = [before[0], *arguments]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextmanager
-def _hydra_errors_raised() -> Iterator[None]:
-    """Make Hydra raise its errors instead of printing them and exiting with 1. `HYDRA_FULL_ERROR` would also do so in
-    every process that a job starts.
-    """
-    before = hydra_internals.run_and_report
-    hydra_internals.run_and_report = lambda func: func()
-    try:
-        yield
-    finally:
-        hydra_internals.run_and_report = before
 
 
 def _is_rerun(arguments: Sequence[str]) -> bool:
