@@ -32,7 +32,7 @@ class ExplorerSpec:
     deterministic: bool
     sync: dict[str, object]
     verify: str
-    timeout_s: float
+    sync_timeout_s: float
     log_dir: str | None
     processes: int = 1
 
@@ -74,7 +74,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
         sync=vars(cfg.sync),
         verify=cfg.sync.verify,
-        timeout_s=cfg.sync.timeout_s,
+        sync_timeout_s=cfg.sync.timeout_s,
         log_dir=log_dir,
         processes=_processes(cfg),
     )

@@ -310,7 +310,7 @@ class Actors:
             num_gpus=1.0 if self._use_gpu else 0.0,
             max_restarts=cfg.explorer.max_restarts,
             start_timeout_s=cfg.cluster.start_timeout_s,
-            timeout_s=cfg.explorer.timeout_s,
+            explorer_timeout_s=cfg.explorer.timeout_s,
             on_fault=self._recorder.fault,
             on_generated=partial(record_generated, self._recorder),
         )

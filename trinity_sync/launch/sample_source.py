@@ -157,12 +157,12 @@ def loss_validation_of(
     *,
     model_path: str,
     trainer: TrainerGroup,
-    timeout_s: float,
+    step_timeout_s: float,
 ) -> LossValidation | None:
     """Make the validation in which the trainer measures the loss of rows; None: there are no rows.
 
     Args:
-        timeout_s: timeout of a batch as large as a step's, seconds.
+        step_timeout_s: timeout of a batch as large as a step's, seconds.
     """
     rows, most = cast("Examples", scanned.validation), _batch_size(cfg)
     if not rows:
@@ -170,7 +170,7 @@ def loss_validation_of(
     from trinity_sync.trainer.steps import LossValidation
 
     batches = partial(_pair_batches, _pair_encoder(cfg, model_path), rows, most)
-    return LossValidation(batches, trainer, times, timeout_s)
+    return LossValidation(batches, trainer, times, step_timeout_s)
 
 
 def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -> ValidationTimes | None:
