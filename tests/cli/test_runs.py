@@ -28,9 +28,8 @@ from tests.model_folders import bare_model
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.folder.owner import Owner, write_mark
-from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
-from trinity_sync.config import comparison, targets
+from trinity_sync.config import comparison, invocation, targets
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import app, messages, sweeps
 from trinity_sync.launch.start import Resume, written_places
