@@ -29,9 +29,9 @@ from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.folder.owner import Owner, write_mark
 from trinity_sync.cli import main as cli
-from trinity_sync.config import comparison, invocation, targets
+from trinity_sync.config import comparison, invocation, messages, targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, messages, sweeps
+from trinity_sync.launch import app, sweeps
 from trinity_sync.launch.start import Resume, written_places
 from trinity_sync.tracking.run_record import RunFolder, run_id
 
