@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -150,7 +150,7 @@ class Fleet:
         )
         self.monitor = CheckpointMonitor.get_actor(name, None, str(folder / name), config=MonitorConfig(fsync=False))
         settings = SaveSettings(attempt=0, seed=0, meta=_META, ranks=self.parts, save_timeout_s=LIMIT_S)
-        store = WeightSaves(MonitorClient(self.monitor), settings, _Silent(), durable=False)
+        store = WeightSaves(MonitorClient(self.monitor), settings, cast("Any", _Silent()), durable=False)
         self.modes: dict[str, Any] = {
             "memory": MemoryPublisher(side),
             "checkpoint": CheckpointPublisher(side, store, durable=False),

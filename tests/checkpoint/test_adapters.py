@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.folder.contents import (
     parse_manifest,
     read_manifest,
 )
-from trinity_sync.checkpoint.folder.lora_resume import noted_base
+from trinity_sync.checkpoint.folder.resume_point import noted_base
 from trinity_sync.checkpoint.reading import WeightsError, open_weights
 from trinity_sync.cli.main import main
 from trinity_sync.errors import ConfigError, RunError

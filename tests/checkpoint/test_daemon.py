@@ -22,9 +22,8 @@ import torch
 from tests.actors.test_local import forked
 from trinity_sync.actors.local import LocalHandle
 from trinity_sync.actors.monitor_client import MonitorClient
-from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.checkpoint.daemon import service
-from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint import CheckpointCoordinator, daemon
+from trinity_sync.checkpoint.daemon import Lifetime, connect
 from trinity_sync.checkpoint.folder import resume_point
 from trinity_sync.checkpoint.folder.contents import (
     STAGING,
@@ -85,7 +84,7 @@ def wait_until_let_go(root: Path) -> None:
 
 
 def monitor_pid(root: Path) -> int:
-    found = service.find(root)
+    found = daemon.find(root)
     assert found is not None
     return found.pid
 
@@ -314,7 +313,7 @@ def test_a_monitor_whose_disk_hangs_at_the_end_ends_all_the_same(root: Path, joi
 def test_the_monitor_outlives_the_program_by_less_than_30_seconds() -> None:
     default = Lifetime()
     assert max(default.first_s, default.grace_s, default.return_s) + default.end_s < 30.0
-    assert SIGNAL_S < service._TERM_S < service._KILL_S < 30.0
+    assert SIGNAL_S < daemon._TERM_S < daemon._KILL_S < 30.0
 
 
 def test_two_who_may_start_it_at_once_have_one(root: Path, join: Connect) -> None:
@@ -339,7 +338,7 @@ def test_one_that_is_killed_while_it_starts_is_started_again_a_few_times(
         starts.append(module)
         return start("tests.checkpoint.killed" if len(starts) <= times else module, given, **options)
 
-    monkeypatch.setattr(service, "start_detached", killed_at_first)
+    monkeypatch.setattr(daemon, "start_detached", killed_at_first)
     if times < 3:
         MonitorClient(join()).describe().result(LIMIT)
     else:
@@ -365,7 +364,7 @@ def test_two_who_may_start_it_have_one_after_its_death_too(root: Path, join: Con
 
 
 def test_another_program_is_refused_while_one_lives(root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LOOK_S", 0.3)
+    monkeypatch.setattr(daemon, "LOOK_S", 0.3)
     handle = join("one")
     MonitorClient(handle).describe().result(LIMIT)
     with pytest.raises(ConfigError, match=r"is in use by the checkpoint monitor of another program \(pid \d+ on .*\)"):
@@ -386,8 +385,8 @@ def test_a_program_waits_for_one_that_is_ending_and_begins_a_new_attempt(root: P
 def test_a_run_of_another_kind_in_the_folder_is_told(
     root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "LOOK_S", 0.3)
-    monkeypatch.setattr(service, "_START_AGAIN_S", 0.1)
+    monkeypatch.setattr(daemon, "LOOK_S", 0.3)
+    monkeypatch.setattr(daemon, "_START_AGAIN_S", 0.1)
     with locked(root, root), pytest.raises(ConfigError, match=rf"is in use by the run in {root} \(pid {os.getpid()} "):
         join()
 
@@ -433,7 +432,7 @@ def test_an_attempt_does_not_go_on_in_a_folder_that_another_program_has_taken(ro
 def test_what_cannot_be_gone_on_from_is_told_and_nothing_stays_running(root: Path, join: Connect) -> None:
     with pytest.raises(RunError, match="global_step_7 is not a committed full checkpoint"):
         join(resume_step=7)
-    assert service.find(root) is None
+    assert daemon.find(root) is None
     wait_until_let_go(root)
     assert resume_point.put_in_order(root, None).attempt == 0
 
@@ -472,7 +471,7 @@ def test_a_stale_file_is_not_trusted(root: Path, join: Connect) -> None:
 
     answering = threading.Thread(target=rude)
     answering.start()
-    stale = service.publish(root, "one", "127.0.0.1", server.getsockname()[1], b"s" * 32)
+    stale = daemon.publish(root, "one", "127.0.0.1", server.getsockname()[1], b"s" * 32)
     try:
         with pytest.raises(WaitTimeout, match=r"it does not answer .*does not know the secret"):
             join(may_start=False, timeout_s=2.0)
@@ -502,7 +501,7 @@ def test_a_copy_of_the_file_in_another_folder_is_not_trusted(root: Path, join: C
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_file_that_others_may_have_read_or_written_is_refused(root: Path, join: Connect, mode: int) -> None:
     root.mkdir()
-    service.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
+    daemon.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
     (root / ".monitor.json").chmod(mode)
     with pytest.raises(ConfigError, match=rf"cannot be trusted: others may read or write it \(mode {mode:o}\)"):
         join()
@@ -512,7 +511,7 @@ def test_a_file_of_another_user_or_a_link_is_refused(
     root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     root.mkdir()
-    service.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
+    daemon.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
     assert (root / ".monitor.json").stat().st_mode & 0o777 == 0o600
     with monkeypatch.context() as other:
         other.setattr(os, "geteuid", lambda: 12345)
@@ -529,9 +528,9 @@ def test_a_file_that_says_nothing_is_written_over(root: Path, text: str) -> None
     root.mkdir()
     (root / ".monitor.json").write_text(text)
     (root / ".monitor.json").chmod(0o600)
-    assert service.find(root) is None
-    said = service.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
-    assert service.find(root) == said
+    assert daemon.find(root) is None
+    said = daemon.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
+    assert daemon.find(root) == said
 
 
 def test_a_program_has_to_be_a_word(root: Path) -> None:
@@ -542,8 +541,8 @@ def test_a_program_has_to_be_a_word(root: Path) -> None:
 
 _STARTER = """
 import os, socket, sys
-from trinity_sync.checkpoint.daemon.service import connect
-from trinity_sync.checkpoint.daemon.service import Lifetime
+from trinity_sync.checkpoint.daemon import connect
+from trinity_sync.checkpoint.daemon import Lifetime
 from trinity_sync.actors.monitor_client import MonitorClient
 kept = socket.create_server(("127.0.0.1", 0)); kept.set_inheritable(True)
 handle = connect(sys.argv[1], program="one", may_start=True, timeout_s=20.0, lifetime=Lifetime(grace_s=20.0))

@@ -89,7 +89,7 @@ class Life:
                     self.carry_out(self.book.commit_done(step, kind, beside=decision.beside))
                     self.disk.write_journal(step, self.book.dump(step))
                     for gone in self.disk.prune(self.book.open_steps())[0]:
-                        self.book.forget(gone.step)
+                        self.book.forget(gone["step"])
                     self.disk.empty_trash()
                 case MoveTracker(kind, step):
                     self.disk.move_tracker(kind, step)
@@ -211,7 +211,7 @@ def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp
     beside.symlink_to(beside)  # looking into it fails, whoever looks
     life.disk = replace(life.disk, policies=(KeepLast(1),))
     pruned, warnings = life.disk.prune([])
-    assert [gone.step for gone in pruned] == [2, 4]
+    assert [gone["step"] for gone in pruned] == [2, 4]
     assert [text for text in warnings if "next to the step folders" in text]
 
 

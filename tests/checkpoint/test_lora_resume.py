@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trinity_sync.checkpoint.folder.contents import Base, Manifest
-from trinity_sync.checkpoint.folder.lora_resume import check_adapter, check_base, check_kind, noted_base
+from trinity_sync.checkpoint.folder.resume_point import check_adapter, check_base, check_kind, noted_base
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.wire import WireFormat
 

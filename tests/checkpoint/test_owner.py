@@ -306,7 +306,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_from(mixed: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_neither_deleted_nor_moved(mixed: Path) -> None:
     plan = prune_plan(mixed, [KeepLast(1)], now=0.0)
-    assert [deleted.step for deleted in prune(mixed, plan, now=0.0)[0]] == [10]
+    assert [deleted["step"] for deleted in prune(mixed, plan, now=0.0)[0]] == [10]
     with pytest.raises(RunError, match="it is left where it is"):
         resume_point.set_start(mixed, 20, 1)
     assert read_manifest(step_dir(mixed, 30)).run == THEIRS

@@ -33,7 +33,7 @@ class Clock:
 
 
 def run(root: Path, *policies: Policy, now: float = 100.0) -> list[int]:
-    return [gone.step for gone in prune(root, prune_plan(root, policies, now=now), now=now)[0]]
+    return [gone["step"] for gone in prune(root, prune_plan(root, policies, now=now), now=now)[0]]
 
 
 def steps(root: Path) -> list[int]:
@@ -53,8 +53,8 @@ def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: 
     commit(tmp_path, 10, {"a": "12345"})
     commit(tmp_path, 20)
     (gone,), _ = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
-    assert (gone.step, gone.freed_bytes) == (10, 5)
-    assert "keep_last" in gone.reason
+    assert (gone["step"], gone["freed_bytes"]) == (10, 5)
+    assert "keep_last" in gone["reason"]
     assert {path.name for path in tmp_path.iterdir()} == {".staging", ".leases", ".pruned", "global_step_20"}
     assert list((tmp_path / ".leases").iterdir()) == []
 
@@ -228,7 +228,7 @@ def test_what_took_the_place_of_a_checkpoint_since_the_plan_stays(tmp_path: Path
         commit(tmp_path, step, kind=STATE_DICT)
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     commit(tmp_path, 10, {"optim": "o"})
-    assert [gone.step for gone in prune(tmp_path, plan, now=100.0)[0]] == [20]
+    assert [gone["step"] for gone in prune(tmp_path, plan, now=100.0)[0]] == [20]
     assert catalog.verify(step_dir(tmp_path, 10)).ok
 
 
@@ -286,7 +286,7 @@ def test_what_was_deleted_before_the_disk_refused_is_told(tmp_path: Path, monkey
         commit(tmp_path, step)
     refuse(step_dir(tmp_path, 20), monkeypatch)
     pruned, problems = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=100.0), now=100.0)
-    assert [gone.step for gone in pruned] == [10, 30]
+    assert [gone["step"] for gone in pruned] == [10, 30]
     assert problems == ["step 20 could not be deleted: Input/output error"]
     assert steps(tmp_path) == [20, 40]
 
@@ -343,7 +343,7 @@ def test_weights_over_which_verl_saves_stay_before_its_tracker_names_them(tmp_pa
     assert [row.step for row in plan if not row.keep] == [1, 2, 3]
     write_tracker(tmp_path, FULL, 0)
     verls(tmp_path, 1)
-    assert [gone.step for gone in prune(tmp_path, plan, now=100.0)[0]] == [2, 3], "verl began after the plan"
+    assert [gone["step"] for gone in prune(tmp_path, plan, now=100.0)[0]] == [2, 3], "verl began after the plan"
     assert run(tmp_path) == []
     assert steps(tmp_path) == [1, 4, 5]
 

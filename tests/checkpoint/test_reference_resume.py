@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.checkpoint.folder.lora_resume import OF_ADAPTER, check_same
+from trinity_sync.checkpoint.folder.resume_point import OF_ADAPTER, check_same
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import Compared
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.verl_programs.programs import MODULES, PLUGIN, WITHOUT_US, Program, prepare
-from trinity_sync.checkpoint.daemon import service as process
+from trinity_sync.checkpoint import daemon as process
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.catalog import verify
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir

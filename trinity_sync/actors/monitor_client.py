@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
 from trinity_sync.actors.pending import CallTransport
 from trinity_sync.protocol.parts import Kind
+from trinity_sync.tracking.events import CommitEvent, Event, PruneEvent
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -44,6 +45,33 @@ class Committed(TypedDict):
     beside: bool  # the step's folder existed, and these weights are next to it
     pruned: list[PrunedStep]  # deleted after the commit
     base: str | None  # digest of an adapter's base; None: the weights are whole
+
+
+def commit_events(commit: Committed, blocked_s: float | None = None, began: float | None = None) -> list[Event]:
+    """Return the events of a commit and of the deletions after it. Weights beside the step's folder are not a
+    checkpoint of the run, and have no event.
+
+    Args:
+        blocked_s: seconds in which training was blocked.
+        began: begin of the save, in Unix seconds.
+    """
+    pruned: list[Event] = [  # a user's monitor may say more of each
+        PruneEvent(step=one["step"], reason=one["reason"], freed_bytes=one["freed_bytes"]) for one in commit["pruned"]
+    ]
+    if commit["beside"]:
+        return pruned
+    committed = CommitEvent(
+        step=commit["step"],
+        kind=commit["kind"],
+        digest=commit["digest"],
+        bytes=commit["bytes"],
+        blocked_s=blocked_s,
+        written_s=commit["written_s"],
+        total_s=commit["total_s"],
+        began=began,
+        base=commit["base"],
+    )
+    return [committed, *pruned]
 
 
 class Facts(TypedDict):

@@ -19,27 +19,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """The difference of one tensor of the weights B from that of the weights A.
+    """The difference of one tensor of the weights B from that of the weights A."""
 
-    Attributes:
-        name: the tensor's Hugging Face name.
-        a, b: dtype and shape in A and in B; None: the tensor is missing there.
-        elements: number of elements; 0 if shapes differ or one is missing.
-        changed: number of elements that differ in their bits; if dtypes differ, in their values.
-        max_abs, mean_abs: the largest and the mean abs(b - a) of all elements; non-finite differences count as 0.
-        relative: the sum of abs(b - a) over the sum of abs(a); None if all of a is 0 and b is not.
-        not_finite: number of elements changed to or from an infinity or NaN.
-    """
-
-    name: str
-    a: TensorInfo | None
+    name: str  # Hugging Face name
+    a: TensorInfo | None  # dtype and shape in A; None: the tensor is missing there
     b: TensorInfo | None
-    elements: int = 0
-    changed: int = 0
-    max_abs: float = 0.0
+    elements: int = 0  # 0 if shapes differ or one is missing
+    changed: int = 0  # elements that differ in their bits; if dtypes differ, in their values
+    max_abs: float = 0.0  # the largest abs(b - a) of all elements; non-finite differences count as 0
     mean_abs: float = 0.0
-    relative: float | None = 0.0
-    not_finite: int = 0
+    relative: float | None = 0.0  # the sum of abs(b - a) over the sum of abs(a); None if all of a is 0 and b is not
+    not_finite: int = 0  # elements changed to or from an infinity or NaN
 
     @property
     def differs(self) -> bool:
@@ -51,10 +41,7 @@ def compare(
     a: Weights, b: Weights, *, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[TensorDifference]:
     """Compare two sets of weights; return one entry for each tensor of either, by name. Raises WeightsError if a file
-    is damaged.
-
-    Args:
-        dtype: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
+    is damaged. `dtype`: safetensors name of the dtype to which floating tensors are cast first; None: not cast.
     """
     names = sorted({*a, *b})
     found = []

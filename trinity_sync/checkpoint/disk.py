@@ -12,26 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.actors.monitor_client import Committed
-from trinity_sync.checkpoint.folder import catalog, commits, deletion, owner, recovery
-from trinity_sync.checkpoint.folder.contents import (
-    STAGING,
-    Base,
-    Manifest,
-    NoManifestError,
-    TrackerFile,
-    journal_path,
-    read_committed,
-    read_manifest,
-    read_tracker,
-    staging_dir,
-    step_dir,
-    tracker_path,
-    versions_dir,
-    write_committed,
-    write_tracker,
-)
-from trinity_sync.checkpoint.folder.deletion import Pruned, prune, prune_plan, read_deletion, unlink_notes
+from trinity_sync.actors.monitor_client import Committed, PrunedStep
+from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, owner, recovery
+from trinity_sync.checkpoint.folder.contents import Manifest, NoManifestError, read_manifest
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan, read_deletion, unlink_notes
 from trinity_sync.checkpoint.folder.lock import lock_as_writer
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
@@ -45,23 +29,16 @@ from trinity_sync.weights.wire import WireFormat
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDisk:
-    """The checkpoint folder of one attempt.
+    """The checkpoint folder of one attempt."""
 
-    Args:
-        root: the folder; None: commits are only counted.
-        clock: Unix seconds.
-        writer: the run that may write in the folder, see `lock.lock_as_writer`; None: any.
-        of_run: the run id; None: that of the folder.
-    """
-
-    root: Path | None
+    root: Path | None  # the folder; None: commits are only counted
     attempt: int
     policies: Sequence[Policy]
     keep_state_dicts: int
     fsync: bool
-    clock: Callable[[], float]
-    writer: str | None = None
-    of_run: str | None = None
+    clock: Callable[[], float]  # Unix seconds
+    writer: str | None = None  # the run that may write in the folder, see `lock.lock_as_writer`; None: any
+    of_run: str | None = None  # the run id; None: that of the folder
 
     @cached_property
     def run(self) -> str | None:
@@ -104,7 +81,7 @@ class CheckpointDisk:
             files=tuple(FileEntry(*file) for file in commit.files),
             left_out=meta.get("left_out"),
             reference=meta.get("reference"),
-            base=Base.from_json(base) if (base := meta.get("base")) is not None else None,
+            base=contents.Base.from_json(base) if (base := meta.get("base")) is not None else None,
             run=self.run,
         )
         if self.root is None:
@@ -117,7 +94,7 @@ class CheckpointDisk:
     def describe(
         self,
         manifest: Manifest,
-        pruned: Iterable[Pruned] = (),
+        pruned: Sequence[PrunedStep] = (),
         *,
         written_s: float = 0.0,
         total_s: float = 0.0,
@@ -133,9 +110,9 @@ class CheckpointDisk:
             "bytes": manifest.bytes,
             "written_s": written_s,
             "total_s": total_s,
-            "path": str(step_dir(place, manifest.step)) if place is not None else None,
+            "path": str(contents.step_dir(place, manifest.step)) if place is not None else None,
             "beside": beside,
-            "pruned": [{"step": p.step, "reason": p.reason, "freed_bytes": p.freed_bytes} for p in pruned],
+            "pruned": list(pruned),
             "base": manifest.base.digest if manifest.base is not None else None,
         }
 
@@ -148,7 +125,7 @@ class CheckpointDisk:
         is_beside = kind == STATE_DICT and step in self._steps_beside()
         place = self._beside if is_beside and self._beside is not None else self.root
         try:
-            manifest = read_manifest(step_dir(place, step))
+            manifest = read_manifest(contents.step_dir(place, step))
         except NoManifestError:
             deleted = self.describe_deleted(step, kind)
             if deleted is None:
@@ -173,17 +150,19 @@ class CheckpointDisk:
             return
         try:
             if kind == FULL:
-                write_committed(self.root, step)
+                contents.write_committed(self.root, step)
                 named = self.named_by_verl()
                 if named is not None and named > step and named in saving:
                     return
-            write_tracker(self.root, kind, step)
+            contents.write_tracker(self.root, kind, step)
         except OSError as error:
-            raise RunError(f"{tracker_path(self.root, kind)} could not be set to step {step}: {error}") from error
+            raise RunError(
+                f"{contents.tracker_path(self.root, kind)} could not be set to step {step}: {error}"
+            ) from error
 
     def named_by_verl(self) -> int | None:
         """Return the step in the tracker of full checkpoints, whoever wrote it; None: none, or unreadable."""
-        return None if self.root is None else read_tracker(self.root, FULL).step
+        return None if self.root is None else contents.read_tracker(self.root, FULL).step
 
     def clean(self, step: int) -> None:
         """Remove the staged files of a failed step, and reset a tracker that verl's trainer has set to it in
@@ -191,13 +170,13 @@ class CheckpointDisk:
         """
         if self.root is not None:
             recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
-            if self.named_by_verl() == step != read_committed(self.root):
+            if self.named_by_verl() == step != contents.read_committed(self.root):
                 steps = [info.step for info in catalog.scan(self.root) if info.kind == FULL or info.state == "verl"]
-                write_tracker(self.root, FULL, max((one for one in steps if one < step), default=None))
+                contents.write_tracker(self.root, FULL, max((one for one in steps if one < step), default=None))
 
     # ---- afterwards
 
-    def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
+    def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[PrunedStep], list[str]]:
         """Move the checkpoints that no policy keeps to the trash; return them, and warnings. `empty_trash` frees the
         bytes.
         """
@@ -231,7 +210,7 @@ class CheckpointDisk:
 
     def newest_weights(self) -> int | None:
         """Return the step of the newest committed weights, from the tracker."""
-        return None if self.root is None else read_tracker(self.root, STATE_DICT).step
+        return None if self.root is None else contents.read_tracker(self.root, STATE_DICT).step
 
     # ---- after a restart of the monitor
 
@@ -241,7 +220,7 @@ class CheckpointDisk:
         """
         if self.root is None:
             return
-        path = journal_path(self.root, step, self.attempt)
+        path = contents.journal_path(self.root, step, self.attempt)
         if dumped is None:
             path.unlink(missing_ok=True)
             return
@@ -261,7 +240,7 @@ class CheckpointDisk:
         if self.root is not None:
             self._failed_path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty, or missing
-                (self.root / STAGING).rmdir()
+                (self.root / contents.STAGING).rmdir()
 
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
         """Put the folder in order and make the book of its state. Raises RunError if another run writes in the folder
@@ -278,7 +257,7 @@ class CheckpointDisk:
         recovery.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
         if not restarted:
             unlink_notes(self.root, self.attempt)
-        trackers = {kind: read_tracker(self.root, kind) for kind in KINDS}
+        trackers = {kind: contents.read_tracker(self.root, kind) for kind in KINDS}
         infos = catalog.scan(self.root, trackers[FULL])
         manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
@@ -310,7 +289,7 @@ class CheckpointDisk:
 
     @property
     def _beside(self) -> Path | None:
-        return versions_dir(self.root, self.attempt) if self.root is not None else None
+        return contents.versions_dir(self.root, self.attempt) if self.root is not None else None
 
     def _steps_beside(self) -> dict[int, Manifest]:
         """Return the manifests of this attempt's weights next to the step folders, by step."""
@@ -320,7 +299,7 @@ class CheckpointDisk:
     @property
     def _failed_path(self) -> Path:
         assert self.root is not None
-        return self.root / STAGING / f"failed-{self.attempt}.json"
+        return self.root / contents.STAGING / f"failed-{self.attempt}.json"
 
     def _read_failed(self) -> dict[int, str]:
         try:
@@ -333,28 +312,28 @@ class CheckpointDisk:
         assert self.root is not None
         journals: list[JournalEntry] = []
         problems = []
-        for path in sorted((self.root / STAGING).glob(f"*-{self.attempt}.json")):
+        for path in sorted((self.root / contents.STAGING).glob(f"*-{self.attempt}.json")):
             if path == self._failed_path:
                 continue
             try:
                 dumped = json.loads(path.read_text(encoding="utf-8"))
-                if staging_dir(self.root, dumped["step"], self.attempt).name == path.stem:
+                if contents.staging_dir(self.root, dumped["step"], self.attempt).name == path.stem:
                     journals.append(dumped)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"{path} cannot be read: {error}")
         return journals, problems
 
     def _repair_trackers(
-        self, book: CommitBook, trackers: Mapping[Kind, TrackerFile], others: Collection[int]
+        self, book: CommitBook, trackers: Mapping[Kind, contents.TrackerFile], others: Collection[int]
     ) -> list[str]:
         """Set the trackers to what is committed, as a crash may have come between a commit and its tracker; return
         problems.
         """
         assert self.root is not None
         problems = []
-        newest, noted = book.trackers[FULL] or 0, read_committed(self.root)
+        newest, noted = book.trackers[FULL] or 0, contents.read_committed(self.root)
         if noted is None or noted < newest:
-            write_committed(self.root, newest)
+            contents.write_committed(self.root, newest)
         for kind, tracker in trackers.items():
             if tracker.problem is not None:
                 problems.append(tracker.problem)
@@ -362,24 +341,20 @@ class CheckpointDisk:
             if tracker.step == named and tracker.problem is None:
                 continue
             newer = {step for step in others if step > (named or 0)}
-            # A newer checkpoint that is verl's own or cannot be read now keeps its tracker; so does one
-            # that a damaged tracker
-            # may have named, since verl's writes are not atomic.
+            # A newer checkpoint that is verl's own or cannot be read now keeps its tracker; so does one that a damaged
+            # tracker may have named, since verl's writes are not atomic.
             if tracker.unreadable or (newer if tracker.problem is not None else tracker.step in newer):
                 continue
-            write_tracker(self.root, kind, named)
+            contents.write_tracker(self.root, kind, named)
         return problems
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The result of `CheckpointDisk.rebuild`.
-
-    Args:
-        lock: keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder.
-    """
+    """The result of `CheckpointDisk.rebuild`."""
 
     book: CommitBook
     decisions: list[Decision]
     problems: list[str]
+    # Keep it open while this process writes in the folder, see `lock.lock_as_writer`; None: no folder.
     lock: IO[bytes] | None

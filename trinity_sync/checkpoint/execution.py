@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 
-from trinity_sync.actors.monitor_client import Committed, EventLine
+from trinity_sync.actors.monitor_client import Committed, EventLine, PrunedStep
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
-from trinity_sync.checkpoint.folder.deletion import Pruned
 from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, Uploads
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
@@ -31,16 +30,9 @@ _MOST_RESULTS = 10_000
 
 
 class Execution:
-    """Carries out decisions.
+    """Carries out decisions. `clock`: Unix seconds."""
 
-    Args:
-        clock: Unix seconds.
-
-    Attributes:
-        announce: called in a thread with each commit; None: not called.
-    """
-
-    announce: Callable[[Committed], None] | None = None
+    announce: Callable[[Committed], None] | None = None  # called in a thread with each commit
 
     def __init__(
         self, disk: CheckpointDisk, book: CommitBook, events: EventLog, changes: Changes, clock: Callable[[], float]
@@ -58,7 +50,7 @@ class Execution:
         self._unnoted: set[int] = set()
         self._journal_lock = asyncio.Lock()
         self._retention_lock = asyncio.Lock()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[object]] = set()
         self._warned: set[str] = set()
         self._forever = asyncio.ensure_future(self._work())
 
@@ -128,7 +120,7 @@ class Execution:
             except OSError as error:
                 self._events.fault(f"journal of step {step}", error)
 
-    async def prune(self, keep_last: int | None = None) -> list[Pruned]:
+    async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
         """Run retention; the newest `keep_last` full checkpoints stay too. Errors never fail a commit."""
         try:
             extra = () if keep_last is None else (KeepLast(keep_last),)
@@ -142,11 +134,18 @@ class Execution:
                 self._warned.add(warning)
                 self._events.fault("retention", warning)
         for deleted in pruned:
-            self._book.forget(deleted.step)
-            freed = units.size(deleted.freed_bytes)
-            story.info("checkpoint of step %d deleted by retention: %s; %s freed", deleted.step, deleted.reason, freed)
+            step, reason, freed = deleted["step"], deleted["reason"], units.size(deleted["freed_bytes"])
+            self._book.forget(step)
+            story.info("checkpoint of step %d deleted by retention: %s; %s freed", step, reason, freed)
         if pruned:
             self._in_background(self._empty_trash())
+        return pruned
+
+    async def prune_late(self, keep_last: int | None = None) -> list[PrunedStep]:
+        """As `prune`, after the commit: the deletions are events."""
+        pruned = await self.prune(keep_last)
+        for deleted in pruned:
+            self._events.add(PruneEvent(**deleted))
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
@@ -252,7 +251,7 @@ class Execution:
 
     # ---- in the background
 
-    def _in_background(self, work: Coroutine[object, None, None]) -> None:
+    def _in_background(self, work: Coroutine[object, None, object]) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -274,11 +273,7 @@ class Execution:
 
     def _unmirrored(self) -> None:
         """Run retention again: a lease of the mirror, which may have kept an old checkpoint, has ended."""
-        self._in_background(self._prune_late())
-
-    async def _prune_late(self) -> None:
-        for deleted in await self.prune():
-            self._events.add(PruneEvent(step=deleted.step, reason=deleted.reason, freed_bytes=deleted.freed_bytes))
+        self._in_background(self.prune_late())
 
 
 # Events that the driver fetches.
@@ -291,10 +286,7 @@ class EventLog:
     """Keeps events until they are fetched, oldest first; the oldest are dropped when there are very many.
 
     They are ``mirror``, ``fault``, and ``prune`` of late deletions. The result of a save is not among them:
-    `wait_committed` returns it.
-
-    Args:
-        clock: Unix seconds.
+    `wait_committed` returns it. `clock`: Unix seconds.
     """
 
     def __init__(self, attempt: int, clock: Callable[[], float]) -> None:

@@ -299,10 +299,7 @@ def _usual(weights: Weights) -> list[WireFormat]:
 
 def check_digest(weights: Weights, wire_digest: str) -> str | None:
     """Check that weights have the manifest's digest, in its dtypes or else in one of the wire dtypes. Raises RunError
-    if the digest differs.
-
-    Returns:
-        The manifest's digest; None if it has none.
+    if the digest differs. Returns the manifest's digest; None if it has none.
     """
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
@@ -320,10 +317,8 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
 
 def open_base(adapter: Weights, given: Path | None) -> Weights:
     """Open the base of an adapter, without the draft heads in its manifest, and check it by its digest. For an adapter
-    without such a manifest, as verl's, the whole folder is opened. Raises ConfigError, WeightsError, RunError.
-
-    Args:
-        given: the folder that the user named; None: the manifest's.
+    without such a manifest, as verl's, the whole folder is opened. Raises ConfigError, WeightsError, RunError. `given`:
+    the folder that the user named; None: the manifest's.
     """
     check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
     manifest = adapter.manifest
@@ -393,15 +388,9 @@ def tower_in(weights: Weights) -> list[str]:
 
 def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """Open the tensors that the model's folder has and the trained model has not, such as draft heads. Reads them.
-    Raises WeightsError if a file of the folder is damaged.
-
-    Args:
-        told: the manifest's note of them; None: there are none.
-        given: the folder that the user named; None: the manifest's.
-
-    Returns:
-        The tensors; and the names of those that are missing or changed. One digest is of all of them, so one of the two
-        is empty.
+    Raises WeightsError if a file of the folder is damaged. `told`: the manifest's note of them; None: there are none.
+    `given`: the folder that the user named; None: the manifest's. Returns the tensors; and the names of those that are
+    missing or changed. One digest is of all of them, so one of the two is empty.
     """
     if told is None:
         return {}, ()
@@ -426,10 +415,8 @@ def nbytes(info: TensorInfo) -> int:
 
 def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
     """Divide tensors among files of at most so many bytes, in the given order; a larger tensor gets its own file.
-
-    Returns:
-        File name -> names of its tensors in the order of their bytes: wider elements first, so that every tensor is
-        aligned.
+    Returns file name -> names of its tensors in the order of their bytes: wider elements first, so that every tensor is
+    aligned.
     """
     split = split_state_dict_into_shards_factory(
         dict(infos), get_storage_size=nbytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_bytes
@@ -449,11 +436,8 @@ def write_file(
     read: Callable[[str], torch.Tensor],
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file, durably.
-
-    Args:
-        infos: dtype and shape of each tensor in the file, in the order of their bytes.
-        read: returns a tensor by name; a floating one is cast to the dtype in `infos`.
+    """Write one safetensors file, durably. `infos`: dtype and shape of each tensor in the file, in the order of their
+    bytes. `read`: returns a tensor by name; a floating one is cast to the dtype in `infos`.
     """
     with (folder / file).open("wb", buffering=0) as opened:
         write_all(opened.fileno(), header(infos, notes))
@@ -479,7 +463,7 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping
 
 def header(infos: Mapping[str, TensorInfo], notes: Mapping[str, str] | None = None) -> bytes:
     """Return the first bytes of a safetensors file; the tensors' bytes follow, in the given order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt", **(notes or {})}}
     end = 0
     for name, info in infos.items():
         start, end = end, end + nbytes(info)

@@ -50,7 +50,6 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, CommitMeta, FileEntry,
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.protocol.step import SAVE_STRATEGIES
 from trinity_sync.protocol.versions import Version
-from trinity_sync.tracking.events import PruneEvent
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -61,40 +60,175 @@ _TICK_S = 0.5
 _REATTACH_S = 10.0
 
 
-class Writers:
-    """The calls of the writers of parts, and the watch over their processes; base of `CheckpointMonitor`. On the
-    actor's event loop.
+ACTOR_NAME = MONITOR
+
+_WHO = "the checkpoint monitor"
+
+_ENDING = ("the checkpoint monitor", "carry out what was decided")
+
+# Interval of the checks of the trainer's own files, seconds.
+_LOOK_S = 0.1
+
+# The largest number of waits of ranks and driver at a time.
+_MAX_CALLS = 16_384
+
+# An actor that is not detached ends with the last handle of its creator, so the handles are kept here.
+_created: dict[str, ActorHandle] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """Settings of the actor."""
+
+    attempt: int = 0  # the run's attempt; reports of another attempt are refused
+    # Retention, as policies, or as a map of name to fields for ours. Empty: keep all.
+    policies: Mapping[str, Mapping[str, object] | None] | Sequence[Policy] = field(default_factory=dict)
+    keep_state_dicts: int = 2  # number of the newest state-dict folders that stay
+    timeout_s: float = 1800.0  # a step without any report for so many seconds fails; also the default limit of waits
+    fsync: bool = True  # whether commits are durable
+    mirror: MirrorSettings = field(default_factory=MirrorSettings)  # of the copies to `default_hdfs_dir`
+    log_dir: str | None = None  # folder of the actor's log; None: Ray's own logs
+    # Places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
+    # ``critic``), which announce themselves. Empty: the announced parts are enough.
+    roles: Sequence[str] = ()
+    owner: Owner | None = None  # the run; None: that of the checkpoint folder's mark, which is made if it is missing
+    # Filled in by `get_actor`: the run's Ray namespace, where a synchronizer hears of each commit; and the run that may
+    # write in the checkpoint folder: the actor fails if another run writes there.
+    namespace: str | None = None
+    writer: str | None = None
+
+
+class CheckpointMonitor:
+    """The actor's class; make it through `get_actor`. All other methods are called with ``.remote``.
 
     Args:
-        book: decides.
-        execution: carries out its decisions.
-        changes: announced after each change.
-        host: hosts the actor.
-        root: the checkpoint folder; None: nothing is written.
-        strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
-        timeout_s: limit in seconds of the wait for a turn, if the writer names none.
+        save_strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
+        default_local_dir: the checkpoint folder, shared by all nodes. None: parts are counted, nothing is written.
+        default_hdfs_dir: where committed full checkpoints are copied to: a path, or a URL that fsspec knows; None:
+            nowhere. A failed copy is a ``fault`` event and never fails a save.
+        config: the other settings.
+        clock: Unix seconds.
+        host: hosts the actor; None: Ray.
     """
+
+    @classmethod
+    def get_actor(
+        cls,
+        namespace: object,
+        save_strategy: object = None,
+        default_local_dir: str | None = None,
+        default_hdfs_dir: str | None = None,
+        *,
+        config: MonitorConfig | None = None,
+        own: Mapping[str, object] | None = None,
+    ) -> ActorHandle:
+        """Return the handle of the run's monitor, which is created if there is none. In this process the handle's
+        methods can also be called without ``.remote``, and then wait for the answer.
+
+        The actor lives as long as the process that created it, so let the driver call first.
+
+        Args:
+            namespace: the run's Ray namespace, or the `Config` of a Trinity-RFT program, which has all other settings.
+                The other arguments matter to the first call only; see the class.
+            save_strategy: also as an enum's member, or its name.
+            own: further keyword arguments of a subclass's constructor.
+
+        Raises:
+            ConfigError: an unknown save strategy or retention policy.
+        """
+        import ray  # not needed in a local process, and takes a second
+
+        from trinity_sync.actors.handles import plainly
+
+        if not isinstance(namespace, str):
+            save_strategy = save_strategy or trinity_field(namespace, "trainer.save_strategy")
+            default_local_dir = default_local_dir or trinity_field(namespace, "checkpoint_job_dir")
+            namespace = str(trinity_field(namespace, "ray_namespace"))
+        name, limit = namespace or None, (config or MonitorConfig()).timeout_s
+        try:
+            return plainly(ray.get_actor(ACTOR_NAME, namespace=name), cls, _WHO, limit)
+        except ValueError:
+            pass
+        strategy = str(plain(save_strategy or "unrestricted")).lower()
+        if strategy not in SAVE_STRATEGIES:
+            raise ConfigError(f"checkpoint.save_strategy is {strategy!r}; it has to be {' or '.join(SAVE_STRATEGIES)}")
+        config = replace(config or MonitorConfig(), namespace=name or ray.get_runtime_context().namespace)
+        if isinstance(config.policies, Mapping):
+            config = replace(config, policies=make_policies(config.policies))
+        options = {
+            "name": ACTOR_NAME,
+            "namespace": name,
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "max_concurrency": _MAX_CALLS,
+        }
+        folder = str(default_local_dir) if default_local_dir is not None else None
+        if folder is not None:
+            config = replace(config, writer=writer_of(Path(folder)))
+        remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
+
+        body = failures_logged(small_actor(cls, strategy, folder, remote, config, **(own or {})))
+        _created[namespace] = plainly(ray.remote(body).options(**options).remote(), cls, _WHO, limit)
+        return _created[namespace]
 
     def __init__(
         self,
-        book: CommitBook,
-        execution: Execution,
-        changes: Changes,
-        host: Host,
-        *,
-        root: Path | None,
-        strategy: str,
-        timeout_s: float,
+        save_strategy: str = "unrestricted",
+        default_local_dir: str | None = None,
+        default_hdfs_dir: str | None = None,
+        config: MonitorConfig | None = None,
+        clock: Callable[[], float] = time.time,
+        host: Host | None = None,
     ) -> None:
-        self._book = book
-        self._execution = execution
-        self._changes = changes
+        host = host or _ray_host()
+        self._config = config = config or MonitorConfig()
+        own_log(config.log_dir, ACTOR_NAME)
+        self._clock = clock
+        self._strategy = save_strategy
         self._host = host
-        self._root = root
-        self._strategy = strategy
-        self._timeout_s = timeout_s
+        self._timeout_s = config.timeout_s
         self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
+        self._disk = CheckpointDisk(
+            root=Path(default_local_dir).absolute() if default_local_dir is not None else None,
+            attempt=config.attempt,
+            policies=make_policies(config.policies) if isinstance(config.policies, Mapping) else config.policies,
+            keep_state_dicts=config.keep_state_dicts,
+            fsync=config.fsync,
+            clock=clock,
+            writer=config.writer,
+            of_run=config.owner.run if config.owner is not None else None,
+        )
+        self._events = EventLog(config.attempt, clock)
+        restarted = host.restarted
+        rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
+        self._writer_lock = rebuilt.lock
+        for problem in rebuilt.problems:
+            self._events.fault("checkpoint folder", problem)
+        self._book = rebuilt.book
+        self._changes = Changes()
+        self._execution = execution = Execution(self._disk, rebuilt.book, self._events, self._changes, clock)
+        if config.namespace is not None:
+            execution.announce = partial(_announce, config.namespace)
+            if restarted:
+                execution.announce_newest()
+        if default_hdfs_dir is not None and self._disk.root is not None:
+            resumed = not restarted and config.attempt > 0
+            execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
+        execution.apply(rebuilt.decisions)
+        text = f"attempt {config.attempt}{', started again' if restarted else ''}"
+        story.info("up for %s, %s", default_local_dir, text)
         self._clock_watch = asyncio.ensure_future(self._watch_clock())
+
+    def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
+        return CommitBook(
+            clock=self._clock,
+            strategy=self._strategy,
+            attempt=self._config.attempt,
+            step_timeout_s=self._config.timeout_s,
+            committed=committed,
+        )
 
     # ---- calls of the seed's monitor, with additions
 
@@ -240,7 +374,7 @@ class Writers:
         step. The files of the trainer's other processes are checked.
         """
         for part in filter(is_beside, self._book.awaited(step)):
-            if self._root is None or has_written(step_dir(self._root, step), beside_file(part)):
+            if self._disk.root is None or has_written(step_dir(self._disk.root, step), beside_file(part)):
                 self._execution.apply(self._book.finished(step, part=part, files=[], attempt=attempt))
         await self._execution.note(step)
 
@@ -301,192 +435,6 @@ class Writers:
     def _reason(self, step: int | None) -> str:
         error = self._book.status(step).error if step is not None else None
         return error or "its writer was given up"
-
-
-ACTOR_NAME = MONITOR
-
-_WHO = "the checkpoint monitor"
-
-_ENDING = ("the checkpoint monitor", "carry out what was decided")
-
-# Interval of the checks of the trainer's own files, seconds.
-_LOOK_S = 0.1
-
-# The largest number of waits of ranks and driver at a time.
-_MAX_CALLS = 16_384
-
-# An actor that is not detached ends with the last handle of its creator, so the handles are kept here.
-_created: dict[str, ActorHandle] = {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
-    """Settings of the actor.
-
-    Args:
-        attempt: the run's attempt; reports of another attempt are refused.
-        policies: retention, as policies, or as a map of name to fields for ours. Empty: keep all.
-        keep_state_dicts: number of the newest state-dict folders that stay.
-        timeout_s: a step without any report for so many seconds fails; also the default limit of waits.
-        fsync: whether commits are durable.
-        mirror: settings of the copies to `default_hdfs_dir`.
-        log_dir: folder of the actor's log; None: Ray's own logs.
-        roles: places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
-            ``critic``), which announce themselves. Empty: the announced parts are enough.
-        owner: the run; None: that of the checkpoint folder's mark, which is made if it is missing.
-        namespace: Ray namespace of the run, filled in by `get_actor`: a synchronizer in it hears of each commit.
-        writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails if another
-            run writes there.
-    """
-
-    attempt: int = 0
-    policies: Mapping[str, Mapping[str, object] | None] | Sequence[Policy] = field(default_factory=dict)
-    keep_state_dicts: int = 2
-    timeout_s: float = 1800.0
-    fsync: bool = True
-    mirror: MirrorSettings = field(default_factory=MirrorSettings)
-    log_dir: str | None = None
-    writer: str | None = None
-    roles: Sequence[str] = ()
-    owner: Owner | None = None
-    namespace: str | None = None
-
-
-class CheckpointMonitor(Writers):
-    """The actor's class; make it through `get_actor`. All other methods are called with ``.remote``.
-
-    Args:
-        save_strategy: one of `trinity_sync.protocol.step.SAVE_STRATEGIES`.
-        default_local_dir: the checkpoint folder, shared by all nodes. None: parts are counted, nothing is written.
-        default_hdfs_dir: where committed full checkpoints are copied to: a path, or a URL that fsspec knows; None:
-            nowhere. A failed copy is a ``fault`` event and never fails a save.
-        config: the other settings.
-        clock: Unix seconds.
-        host: hosts the actor; None: Ray.
-    """
-
-    @classmethod
-    def get_actor(
-        cls,
-        namespace: object,
-        save_strategy: object = None,
-        default_local_dir: str | None = None,
-        default_hdfs_dir: str | None = None,
-        *,
-        config: MonitorConfig | None = None,
-        own: Mapping[str, object] | None = None,
-    ) -> ActorHandle:
-        """Return the handle of the run's monitor, which is created if there is none. In this process the handle's
-        methods can also be called without ``.remote``, and then wait for the answer.
-
-        The actor lives as long as the process that created it, so let the driver call first.
-
-        Args:
-            namespace: the run's Ray namespace, or the `Config` of a Trinity-RFT program, which has all other settings.
-                The other arguments matter to the first call only; see the class.
-            save_strategy: also as an enum's member, or its name.
-            own: further keyword arguments of a subclass's constructor.
-
-        Raises:
-            ConfigError: an unknown save strategy or retention policy.
-        """
-        import ray  # not needed in a local process, and takes a second
-
-        from trinity_sync.actors.handles import plainly
-
-        if not isinstance(namespace, str):
-            save_strategy = save_strategy or trinity_field(namespace, "trainer.save_strategy")
-            default_local_dir = default_local_dir or trinity_field(namespace, "checkpoint_job_dir")
-            namespace = str(trinity_field(namespace, "ray_namespace"))
-        name, limit = namespace or None, (config or MonitorConfig()).timeout_s
-        try:
-            return plainly(ray.get_actor(ACTOR_NAME, namespace=name), cls, _WHO, limit)
-        except ValueError:
-            pass
-        strategy = str(plain(save_strategy or "unrestricted")).lower()
-        if strategy not in SAVE_STRATEGIES:
-            raise ConfigError(f"checkpoint.save_strategy is {strategy!r}; it has to be {' or '.join(SAVE_STRATEGIES)}")
-        config = replace(config or MonitorConfig(), namespace=name or ray.get_runtime_context().namespace)
-        if isinstance(config.policies, Mapping):
-            config = replace(config, policies=make_policies(config.policies))
-        options = {
-            "name": ACTOR_NAME,
-            "namespace": name,
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_restarts": -1,
-            "max_task_retries": -1,
-            "max_concurrency": _MAX_CALLS,
-        }
-        folder = str(default_local_dir) if default_local_dir is not None else None
-        if folder is not None:
-            config = replace(config, writer=writer_of(Path(folder)))
-        remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
-
-        body = failures_logged(small_actor(cls, strategy, folder, remote, config, **(own or {})))
-        _created[namespace] = plainly(ray.remote(body).options(**options).remote(), cls, _WHO, limit)
-        return _created[namespace]
-
-    def __init__(
-        self,
-        save_strategy: str = "unrestricted",
-        default_local_dir: str | None = None,
-        default_hdfs_dir: str | None = None,
-        config: MonitorConfig | None = None,
-        clock: Callable[[], float] = time.time,
-        host: Host | None = None,
-    ) -> None:
-        host = host or _ray_host()
-        self._config = config = config or MonitorConfig()
-        own_log(config.log_dir, ACTOR_NAME)
-        self._clock = clock
-        self._strategy = save_strategy
-        self._disk = CheckpointDisk(
-            root=Path(default_local_dir).absolute() if default_local_dir is not None else None,
-            attempt=config.attempt,
-            policies=make_policies(config.policies) if isinstance(config.policies, Mapping) else config.policies,
-            keep_state_dicts=config.keep_state_dicts,
-            fsync=config.fsync,
-            clock=clock,
-            writer=config.writer,
-            of_run=config.owner.run if config.owner is not None else None,
-        )
-        self._events = EventLog(config.attempt, clock)
-        restarted = host.restarted
-        rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
-        self._writer_lock = rebuilt.lock
-        for problem in rebuilt.problems:
-            self._events.fault("checkpoint folder", problem)
-        changes = Changes()
-        execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
-        if config.namespace is not None:
-            execution.announce = partial(_announce, config.namespace)
-            if restarted:
-                execution.announce_newest()
-        if default_hdfs_dir is not None and self._disk.root is not None:
-            resumed = not restarted and config.attempt > 0
-            execution.start_mirror(default_hdfs_dir, config.mirror, config.owner, resumed=resumed)
-        execution.apply(rebuilt.decisions)
-        text = f"attempt {config.attempt}{', started again' if restarted else ''}"
-        story.info("up for %s, %s", default_local_dir, text)
-        super().__init__(
-            rebuilt.book,
-            execution,
-            changes,
-            host,
-            root=self._disk.root,
-            strategy=save_strategy,
-            timeout_s=config.timeout_s,
-        )
-
-    def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
-        return CommitBook(
-            clock=self._clock,
-            strategy=self._strategy,
-            attempt=self._config.attempt,
-            step_timeout_s=self._config.timeout_s,
-            committed=committed,
-        )
 
     # ---- the driver's calls
 
@@ -628,28 +576,15 @@ class CheckpointMonitor(Writers):
         await asyncio.to_thread(self._disk.forget_failures)
 
     async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
-        """Run retention now.
-
-        Args:
-            keep_last: keep so many of the newest full checkpoints in addition to those that the configured policies
-                keep; for programs that pass their limit with each save. None: the configured policies alone.
-
-        Returns:
-            The deletions: [{step, reason, freed_bytes}].
+        """Run retention now. `keep_last`: keep so many of the newest full checkpoints in addition to those that the
+        configured policies keep; for programs that pass their limit with each save. None: the configured policies
+        alone. Returns the deletions: [{step, reason, freed_bytes}].
         """
-        pruned: list[PrunedStep] = [
-            {"step": deleted.step, "reason": deleted.reason, "freed_bytes": deleted.freed_bytes}
-            for deleted in await self._execution.prune(keep_last)
-        ]
-        for deleted in pruned:
-            self._events.add(PruneEvent(**deleted))
-        return pruned
+        return await self._execution.prune_late(keep_last)
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
-        """Wait until nothing is being copied to the mirror, or until the timeout.
-
-        Returns:
-            The steps that are not there, and why. Empty without a mirror.
+        """Wait until nothing is being copied to the mirror, or until the timeout. Returns the steps that are not there,
+        and why. Empty without a mirror.
         """
         return await self._execution.wait_mirrored(timeout_s)
 

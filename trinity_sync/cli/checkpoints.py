@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_sync.actors.monitor_client import PrunedStep
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
 from trinity_sync.checkpoint.folder.contents import read_tracker
-from trinity_sync.checkpoint.folder.deletion import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.cli.tables import print_json, print_line, print_table
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -107,7 +108,7 @@ def _inspect(options: argparse.Namespace) -> int:
     row = _row(info, leases.pinned(root), leases.leased(root, now=time.time()))
     manifest = info.manifest.to_json()
     if options.json:
-        return print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
+        return print_json({**manifest, **{name: row[name] for name in ("path", "bytes", "pinned", "leased")}})
     for name in ("path", "step", "attempt", "kind", "backend", "world_size", "digest", "config_digest"):
         print(f"{name:14}{row['path'] if name == 'path' else _shown(manifest[name])}")
     if info.manifest.base is not None:
@@ -115,12 +116,12 @@ def _inspect(options: argparse.Namespace) -> int:
         print(f"{'base':14}{base.digest}, {base.path}: the digest above is of a LoRA adapter on it")
     print(f"{'written':14}{units.moment(row['created'])}")
     print(f"{'held':14}{', '.join(name for name in ('pinned', 'leased') if row[name]) or '-'}")
-    for name, value in manifest["metrics"].items():
+    for name, value in info.manifest.metrics.items():
         print(f"{'metric':14}{name} = {units.number(value)}")
-    print(f"{'files':14}{units.plural(len(manifest['files']), 'file')}, {units.size(row['bytes'])}\n")
+    print(f"{'files':14}{units.plural(len(info.manifest.files), 'file')}, {units.size(row['bytes'])}\n")
     print_table(
         ("file", "size", "xxh3_128"),
-        [(entry["path"], units.size(entry["bytes"]), entry["xxh3_128"]) for entry in manifest["files"]],
+        [(entry.path, units.size(entry.bytes), entry.xxh3_128) for entry in info.manifest.files],
     )
     return 0
 
@@ -180,7 +181,7 @@ def _prune(options: argparse.Namespace) -> int:
             _tell_run(options.path, root, deleted)
         except (OSError, TrinityError) as error:
             warnings.append(f"the run's events do not tell of this: {error}")
-    gone = {item.step for item in deleted}
+    gone = {item["step"] for item in deleted}
     code = 1 if problems else 0
     if options.json:
         print_json(
@@ -198,7 +199,7 @@ def _prune(options: argparse.Namespace) -> int:
                     }
                     for row in plan
                 ],
-                "freed_bytes": sum(item.freed_bytes for item in deleted),
+                "freed_bytes": sum(item["freed_bytes"] for item in deleted),
                 "warnings": warnings,
             }
         )
@@ -220,19 +221,19 @@ def _prune(options: argparse.Namespace) -> int:
     )
     for text in warnings:
         print(f"warning: {text}")
-    freed = sum(row.bytes for row in plan if not row.keep) if options.dry_run else sum(d.freed_bytes for d in deleted)
-    count = sum(not row.keep for row in plan) if options.dry_run else len(deleted)
+    sizes = [row.bytes for row in plan if not row.keep] if options.dry_run else [d["freed_bytes"] for d in deleted]
+    count, freed = len(sizes), sum(sizes)
     print(
         f"{'would delete' if options.dry_run else 'deleted'} {units.plural(count, 'checkpoint')}, {units.size(freed)}"
     )
     return code
 
 
-def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:
+def _tell_run(path: Path, root: Path, deleted: Sequence[PrunedStep]) -> None:
     """Add the deletions to the events of the run of these checkpoints, if it has ended."""
     for run in (path, root.parent):
         if (run / "run.json").is_file() and _checkpoints_of(run).resolve() == root:
-            note_prunes(run, [(item.step, item.reason, item.freed_bytes) for item in deleted], root)
+            note_prunes(run, [(item["step"], item["reason"], item["freed_bytes"]) for item in deleted], root)
             return
 
 

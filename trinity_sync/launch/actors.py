@@ -23,8 +23,8 @@ from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
 from trinity_sync.checkpoint.folder import resume_point
 from trinity_sync.checkpoint.folder.contents import Base, read_manifest
 from trinity_sync.checkpoint.folder.lock import writer_of
-from trinity_sync.checkpoint.folder.lora_resume import OF_ADAPTER, check_base, check_same, noted_base
 from trinity_sync.checkpoint.folder.owner import Owner
+from trinity_sync.checkpoint.folder.resume_point import OF_ADAPTER, check_base, check_same, noted_base
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import TARGET, Config, load_class, retention_policies
 from trinity_sync.config.lora_settings import travels

@@ -15,8 +15,8 @@ from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint.folder import catalog, owner, recovery, resume_point
 from trinity_sync.checkpoint.folder.contents import Manifest, NewerFormatError, read_manifest, read_tracker, step_of
 from trinity_sync.checkpoint.folder.deletion import noted_deletions
-from trinity_sync.checkpoint.folder.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded
+from trinity_sync.checkpoint.folder.resume_point import check_adapter, check_kind
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import Config, asked_again
 from trinity_sync.config.lora_settings import adapter_of

@@ -188,10 +188,7 @@ class CommitBook:
         attempt: int | None = None,
     ) -> list[Decision]:
         """Note that a writer asks for its turn, and wait for its part. The `Grant` is among the decisions or comes
-        later.
-
-        Args:
-            collective: the save has barriers with its peers, so it does not queue.
+        later. `collective`: the save has barriers with its peers, so it does not queue.
         """
         if step is not None:
             entry = self._open(step, attempt)
@@ -339,10 +336,7 @@ class CommitBook:
 
     def restore(self, dumped: JournalEntry, committed_paths: Collection[str] = ()) -> list[Decision]:
         """Restore a step from `dump`; `committed_paths`: the files of this attempt's commit on disk, which may be
-        newer.
-
-        Raises:
-            ValueError, KeyError, TypeError: `dumped` is not a result of `dump`, or is of another attempt.
+        newer. Raises ValueError, KeyError, TypeError: `dumped` is not a result of `dump`, or is of another attempt.
         """
         if dumped["attempt"] != self.attempt:
             raise ValueError(f"it is of attempt {dumped['attempt']}, not {self.attempt}")

@@ -20,8 +20,7 @@ KINDS: tuple[Kind, ...] = (STATE_DICT, FULL)
 #: The part with the version digest and no files. It is a weights part; a commit waits for it only where it is named.
 DIGEST_PART = "digest"
 #: Stands for the files that verl's trainer itself writes next to an engine's files. The part has no files and no
-#: writer,
-#: so a step that waits only for it does not time out.
+#: writer, so a step that waits only for it does not time out.
 BESIDE_PART = "beside"
 
 #: A file of a part: (path relative to the checkpoint folder, bytes, xxh3_128 hex).
@@ -237,11 +236,7 @@ class StepParts:
 
     @classmethod
     def load(cls, dumped: PartsDump) -> StepParts:
-        """Restore the parts from `dump`.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not a result of `dump`.
-        """
+        """Restore the parts from `dump`. Raises ValueError, KeyError, TypeError: it is not a result of `dump`."""
         parts = cls(
             expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},
             registered={True: int(dumped["registered"][0]), False: int(dumped["registered"][1])},
@@ -310,8 +305,7 @@ class Commit:
     meta: CommitMeta
     opened: float  # when this save of the step was first heard of, in seconds of the book's clock
     # Other parts of the step are still being written: only `files` may go into the commit, and the staging folder has
-    # to
-    # stay. Weights whose files are unknown are never committed in part.
+    # to stay. Weights whose files are unknown are never committed in part.
     partial: bool
     durable: bool | None = None  # has to survive a power cut; None: as all commits do
     beside: bool = False  # a full checkpoint, or a commit of another attempt, has the place; these weights go beside it

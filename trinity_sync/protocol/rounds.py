@@ -127,10 +127,8 @@ class RoundBook:
     def open(
         self, trainer: RoundMember, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
-        """Open a group in place of the current one, whose waiting members get an error.
-
-        Raises:
-            RoundError: it has no explorers, or this trainer process is dead or was replaced.
+        """Open a group in place of the current one, whose waiting members get an error. Raises RoundError: it has no
+        explorers, or this trainer process is dead or was replaced.
         """
         if explorers < 1:
             raise RoundError(f"a group needs at least 1 explorer, not {explorers}")
@@ -151,10 +149,8 @@ class RoundBook:
         return self.group is not None and self.group.id > after and self.failed is None
 
     def join(self, explorer: RoundMember) -> WeightSyncGroup:
-        """Return the group as this explorer has to enter it.
-
-        Raises:
-            RoundError: there is none, all places are taken, or a later process of this name has replaced this one.
+        """Return the group as this explorer has to enter it. Raises RoundError: there is none, all places are taken, or
+        a later process of this name has replaced this one.
         """
         group = self.group
         if group is None:
@@ -173,11 +169,9 @@ class RoundBook:
     def arrive(self, member: RoundMember, step: int | None) -> RoundStart:
         """Note that a member is ready, and return its round. The round begins with the last member.
 
-        An explorer that was in no earlier group takes a place in this one.
-
-        Raises:
-            RoundError: the trainer came without a step, a member of the group is gone, this process belongs to an
-                earlier group, or a later process of its name has replaced it.
+        An explorer that was in no earlier group takes a place in this one. Raises RoundError: the trainer came without
+        a step, a member of the group is gone, this process belongs to an earlier group, or a later process of its name
+        has replaced it.
         """
         if member in self._former:
             raise RoundError(f"{member} belongs to a weight sync group that is over; join the current one")

@@ -93,11 +93,8 @@ class _VersionRecord:
 class VersionBook:
     """All versions that still have a slot, and the newest one in each other place.
 
-    The newest checkpoint replaces a state dict whose tensors are lost with the process that owned them.
-
-    Args:
-        slots: the number of snapshots in each node's shared memory.
-        clock: seconds, monotonic, for the expiry of leases.
+    The newest checkpoint replaces a state dict whose tensors are lost with the process that owned them. `slots`: the
+    number of snapshots in each node's shared memory. `clock`: seconds, monotonic, for the expiry of leases.
     """
 
     def __init__(self, slots: int, clock: Callable[[], float]) -> None:
@@ -149,10 +146,8 @@ class VersionBook:
     def publish(self, version: Version, state: object) -> None:
         """Note that a version's tensors are in the object store; those of the version before are released.
 
-        A version may be published again: its tensors are those of the last call.
-
-        Raises:
-            VersionError: it is older than the last state dict or checkpoint, or was published with another state.
+        A version may be published again: its tensors are those of the last call. Raises VersionError: it is older than
+        the last state dict or checkpoint, or was published with another state.
         """
         stored, saved = self._published, self._newest.get(Place.DISK)
         for before in filter(None, (stored, saved)):
@@ -193,10 +188,8 @@ class VersionBook:
     # -- versions in slots
 
     def open(self, version: Version, parts: Iterable[str]) -> int | None:
-        """Begin a version, and return its slot, or None while all slots are in use.
-
-        Raises:
-            VersionError: it is not newer than all before it, or has no parts.
+        """Begin a version, and return its slot, or None while all slots are in use. Raises VersionError: it is not
+        newer than all before it, or has no parts.
         """
         expected = frozenset(parts)
         if not expected:
@@ -271,10 +264,8 @@ class VersionBook:
         return record.error if record else None
 
     def lease(self, reader: Hashable, seconds: float, version: Version | None = None) -> Lease:
-        """Lease a committed version, by default the newest, for `seconds`.
-
-        Raises:
-            VersionError: nothing is committed, the named one is gone, or the reader was dropped.
+        """Lease a committed version, by default the newest, for `seconds`. Raises VersionError: nothing is committed,
+        the named one is gone, or the reader was dropped.
         """
         if reader in self._dropped:
             raise VersionError(f"{reader} was given up for dead")

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, ended, results
-from trinity_sync.actors.monitor_client import Committed, MonitorClient
+from trinity_sync.actors.monitor_client import Committed, MonitorClient, commit_events
 from trinity_sync.actors.pending import Pending
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
@@ -29,10 +29,12 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
 from trinity_sync.protocol.versions import Version
-from trinity_sync.tracking.events import CommitEvent, Event, PruneEvent
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from trinity_sync.tracking.recorder import Recorder
 
 _DIGEST = "weights-digest"
 """The part of a weights-only save with the version digest; of a full save it is "driver"."""
@@ -46,38 +48,16 @@ timeout itself: the save fails, and the run goes on.
 """
 
 
-class SaveLog(Protocol):
-    """The methods of `tracking.Recorder` that saves use."""
-
-    def event(self, event: Event) -> None:
-        """Record an event."""
-        ...
-
-    def fault(self, where: str, error: BaseException | str) -> None:
-        """Record a failure."""
-        ...
-
-    def saving(self, step: int) -> None:
-        """Show that a save has begun."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveSettings:
-    """The settings of all saves of a run.
-
-    Attributes:
-        meta: manifest fields: backend, world_size, config_digest, wire; of an adapter base.
-        save_timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
-        of_versions: the saved weights are those that are published. Otherwise manifests of full checkpoints have no
-            version digest.
-    """
+    """The settings of all saves of a run."""
 
     attempt: int
     seed: int
-    meta: CommitMeta
+    meta: CommitMeta  # manifest fields: backend, world_size, config_digest, wire; of an adapter base
     ranks: list[str]
-    save_timeout_s: float
+    save_timeout_s: float  # limit from the announcement to the commit, seconds (`checkpoint.timeout_s`)
+    # The saved weights are those that are published. Otherwise manifests of full checkpoints have no version digest.
     of_versions: bool = True
 
 
@@ -105,18 +85,14 @@ class _OpenSave(NamedTuple):
 
 
 class FullSaves:
-    """Full checkpoints of a run.
-
-    Args:
-        published: saves the version that explorers hold; None: there are no explorers.
-    """
+    """Full checkpoints of a run. `published`: saves the version that explorers hold; None: there are no explorers."""
 
     def __init__(
         self,
         monitor: MonitorClient,
         trainer: TrainerGroup,
         settings: SaveSettings,
-        log: SaveLog,
+        log: Recorder,
         published: PublishedState | None = None,
     ) -> None:
         self._published = published
@@ -176,9 +152,8 @@ class FullSaves:
         limit = _WAITS_OF_A_RANK * settings.save_timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = _OpenSave(step, max(blocked), began)
-        state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
-        state["next_data_step"] = step + 1
-        state |= {name: value for name, value in states.items() if value}
+        place = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
+        state = {**place, **{name: value for name, value in states.items() if value}}
         texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
         if older_version is not None:
             texts |= dict([older_version.save(step, folder)])
@@ -201,10 +176,8 @@ class FullSaves:
 
     def _report(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
         """Report the driver's parts to the monitor, which then commits. Called when their steps' metrics are on disk,
-        so that no run resumes from a step without metrics.
-
-        Args:
-            timeout_s: limit of each report, seconds; None: `SaveSettings.save_timeout_s`.
+        so that no run resumes from a step without metrics. `timeout_s`: limit of each report, seconds; None:
+        `SaveSettings.save_timeout_s`.
         """
         limit = self._settings.save_timeout_s if timeout_s is None else timeout_s
         with self._reporting:
@@ -329,13 +302,11 @@ class _SaveFailed(RunError):  # noqa: N818 - the name states the event
 
 
 class WeightSaves:
-    """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`).
-
-    Args:
-        durable: make the commits survive a power cut (`sync.durable`).
+    """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`). `durable`: make the
+    commits survive a power cut (`sync.durable`).
     """
 
-    def __init__(self, monitor: MonitorClient, settings: SaveSettings, log: SaveLog, durable: bool) -> None:
+    def __init__(self, monitor: MonitorClient, settings: SaveSettings, log: Recorder, durable: bool) -> None:
         self._monitor = monitor
         self._settings = settings
         self._log = log
@@ -370,30 +341,10 @@ class WeightSaves:
         call.result(self._settings.save_timeout_s)
 
 
-def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: float | None) -> None:
-    """Record the events of a commit and of the deletions after it. Weights beside the step's folder are not a
-    checkpoint of the run.
-
-    Args:
-        blocked_s: seconds in which training was blocked.
-        began: begin of the save, in Unix seconds.
-    """
-    if not result["beside"]:
-        log.event(
-            CommitEvent(
-                step=result["step"],
-                kind=result["kind"],
-                digest=result["digest"],
-                bytes=result["bytes"],
-                blocked_s=blocked_s,
-                written_s=result["written_s"],
-                total_s=result["total_s"],
-                began=began,
-                base=result["base"],
-            )
-        )
-    for pruned in result["pruned"]:
-        log.event(PruneEvent(step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"]))
+def record_commit(log: Recorder, result: Committed, blocked_s: float, began: float | None) -> None:
+    """Record the events of `commit_events`."""
+    for event in commit_events(result, blocked_s, began):
+        log.event(event)
 
 
 def _begin(
@@ -420,11 +371,8 @@ _FILE = "version.json"
 
 
 class PublishedState:
-    """Saves and restores the newest published version.
-
-    Args:
-        agents: the agents of the nodes that hold parts, by Ray node id.
-        sync_timeout_s: limit of each wait, seconds.
+    """Saves and restores the newest published version. `agents`: the agents of the nodes that hold parts, by Ray node
+    id. `timeout_s`: limit of each wait, seconds.
     """
 
     def __init__(
@@ -440,9 +388,7 @@ class PublishedState:
 
     def save(self, step: int, folder: Path) -> tuple[str, str]:
         """Have the agents write the newest published version into a staging folder and report it. Does not wait.
-
-        Returns:
-            Name below `folder` and contents of a file for the driver's part.
+        Returns name below `folder` and contents of a file for the driver's part.
         """
         synchronizer = self._synchronizer
         newest = synchronizer.newest().result(synchronizer.timeout_s)
@@ -460,11 +406,8 @@ class PublishedState:
 
 def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
     """Return the step of the explorers' version in a checkpoint's folder; None: there is none, or its parts are not
-    those of this run.
-
-    Args:
-        layouts: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes or of the
-            published weights.
+    those of this run. `layouts`: of the run's parts. They differ from the saved ones after a change of ranks, of dtypes
+    or of the published weights.
     """
     path = folder / EXPLORER / _FILE
     if not path.exists():

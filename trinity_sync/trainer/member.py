@@ -33,7 +33,7 @@ from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.tracking import units
-from trinity_sync.trainer.saver import AgentSaver, BackendSaver, Saver
+from trinity_sync.trainer.saver import AgentSaver, BackendSaver
 from trinity_sync.trainer.worker_spec import WorkerSpec
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
@@ -48,7 +48,7 @@ class Member:
         self._spec = spec
         self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
         self._segments: dict[int, mmap.mmap] = {}
-        self._saver: Saver
+        self._saver: AgentSaver | BackendSaver
         self._stager: WeightStager
         self._backend = backend
         self._rank = rank
@@ -73,10 +73,8 @@ class Member:
         make_coordinator: Callable[..., CheckpointCoordinator],
         timeout_s: float,
     ) -> None:
-        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
-
-        Args:
-            timeout_s: limit of the waits for a background save, seconds.
+        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor. `timeout_s`: limit of
+        the waits for a background save, seconds.
         """
         # The call ends when this process dies. A death in a free run may interrupt no other call.
         self._lifeline = synchronizer.lifeline()
@@ -115,10 +113,7 @@ class Member:
 
     def stage(self, version: Version, slot: int, lazily: bool = False) -> float:
         """Copy this rank's shards into the slot and report to the agent; see `WeightStager.stage`. Collective if the
-        engine offloads.
-
-        Returns:
-            Seconds in which the trainer was blocked so far.
+        engine offloads. Returns seconds in which the trainer was blocked so far.
         """
         blocked = self._stager.stage(version, slot, lazily=lazily)
         how = "began to stage" if lazily else "staged"
@@ -133,10 +128,7 @@ class Member:
 
     def save(self, step: int, folder: str) -> float:
         """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective. Errors fail the step
-        at the monitor; nothing is raised.
-
-        Returns:
-            Seconds for which the trainer was blocked so far.
+        at the monitor; nothing is raised. Returns seconds for which the trainer was blocked so far.
         """
         blocked = self._saver.save(step, Path(folder))
         story.info("began to save step %d: stood still %s", step, units.seconds(blocked))
@@ -173,11 +165,8 @@ class Member:
 
 
 class WeightStager:
-    """Stages versions of one rank.
-
-    Args:
-        segments: slot -> this rank's bytes in it; empty for a rank that holds nothing of its own.
-        timeout_s: limit of the wait for a copy, seconds.
+    """Stages versions of one rank. `segments`: slot -> this rank's bytes in it; empty for a rank that holds nothing of
+    its own. `timeout_s`: limit of the wait for a copy, seconds.
     """
 
     def __init__(
@@ -205,10 +194,8 @@ class WeightStager:
             backend.before_change(self.wait_copied)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> float:
-        """Copy into the slot and report to the agent. Collective if the engine offloads.
-
-        Returns:
-            Seconds in which the rank was blocked so far.
+        """Copy into the slot and report to the agent. Collective if the engine offloads. Returns seconds in which the
+        rank was blocked so far.
         """
         started = time.perf_counter()
         self.wait_copied()

@@ -14,10 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from trinity_sync.actors.agent_client import AgentClient, StatePart
 from trinity_sync.actors.calls import ANSWER_S, Call
-from trinity_sync.backends.base import DISTRIBUTED, Backend, Deadline, Format, SelfWritingBackend
+from trinity_sync.backends.base import DISTRIBUTED, Backend, Format, SelfWritingBackend
 from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import TrinityError
@@ -27,32 +28,33 @@ from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.staging import Copying, pin_segment, unpin_segment
 
+B = TypeVar("B", bound=Backend | SelfWritingBackend)
 
-class Saver(ABC):
+
+class Saver(ABC, Generic[B]):
     """Saves of one rank. All methods are collective."""
 
     def __init__(
-        self, deadline: Deadline, coordinator: CheckpointCoordinator, meetings: Meetings, part: str, *, lazy: bool
+        self, backend: B, coordinator: CheckpointCoordinator, meetings: Meetings, part: str, *, lazy: bool
     ) -> None:
+        self._backend = backend
         self._coordinator = coordinator
         self._meetings = meetings
         self._timeout_s = meetings.timeout_s
         self._part = part
-        self._lazy = lazy and deadline == "optimizer_step"
+        self._lazy = lazy and backend.deadline == "optimizer_step"
         self._copying: Snapshot | Copying | None = None
         self._step = -1
         self._blocked_s = 0.0
+        if self._lazy:
+            backend.before_change(self._wait_copied)
 
-    @abstractmethod
     def prepare(self) -> None:
         """Prepare for saves, after a training step and before the first save."""
 
     def save(self, step: int, folder: Path) -> float:
         """Begin to save the state after `step` into the staging folder `folder`. Errors fail the step at the monitor;
-        nothing is raised.
-
-        Returns:
-            Seconds for which training was blocked so far; see `blocked_s`.
+        nothing is raised. Returns seconds for which training was blocked so far; see `blocked_s`.
         """
         started = time.perf_counter()
         try:
@@ -93,7 +95,7 @@ class Saver(ABC):
             self._copying = None
 
 
-class AgentSaver(Saver):
+class AgentSaver(Saver[Backend]):
     """Saves through shared memory: the rank copies its state into a segment of the node agent, which writes the
     files.
     """
@@ -110,8 +112,7 @@ class AgentSaver(Saver):
         form: Format,
         lazy: bool,
     ) -> None:
-        super().__init__(backend.deadline, coordinator, meetings, part, lazy=lazy)
-        self._backend = backend
+        super().__init__(backend, coordinator, meetings, part, lazy=lazy)
         self._agent = agent
         self._writes_metadata = writes_metadata
         self._format: Format = form
@@ -119,8 +120,6 @@ class AgentSaver(Saver):
         self._reserving: Call[tuple[str, list[str]]] | None = None
         self._written: Call[None] | None = None
         self._segment: mmap.mmap | None = None
-        if self._lazy:
-            backend.before_change(self._wait_copied)
 
     def prepare(self) -> None:
         """Let the agent make the segment before the first save. The optimizer has to have its states."""
@@ -207,25 +206,8 @@ class AgentSaver(Saver):
 _ACTOR = "actor"
 
 
-class BackendSaver(Saver):
+class BackendSaver(Saver[SelfWritingBackend]):
     """Saves of a backend that copies and writes its own files (`SelfWritingBackend`)."""
-
-    def __init__(
-        self,
-        backend: SelfWritingBackend,
-        coordinator: CheckpointCoordinator,
-        meetings: Meetings,
-        part: str,
-        *,
-        lazy: bool,
-    ) -> None:
-        super().__init__(backend.deadline, coordinator, meetings, part, lazy=lazy)
-        self._backend = backend
-        if self._lazy:
-            backend.before_change(self._wait_copied)
-
-    def prepare(self) -> None:
-        """Do nothing: there is no segment."""
 
     def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
         self._copying, write = self._backend.begin_save(

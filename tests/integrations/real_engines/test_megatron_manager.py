@@ -406,7 +406,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_is_sound(
     save(ranks, "tp2", root, step)
     wait(ranks, "tp2")
     before = kept(root)
-    ray.get(ranks[1].patch.remote("copies", "begin", "fail"), timeout=LIMIT)
+    ray.get(ranks[1].patch.remote("copies", "copy", "fail"), timeout=LIMIT)
     for error in outcomes(
         ranks, "by_engine", "tp2", "save_checkpoint", actor_path(root, step + 1), global_step=step + 1
     ):

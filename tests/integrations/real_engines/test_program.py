@@ -13,7 +13,7 @@ import ray
 import torch.distributed as dist
 
 from tests.integrations.real_engines.ranks import LIMIT
-from trinity_sync.checkpoint.daemon.service import connect
+from trinity_sync.checkpoint.daemon import connect
 from trinity_sync.checkpoint.folder.lock import has_no_monitor
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import local_run

@@ -21,7 +21,7 @@ from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, save, wait_until_let_go
 from trinity_sync.actors.local import LocalHandle
 from trinity_sync.actors.monitor_client import MonitorClient
-from trinity_sync.checkpoint.daemon.service import connect
+from trinity_sync.checkpoint.daemon import connect
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import callback as callbacks

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integrations.real_engines.ranks import LIMIT
 from trinity_sync.actors.monitor_client import MonitorClient
-from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint.daemon import Lifetime, connect
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.committed_saves import Commits
 from trinity_sync.protocol.parts import FULL

@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, commit, save, wait_until_let_go
 from trinity_sync.actors.local import LocalHandle
 from trinity_sync.actors.monitor_client import MonitorClient
-from trinity_sync.checkpoint.daemon.service import connect
+from trinity_sync.checkpoint.daemon import connect
 from trinity_sync.checkpoint.folder.contents import MANIFEST, step_dir
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError

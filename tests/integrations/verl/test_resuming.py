@@ -11,8 +11,8 @@ import pytest
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, save, wait_until_let_go
 from tests.checkpoint.test_daemon import commit as commit_through
-from trinity_sync.checkpoint.daemon import service
-from trinity_sync.checkpoint.daemon.service import Lifetime
+from trinity_sync.checkpoint import daemon
+from trinity_sync.checkpoint.daemon import Lifetime
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
@@ -43,8 +43,8 @@ def test_what_was_committed_and_is_gone_or_unreadable_stops_the_start_unless_the
 def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(service, "_SILENT_S", 0.1)
-    before = service.connect(
+    monkeypatch.setattr(daemon, "_SILENT_S", 0.1)
+    before = daemon.connect(
         tmp_path,
         program="one",
         may_start=True,
@@ -65,9 +65,7 @@ def test_what_the_monitor_of_the_start_before_is_still_to_commit_is_gone_on_from
 
 def test_a_monitor_at_work_is_not_waited_for(tmp_path: Path) -> None:
     config = MonitorConfig(timeout_s=LIMIT, fsync=False)
-    at_work = service.connect(
-        tmp_path, program="one", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME, config=config
-    )
+    at_work = daemon.connect(tmp_path, program="one", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME, config=config)
     commit_through(at_work, 10)
     assert program_start.newest(tmp_path) == step_dir(tmp_path, 10)
     at_work.close()

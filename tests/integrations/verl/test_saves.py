@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint.daemon import Lifetime, connect
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.folder.leases import leased
 from trinity_sync.checkpoint.monitor import MonitorConfig
@@ -104,9 +104,12 @@ class Manager(CommittedSaves):
         self.copies = Copies(rank)
         self.refuses: list[str] = []
         self.loaded: list[tuple[str, set[int]]] = []
-        self._start_saves(self.copies, opens, LIMIT)
+        super().__init__(opens=opens, timeout_s=LIMIT)
 
     _backend = "fsdp"
+
+    def _make_copies(self, timeout_s: float, *, lazily: bool) -> Copies:
+        return self.copies
 
     def _check(self, todo: list[str]) -> None:
         for name in self.refuses:

@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.real_engines.ranks import LIMIT
 from trinity_sync.actors.monitor_client import MonitorClient
-from trinity_sync.checkpoint.daemon.service import Lifetime, connect
+from trinity_sync.checkpoint.daemon import Lifetime, connect
 from trinity_sync.checkpoint.folder.contents import step_dir, write_tracker
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.integrations.verl import committed_saves

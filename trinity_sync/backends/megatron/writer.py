@@ -4,8 +4,8 @@ megatron-core's own asynchronous save forks a process per save and exchanges res
 the process share, so that concurrent saves (model, optimizer, extra) can take each other's; it also has to be finalised
 by all ranks in the training thread. Here a save is
 
-1. `Planner.plan` on the training thread of all ranks (collective): assigns the shards to writers; and `HostCopies`,
-   which copies these shards, at once or during the next step;
+1. `Trees.plan` on the training thread of all ranks (collective): assigns the shards to writers; and `Trees.copy`, which
+   copies these shards, at once or during the next step;
 2. `PlannedWrite.write` on a background thread of each rank: its own files, no communication;
 3. `finalise` on that thread (collective, in the save's meeting): the results come together and rank 0 writes the
    metadata, or every rank raises the error of any rank.
@@ -172,27 +172,6 @@ class Planner:
         return PlannedWrite(folder, self._strategy.share, self._strategy.metadata, data.getvalue())
 
 
-class HostCopies:
-    """Copies of a rank's tensors, in host memory that is kept from save to save."""
-
-    def __init__(self) -> None:
-        self._memory = HostMemory()
-
-    def begin(self, pending: Sequence[PlannedWrite], *, in_background: bool) -> Copying:
-        """Copy the tensors of several state dicts of one save. The previous save must be done: its copies are
-        overwritten.
-        """
-        tensors = [tensor for one in pending for tensor in one.tensors]
-        targets = self._memory.places(tensors)
-        copies = iter(targets)
-        for one in pending:
-            one.use(copies)
-        pairs = zip(tensors, targets, strict=True)
-        copying = Copying(pairs, {tensor.device for tensor in tensors}, "the training state")
-        copying.copy(in_background=in_background)
-        return copying
-
-
 def finalise(
     pending: Sequence[PlannedWrite], copying: Copying, meeting: RankMeeting, base: Path, *, durable: bool
 ) -> list[Path | FileTuple]:
@@ -280,7 +259,7 @@ class Trees:
         self._manager = manager
         self._planners = {name: Planner() for name in ALL}
         self._own_shards = optimizer_state.OwnShards()
-        self._copies = HostCopies()
+        self._memory = HostMemory()
         # megatron-core collects garbage in every save. Freezing spares it the objects that exist by now.
         gc.freeze()
 
@@ -301,8 +280,19 @@ class Trees:
             trees[EXTRA] = _extra(manager)
         return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
 
-    def copy(self, pending: list[PlannedWrite], *, in_background: bool) -> Copying:
-        return self._copies.begin(pending, in_background=in_background)
+    def copy(self, pending: Sequence[PlannedWrite], *, in_background: bool) -> Copying:
+        """Copy the tensors of all trees of one save, in memory that is kept from save to save. The previous save must
+        be done: its copies are overwritten.
+        """
+        tensors = [tensor for one in pending for tensor in one.tensors]
+        targets = self._memory.places(tensors)
+        copies = iter(targets)
+        for one in pending:
+            one.use(copies)
+        pairs = zip(tensors, targets, strict=True)
+        copying = Copying(pairs, {tensor.device for tensor in tensors}, "the training state")
+        copying.copy(in_background=in_background)
+        return copying
 
 
 def gathers_late(chunks: Collection[DistributedDataParallel]) -> bool:

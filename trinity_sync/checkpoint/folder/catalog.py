@@ -12,24 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from trinity_sync.checkpoint.folder import contents
 from trinity_sync.checkpoint.folder.contents import (
-    ABANDONED_PREFIX,
-    MANIFEST,
-    TRACKERS,
-    TRAINER_STATE,
-    VERSIONS,
     Manifest,
     ManifestError,
     NewerFormatError,
-    State,
-    TrackerFile,
     UnreadableError,
-    abandoned_attempt,
-    newest_finished,
-    read_error,
     read_manifest,
-    step_dir,
-    step_of,
 )
 from trinity_sync.checkpoint.folder.owner import read_mark
 from trinity_sync.errors import ConfigError, RunError
@@ -44,7 +33,7 @@ class CheckpointInfo:
     step: int
     path: Path
     manifest: Manifest | None
-    state: State = "committed"
+    state: contents.State = "committed"
     problems: tuple[str, ...] = ()
 
     @property
@@ -68,26 +57,26 @@ def locate(path: Path) -> tuple[Path, int | None]:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run, a checkpoints or a step folder")
     path = path.resolve()
-    step = step_of(path.name)
+    step = contents.step_of(path.name)
     if step is not None:
         return path.parent, step
     inner = path / "checkpoints"
     if inner.is_dir():
         return inner, None
-    trackers = any((path / name).exists() for name in TRACKERS.values())
-    if trackers or any(step_of(child.name) is not None for child in path.iterdir()):
+    trackers = any((path / name).exists() for name in contents.TRACKERS.values())
+    if trackers or any(contents.step_of(child.name) is not None for child in path.iterdir()):
         return path, None
     raise ConfigError(f"{path} holds no checkpoints; give a run, a checkpoints or a step folder")
 
 
-def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]:
+def scan(root: Path, tracker: contents.TrackerFile | None = None) -> list[CheckpointInfo]:
     """List all step folders, oldest first. Reads manifests only. Raises UnreadableError if the folder or its mark
     cannot be read now.
     """
-    finished, run = newest_finished(root, tracker), _run_of(root)
+    finished, run = contents.newest_finished(root, tracker), _run_of(root)
     try:
         with os.scandir(root) as entries:
-            named = [(step_of(entry.name), entry) for entry in entries]
+            named = [(contents.step_of(entry.name), entry) for entry in entries]
             found = {
                 step: Path(entry.path)
                 for step, entry in named
@@ -96,13 +85,13 @@ def scan(root: Path, tracker: TrackerFile | None = None) -> list[CheckpointInfo]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise read_error(root, error) from error
+        raise contents.read_error(root, error) from error
     return [_look(step, path, finished, run) for step, path in sorted(found.items())]
 
 
 def look_at(root: Path, step: int) -> CheckpointInfo:
     """Describe one step's folder as `scan` does."""
-    return _look(step, step_dir(root, step), newest_finished(root), _run_of(root))
+    return _look(step, contents.step_dir(root, step), contents.newest_finished(root), _run_of(root))
 
 
 def _run_of(root: Path) -> str | None:
@@ -121,7 +110,7 @@ def _look(step: int, path: Path, finished: int | None, run: str | None) -> Check
         if (fault is None or fault.state == "no_manifest") and _of_verl(step, path, manifest, finished):
             return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
     except OSError as error:
-        fault = read_error(path, error) if manifest is None else None
+        fault = contents.read_error(path, error) if manifest is None else None
     if fault is not None:
         return CheckpointInfo(step, path, None, fault.state, (str(fault),))
     if manifest is not None and None is not run != manifest.run is not None:
@@ -163,13 +152,13 @@ def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | N
 def newest_attempt(root: Path) -> int | None:
     """Return the last attempt with a commit here, abandoned or not; None: there is none."""
     attempts = [info.attempt for info in scan(root)]
-    attempts += [abandoned_attempt(path.name) for path in root.glob(f"{ABANDONED_PREFIX}*")]
+    attempts += [contents.abandoned_attempt(path.name) for path in root.glob(f"{contents.ABANDONED_PREFIX}*")]
     return max((attempt for attempt in attempts if attempt is not None), default=None)
 
 
 def places(root: Path) -> list[Path]:
     """List the folders with step folders: the checkpoint folder, and those for weights next to it."""
-    return [root, *sorted((root / VERSIONS).glob("*"))]
+    return [root, *sorted((root / contents.VERSIONS).glob("*"))]
 
 
 def committed_manifest(folder: Path) -> Manifest | None:
@@ -187,7 +176,7 @@ def files_of(folder: Path) -> Iterator[str]:
     for parent, names in walk(folder):
         for name in names:
             path = (parent / name).relative_to(folder).as_posix()
-            if path != MANIFEST and not (path.startswith(f".{MANIFEST}.") and path.endswith(".tmp")):
+            if path != contents.MANIFEST and not (path.startswith(f".{contents.MANIFEST}.") and path.endswith(".tmp")):
                 yield path
 
 
@@ -206,17 +195,13 @@ def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`.
-
-    Args:
-        files, bytes: numbers of files and bytes that were checked.
-        state: ``committed``: all files are unchanged. ``damaged`` if one is not, whether or not others can be read.
-    """
+    """The result of `verify`."""
 
     path: Path
-    files: int
-    bytes: int
-    state: State
+    files: int  # number of files that were checked
+    bytes: int  # of these
+    # ``committed``: all files are unchanged. ``damaged`` if one is not, whether or not others can be read.
+    state: contents.State
     problems: tuple[str, ...]
     unlisted: tuple[str, ...]
 
@@ -227,9 +212,7 @@ class VerifyReport:
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Check all files of a step folder: sizes, digests, the manifest's own digest, and that no rank's file is missing.
-
-    Args:
-        progress: called with (bytes checked, bytes in all) every few MB and after each file.
+    `progress`: called with (bytes checked, bytes in all) every few MB and after each file.
     """
     try:
         manifest = read_manifest(path)
@@ -266,10 +249,7 @@ def newest_good(
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
     """Find the newest full checkpoint that verifies. Damaged ones and other folders are skipped. Raises
-    UnreadableError, NewerFormatError.
-
-    Args:
-        roles: places, such as ``actor``, that a checkpoint of verl's has to have.
+    UnreadableError, NewerFormatError. `roles`: places, such as ``actor``, that a checkpoint of verl's has to have.
     """
     for info in reversed(scan(root)):
         state, problems = info.state, info.problems
@@ -301,17 +281,25 @@ def _report_within(progress: Callable[[int, int], None], before: int, most: int,
 
 
 def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> ManifestError | None:
-    path = folder / entry.path
     try:
-        size, digest = digest_file(path, progress=progress)
-    except FileNotFoundError:
-        return ManifestError(f"{path} is missing")
+        problem = difference(folder / entry.path, entry, progress=progress)
     except OSError as error:
-        return read_error(path, error)
+        return contents.read_error(folder / entry.path, error)
+    return None if problem is None else ManifestError(problem)
+
+
+def difference(
+    path: Path, entry: FileEntry, *, durable: bool = False, progress: Callable[[int], None] | None = None
+) -> str | None:
+    """Return how a file differs from its entry; None: it does not. `durable`: fsync it. Raises OSError."""
+    try:
+        size, digest = digest_file(path, durable=durable, progress=progress)
+    except FileNotFoundError:
+        return f"{path} is missing"
     if size != entry.bytes:
-        return ManifestError(f"{path} has {size} bytes instead of {entry.bytes}")
+        return f"{path} has {size} bytes instead of {entry.bytes}"
     if digest != entry.xxh3_128:
-        return ManifestError(f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}")
+        return f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
     return None
 
 
@@ -331,7 +319,7 @@ def wrote(folder: Path) -> bool:
     """Return whether verl wrote a folder without a manifest, by the names of its files. A folder with a file of this
     program's trainer is ours: its engines use the same names.
     """
-    if (folder / TRAINER_STATE).exists():
+    if (folder / contents.TRAINER_STATE).exists():
         return False
     return any(_ranks(place) or (place / _MEGATRON).is_file() for place in _places(folder))
 
@@ -384,7 +372,7 @@ def recognise(folder: Path) -> tuple[str, int]:
     actor = folder / "actor"
     ranks = _ranks(actor)
     if not ranks:
-        raise RunError(f"{folder} has neither {MANIFEST} nor verl's FSDP shards below actor/")
+        raise RunError(f"{folder} has neither {contents.MANIFEST} nor verl's FSDP shards below actor/")
     wanted = [rank_file(name, ranks, rank) for name in _PARTS for rank in range(ranks)]
     absent = [name for name in wanted if not (actor / name).exists()]
     if absent:

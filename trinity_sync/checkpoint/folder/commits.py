@@ -29,18 +29,10 @@ from pathlib import Path
 from trinity_sync.checkpoint.folder import catalog, contents, leases
 from trinity_sync.checkpoint.folder.catalog import check_ours, committed_manifest, files_of, look_at, places
 from trinity_sync.checkpoint.folder.contents import (
-    MANIFEST,
-    REPLACED_PREFIX,
     Manifest,
     ManifestError,
     UnreadableError,
-    abandoned_dir,
-    partial_staging_dir,
     read_manifest,
-    staging_dir,
-    step_dir,
-    step_of,
-    versions_dir,
     write_manifest,
 )
 from trinity_sync.checkpoint.folder.deletion import delete_folder, delete_trashed, move_to_trash, unlink_note
@@ -58,7 +50,7 @@ _NOT_OURS = ("newer", "verl", "unreadable", "foreign")
 
 def prepare_staging(root: Path, step: int, attempt: int) -> Path:
     """Create and return the folder into which the parts of a step are written."""
-    folder = staging_dir(root, step, attempt)
+    folder = contents.staging_dir(root, step, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -73,20 +65,18 @@ def commit_folder(
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
     """Make a step visible; see the module's docstring for the order. May be called again after a crash. Raises
-    RunError, OSError.
-    Returns:
-        The manifest that was written, with all files. Times are Unix seconds.
+    RunError, OSError. Returns the manifest that was written, with all files. Times are Unix seconds.
     """
-    place = versions_dir(root, draft.attempt) if beside else root
-    target = step_dir(place, draft.step)
-    staging = staging_dir(root, draft.step, draft.attempt)
+    place = contents.versions_dir(root, draft.attempt) if beside else root
+    target = contents.step_dir(place, draft.step)
+    staging = contents.staging_dir(root, draft.step, draft.attempt)
     if not beside:
         unlink_note(root, draft.step, draft.attempt)
     if not any(files_of(staging)):
         if beside:
             raise RunError(
                 f"weights of step {draft.step} were not written to {staging}, and they must not take the place of the "
-                f"checkpoint in {step_dir(root, draft.step)}"
+                f"checkpoint in {contents.step_dir(root, draft.step)}"
             )
         return _commit_in_place(target, draft, partial, durable, clock)
     place.mkdir(parents=True, exist_ok=True)
@@ -105,8 +95,8 @@ def commit_folder(
 
 def taken(root: Path, step: int, attempt: int) -> bool:
     """Return whether the place of staged weights has a checkpoint that this program must not replace."""
-    target = step_dir(root, step)
-    staged = target.exists() and any(files_of(staging_dir(root, step, attempt)))
+    target = contents.step_dir(root, step)
+    staged = target.exists() and any(files_of(contents.staging_dir(root, step, attempt)))
     return staged and look_at(root, step).state in _NOT_OURS
 
 
@@ -116,11 +106,11 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
     """
     for parent, _ in walk(source):
         sync_folder(parent)
-    target = step_dir(root, step)
+    target = contents.step_dir(root, step)
     if target.exists():
         info = look_at(root, step)
         check_ours([info], ("newer", "foreign"))
-        target.rename(abandoned_dir(root, step, info.attempt))
+        target.rename(contents.abandoned_dir(root, step, info.attempt))
     source.rename(target)
     sync_folder(root)
 
@@ -135,7 +125,7 @@ def _commit_in_place(
         with suppress(OSError):  # not empty
             target.rmdir()
         raise
-    if (target / MANIFEST).exists():
+    if (target / contents.MANIFEST).exists():
         read_manifest(target)  # an unreadable manifest is not overwritten
         check_ours([look_at(target.parent, draft.step)], ("foreign",))
     check_replaces(target.parent, target, manifest, clock)
@@ -155,7 +145,7 @@ def _commit_in_place(
 def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) -> None:
     """Restore the manifest that a commit in place has replaced; None: there was none."""
     if replaced is None:
-        (target / MANIFEST).unlink(missing_ok=True)
+        (target / contents.MANIFEST).unlink(missing_ok=True)
         if durable:
             sync_folder(target)
     elif committed_manifest(target) != replaced:
@@ -164,7 +154,7 @@ def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) 
 
 def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
     """Make a folder of links to the reported files, next to the staging folder, and return it."""
-    folder = partial_staging_dir(root, draft.step, draft.attempt)
+    folder = contents.partial_staging_dir(root, draft.step, draft.attempt)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
@@ -185,8 +175,8 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
     earlier: dict[str, FileEntry] = {}
     wanted = {entry.path for entry in draft.files}
     base = target
-    ours = not (target / MANIFEST).exists()
-    for folder in (target, step_dir(versions_dir(root, draft.attempt), draft.step)):
+    ours = not (target / contents.MANIFEST).exists()
+    for folder in (target, contents.step_dir(contents.versions_dir(root, draft.attempt), draft.step)):
         found = committed_manifest(folder)
         if found is not None and found.attempt == draft.attempt:
             earlier, base, ours = {entry.path: entry for entry in found.files}, folder, False
@@ -234,9 +224,9 @@ def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: 
     """Make `source` visible as `target`, in place of an earlier checkpoint, unless that is pinned or leased. Raises
     RunError, OSError. Times are Unix seconds.
     """
-    if (target / MANIFEST).exists() and committed_manifest(target) is None:
+    if (target / contents.MANIFEST).exists() and committed_manifest(target) is None:
         # It cannot be read, so its worth is not known.
-        target.rename(abandoned_dir(place, manifest.step, None))
+        target.rename(contents.abandoned_dir(place, manifest.step, None))
     with replacing(place, target, manifest, clock):
         aside = _change_places(place, source, target)
         trash = None
@@ -299,7 +289,7 @@ def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
     """Finish a replacement by two renames after a crash. It is undone if the second rename is missing, or if the old
     checkpoint is leased or pinned.
     """
-    target = root / aside.name.removeprefix(REPLACED_PREFIX)
+    target = root / aside.name.removeprefix(contents.REPLACED_PREFIX)
     replaced, manifest = committed_manifest(aside), committed_manifest(target)
     if replaced is not None and manifest is not None and _blockers_of(root, replaced, manifest, clock):
         _bring_others(target, manifest.paths, aside)
@@ -309,9 +299,9 @@ def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
     elif manifest is not None:
         delete_trashed(_trash_or_abandon(root, aside, manifest))
     else:  # its worth is not known
-        step = step_of(target.name)
+        step = contents.step_of(target.name)
         assert step is not None, aside
-        aside.rename(abandoned_dir(root, step, None))
+        aside.rename(contents.abandoned_dir(root, step, None))
 
 
 def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
@@ -325,16 +315,18 @@ def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> No
     except UnreadableError:
         step = staging.name.partition("-")[0]
         if step.isdecimal():
-            staging.rename(abandoned_dir(root, int(step), None))
+            staging.rename(contents.abandoned_dir(root, int(step), None))
         return
     except ManifestError:
         return
     for place in places(root):
-        target = step_dir(place, staged.step)
+        target = contents.step_dir(place, staged.step)
         visible = committed_manifest(target)
         if visible is None:
             continue
-        if staging not in [of(root, visible.step, visible.attempt) for of in (staging_dir, partial_staging_dir)]:
+        if staging not in [
+            of(root, visible.step, visible.attempt) for of in (contents.staging_dir, contents.partial_staging_dir)
+        ]:
             continue
         if (staged.attempt, staged.created) >= (visible.attempt, visible.created):
             continue
@@ -353,7 +345,7 @@ def _change_places(place: Path, source: Path, target: Path) -> Path | None:
         return None
     if contents.exchange(source, target):
         return source
-    aside = place / f"{REPLACED_PREFIX}{target.name}"
+    aside = place / f"{contents.REPLACED_PREFIX}{target.name}"
     target.rename(aside)
     try:
         source.rename(target)
@@ -377,26 +369,23 @@ def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest
 
 def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | None:
     """Move a replaced checkpoint to the trash, or set it aside as ``abandoned-*``: a full checkpoint with files that
-    the new one lacks, or one that cannot be read. Other programs' files stay with the step.
-
-    Returns:
-        The trashed folder, to be deleted; None: it was set aside.
+    the new one lacks, or one that cannot be read. Other programs' files stay with the step. Returns the trashed folder,
+    to be deleted; None: it was set aside.
     """
     # Before the old checkpoint is deleted, or a power cut could bring back its name without its files. This happens
-    # within
-    # the claim, although it may be slow: while it can fail, the new checkpoint may have to be removed, so it must
-    # not be
-    # leased yet. If it outlasts the claim, readers get the new one and lose it only if the disk then fails too.
+    # within the claim, although it may be slow: while it can fail, the new checkpoint may have to be removed, so it
+    # must not be leased yet. If it outlasts the claim, readers get the new one and lose it only if the disk then fails
+    # too.
     sync_folder(place)
     replaced = committed_manifest(aside)
-    if replaced is None and (aside / MANIFEST).exists():
-        aside.rename(abandoned_dir(place, successor.step, None))
+    if replaced is None and (aside / contents.MANIFEST).exists():
+        aside.rename(contents.abandoned_dir(place, successor.step, None))
         return None
-    target = step_dir(place, successor.step)
+    target = contents.step_dir(place, successor.step)
     listed = replaced.paths if replaced is not None else set()
     _bring_others(aside, listed, target)
     if replaced is not None and replaced.kind == FULL and not listed <= successor.paths:
-        aside.rename(abandoned_dir(place, successor.step, replaced.attempt))
+        aside.rename(contents.abandoned_dir(place, successor.step, replaced.attempt))
         return None
     return move_to_trash(place, aside)
 

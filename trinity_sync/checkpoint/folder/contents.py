@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import xxhash
 
@@ -55,6 +55,9 @@ STEP_PREFIX = "global_step_"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d+)")
 _ABANDONED_NAME = re.compile(rf"{ABANDONED_PREFIX}{STEP_PREFIX}\d+-attempt_(\d+)(-\d+)?")
 
+
+JsonObject: TypeAlias = Mapping[str, Any]
+"""An object in a file, before its values are checked."""
 
 State = Literal["committed", "damaged", "unreadable", "newer", "foreign", "no_manifest", "verl"]
 """The state of a step folder: a checkpoint; damaged; unreadable now, maybe not later; written by a newer version of
@@ -103,30 +106,24 @@ def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of ``manifest.json``. A folder without a valid one is not a checkpoint.
-
-    Args:
-        created: Unix seconds of the commit.
-        digest: version digest of the weights, hex; None if it was not computed.
-        base: the base of an adapter, whose weights then have `digest`; None: the weights are a whole model.
-        wire: the dtypes of `digest`; None: not known.
-        left_out: tensors of the model's folder that an export takes from there; None: there are none.
-        reference: the reference model of the policy; None: there is none, or it is the base of the adapter.
-    """
+    """The contents of ``manifest.json``. A folder without a valid one is not a checkpoint."""
 
     step: int
     attempt: int
     kind: Kind
     backend: str = ""
     world_size: int = 0
-    created: float = 0.0
-    digest: str | None = None
+    created: float = 0.0  # Unix seconds of the commit
+    digest: str | None = None  # version digest of the weights, hex; None if it was not computed
     config_digest: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
+    # The base of an adapter, whose weights then have `digest`; None: the weights are a whole model.
     base: Base | None = None
-    wire: WireFormat | None = None
+    wire: WireFormat | None = None  # the dtypes of `digest`; None: not known
+    # Tensors of the model's folder that an export takes from there; None: there are none.
     left_out: LeftOut | None = None
+    # The reference model of the policy; None: there is none, or it is the base of the adapter.
     reference: Compared | None = None
     run: str | None = None
 
@@ -146,12 +143,12 @@ class Manifest:
         same = (self.step, self.attempt) == (earlier.step, earlier.attempt)
         return same and covers(self.kind, earlier.kind) and set(earlier.files) <= set(self.files)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Mapping[str, object]:
         """Return the object in the file, with its own digest."""
         metrics = {
             name: None if value is None or not math.isfinite(value) else value for name, value in self.metrics.items()
         }
-        body: dict[str, Any] = {
+        body = {
             "format": FORMAT,
             "step": self.step,
             "attempt": self.attempt,
@@ -166,17 +163,15 @@ class Manifest:
                 {"path": entry.path, "bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for entry in sorted(self.files)
             ],
         }
-        if self.base is not None:
-            body["base"] = self.base.to_json()
-        if self.wire is not None:
-            body["wire"] = self.wire.to_json()
-        if self.left_out is not None:
-            body["left_out"] = dict(self.left_out)
-        if self.reference is not None:
-            body["reference"] = dict(self.reference)
-        if self.run is not None:
-            body["run"] = self.run
-        return body | {"self": canonical_digest(body)}
+        optional = {
+            "base": self.base.to_json() if self.base is not None else None,
+            "wire": self.wire.to_json() if self.wire is not None else None,
+            "left_out": self.left_out,
+            "reference": self.reference,
+            "run": self.run,
+        }
+        whole = {**body, **{name: value for name, value in optional.items() if value is not None}}
+        return whole | {"self": canonical_digest(whole)}
 
     def to_text(self) -> str:
         return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
@@ -187,7 +182,7 @@ class Manifest:
         return str(self.to_json()["self"])
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, body: JsonObject) -> Manifest:
         """Make a manifest from the result of `to_json`. Raises ValueError, KeyError, TypeError if it is damaged, or was
         changed after it was written.
         """
@@ -393,23 +388,17 @@ BASE_NOTE = "trinity_base"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model of an adapter, which the adapter's checkpoint does not contain.
+    """The model of an adapter, which the adapter's checkpoint does not contain."""
 
-    Args:
-        digest: version digest of its weights in wire dtype, hex.
-        what: the kind of adapter: ``lora``.
-        wire: the dtypes of `digest`; None: not known.
-        adapter: the adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known.
-    """
-
-    digest: str
+    digest: str  # version digest of its weights in wire dtype, hex
     path: str
-    what: str = "lora"
-    wire: WireFormat | None = None
+    what: str = "lora"  # the kind of adapter: ``lora``
+    wire: WireFormat | None = None  # the dtypes of `digest`; None: not known
+    # The adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known.
     adapter: Mapping[str, object] | None = None
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Base:
+    def from_json(cls, body: JsonObject) -> Base:
         """Make it from a manifest's object. Raises ValueError, KeyError or TypeError if it is not valid."""
         _check_texts(body, "its base", ("digest", "path", "what"))
         if body["what"] != "lora":
@@ -420,14 +409,13 @@ class Base:
             raise ValueError(f"the adapter on its base is {adapter!r}")
         return cls(body["digest"], body["path"], body["what"], wire, adapter)
 
-    def to_json(self) -> dict[str, object]:
-        body: dict[str, object] = {"digest": self.digest, "path": self.path, "what": self.what}
-        if self.wire is not None:
-            body["wire"] = self.wire.to_json()
-        return body if self.adapter is None else body | {"adapter": dict(self.adapter)}
+    def to_json(self) -> Mapping[str, object]:
+        body = {"digest": self.digest, "path": self.path, "what": self.what}
+        wire = {} if self.wire is None else {"wire": self.wire.to_json()}
+        return {**body, **wire, **({} if self.adapter is None else {"adapter": dict(self.adapter)})}
 
 
-def left_out_of(body: Mapping[str, Any]) -> LeftOut:
+def left_out_of(body: JsonObject) -> LeftOut:
     """Read a manifest's note of tensors that an export takes from the model's folder. Errors as for
     `Base.from_json`.
     """
@@ -439,13 +427,13 @@ def left_out_of(body: Mapping[str, Any]) -> LeftOut:
     return {"path": body["path"], "names": names, "digest": body["digest"], "tower": tower}
 
 
-def reference_of(body: Mapping[str, Any]) -> Compared:
+def reference_of(body: JsonObject) -> Compared:
     """Read a manifest's note of the policy's reference model. Errors as for `Base.from_json`."""
     _check_texts(body, "its reference", ("path", "digest"))
     return {"path": body["path"], "digest": body["digest"]}
 
 
-def check_values(body: Mapping[str, Any]) -> None:
+def check_values(body: JsonObject) -> None:
     """Check the ranges of a manifest's values, which may be malicious. Errors as for `Base.from_json`."""
     files = body["files"]
     _check_texts(body, "this checkpoint", ("backend",))
@@ -473,7 +461,7 @@ def _is_inside(path: object) -> bool:
     return isinstance(path, str) and not (path.startswith("/") or "\0" in path or {"", ".."} & set(path.split("/")))
 
 
-def _check_texts(body: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
+def _check_texts(body: JsonObject, what: str, keys: Iterable[str]) -> None:
     odd = next((key for key in keys if not isinstance(body[key], str)), None)
     if odd is not None:
         raise ValueError(f"the {odd} of {what} is {body[odd]!r}")
@@ -492,13 +480,9 @@ COMMITTED = ".committed"
 
 @dataclass(frozen=True, slots=True)
 class TrackerFile:
-    """The contents of a tracker file.
+    """The contents of a tracker file."""
 
-    Args:
-        step: the step; None: no file, or not valid.
-    """
-
-    step: int | None
+    step: int | None  # the step; None: no file, or not valid
     problem: str | None = None
     unreadable: bool = False
 

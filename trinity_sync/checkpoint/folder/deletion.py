@@ -20,23 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from trinity_sync.checkpoint.folder import catalog, leases
+from trinity_sync.actors.monitor_client import PrunedStep
+from trinity_sync.checkpoint.folder import catalog, contents, leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, committed_manifest, scan
-from trinity_sync.checkpoint.folder.contents import (
-    CONDEMNED_PREFIX,
-    PRUNED,
-    STAGING,
-    TRASH_PREFIX,
-    Base,
-    Manifest,
-    TrackerFile,
-    UnreadableError,
-    abandoned_dir,
-    key_of,
-    read_tracker,
-    step_dir,
-    step_of,
-)
+from trinity_sync.checkpoint.folder.contents import Manifest, UnreadableError
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import replace_file, sync_folder
 from trinity_sync.host.locks import check_no_link
@@ -48,11 +35,11 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
     """Move a checkpoint to the trash; `empty_trash` frees its bytes. Return False if it stays: it is pinned or leased,
     or its place has another checkpoint by now, or one of verl's. Times are Unix seconds.
     """
-    target = step_dir(root, manifest.step)
+    target = contents.step_dir(root, manifest.step)
     with leases.claimed(root, manifest, now=now) as free:
         if not free:
             return False
-        condemned = root / f"{CONDEMNED_PREFIX}{secrets.token_hex(4)}-{target.name}"
+        condemned = root / f"{contents.CONDEMNED_PREFIX}{secrets.token_hex(4)}-{target.name}"
         try:
             target.rename(condemned)
         except FileNotFoundError:
@@ -79,8 +66,8 @@ def of_verl(folder: Path, manifest: Manifest) -> bool:
 
 def _put_back(root: Path, condemned: Path) -> None:
     """Put a condemned checkpoint back; as ``abandoned-*`` if its place is taken by now."""
-    name = condemned.name.removeprefix(CONDEMNED_PREFIX).partition("-")[2]
-    step = step_of(name)
+    name = condemned.name.removeprefix(contents.CONDEMNED_PREFIX).partition("-")[2]
+    step = contents.step_of(name)
     try:
         condemned.rename(root / name)
     except FileNotFoundError:
@@ -90,13 +77,13 @@ def _put_back(root: Path, condemned: Path) -> None:
             raise
         with suppress(FileNotFoundError):
             manifest = committed_manifest(condemned)
-            condemned.rename(abandoned_dir(root, step, manifest.attempt if manifest is not None else None))
+            condemned.rename(contents.abandoned_dir(root, step, manifest.attempt if manifest is not None else None))
 
 
 def undo_deletions(root: Path, *, now: float) -> None:
     """Put back what dead programs have condemned. A live program then looks again, or finds it put back."""
     leases.clean_claims(root, now=now)
-    for path in root.glob(f"{CONDEMNED_PREFIX}*"):
+    for path in root.glob(f"{contents.CONDEMNED_PREFIX}*"):
         _put_back(root, path)
 
 
@@ -119,17 +106,16 @@ class Deletion(NamedTuple):
     kind: Kind
     digest: str | None
     nbytes: int
-    base: Base | None
+    base: contents.Base | None
 
 
 def note_deletion(root: Path, manifest: Manifest) -> None:
     """Note a deletion. If the disk refuses, the deletion goes on: it may be full."""
     with suppress(OSError):
-        check_no_link(root / PRUNED).mkdir(exist_ok=True)
+        check_no_link(root / contents.PRUNED).mkdir(exist_ok=True)
         path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
-        noted: dict[str, object] = {"digest": manifest.digest, "bytes": manifest.bytes}
-        if manifest.base is not None:
-            noted["base"] = manifest.base.to_json()
+        base = {} if manifest.base is None else {"base": manifest.base.to_json()}
+        noted = {"digest": manifest.digest, "bytes": manifest.bytes, **base}
         try:
             replace_file(path, json.dumps(noted), durable=False)
         except OSError:
@@ -149,7 +135,7 @@ def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion |
         if covers(of, kind):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 noted = json.loads(_note_path(root, step, attempt, of).read_text(encoding="utf-8"))
-                base = Base.from_json(noted["base"]) if "base" in noted else None
+                base = contents.Base.from_json(noted["base"]) if "base" in noted else None
                 return Deletion(of, noted["digest"], int(noted["bytes"]), base)
     return None
 
@@ -169,21 +155,21 @@ def unlink_notes(root: Path, attempt: int) -> None:
 
 
 def _note_path(root: Path, step: int, attempt: int, kind: Kind) -> Path:
-    return root / PRUNED / f"{step}-{attempt}{_SUFFIX[kind]}"
+    return root / contents.PRUNED / f"{step}-{attempt}{_SUFFIX[kind]}"
 
 
 def _unlink(root: Path, step: int, attempt: int, kind: Kind) -> None:
     with suppress(OSError):
-        check_no_link(root / PRUNED)
+        check_no_link(root / contents.PRUNED)
         _note_path(root, step, attempt, kind).unlink()
 
 
 def _notes(root: Path, kind: Kind) -> list[tuple[int, int]]:
     try:
-        paths = [path for path in (root / PRUNED).iterdir() if path.suffix == _SUFFIX[kind]]
+        paths = [path for path in (root / contents.PRUNED).iterdir() if path.suffix == _SUFFIX[kind]]
     except OSError:
         return []
-    return sorted(key for path in paths if (key := key_of(path.stem)) is not None)
+    return sorted(key for path in paths if (key := contents.key_of(path.stem)) is not None)
 
 
 # Trash: one rename (``.trash-...``) makes a folder invisible, and its files are deleted afterwards.
@@ -196,7 +182,7 @@ def delete_folder(root: Path, path: Path) -> None:
 
 def move_to_trash(root: Path, path: Path, *, name: str | None = None) -> Path:
     """Move a folder to the trash; return its new path. `name` replaces the folder's name there."""
-    trash = root / f"{TRASH_PREFIX}{name or path.name}-{secrets.token_hex(4)}"
+    trash = root / f"{contents.TRASH_PREFIX}{name or path.name}-{secrets.token_hex(4)}"
     path.rename(trash)
     return trash
 
@@ -211,7 +197,7 @@ def delete_trashed(trash: Path | None) -> None:
 def empty_trash(root: Path) -> list[str]:
     """Free the bytes of the trash; return problems. A folder that cannot be deleted does not stop the others."""
     problems: list[str] = []
-    trash = list(root.glob(f"{TRASH_PREFIX}*"))
+    trash = list(root.glob(f"{contents.TRASH_PREFIX}*"))
     if trash:
         sync_folder(root)  # or a power cut could bring back the name of a checkpoint without its files
     for path in trash:
@@ -257,15 +243,6 @@ class PruneRow:
     @property
     def bytes(self) -> int:
         return self.manifest.bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """A deleted checkpoint, as in the event ``prune``."""
-
-    step: int
-    reason: str
-    freed_bytes: int
 
 
 def prune_plan(
@@ -314,28 +291,29 @@ def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bo
     )
 
 
-def _trackers(root: Path) -> dict[Kind, TrackerFile]:
-    trackers = {kind: read_tracker(root, kind) for kind in KINDS}
+def _trackers(root: Path) -> dict[Kind, contents.TrackerFile]:
+    trackers = {kind: contents.read_tracker(root, kind) for kind in KINDS}
     for tracker in trackers.values():
         if tracker.unreadable:
             raise UnreadableError(str(tracker.problem))
     return trackers
 
 
-def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False) -> tuple[list[Pruned], list[str]]:
+def prune(
+    root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False
+) -> tuple[list[PrunedStep], list[str]]:
     """Delete the checkpoints that a plan does not keep, unless they are leased or pinned by now. An error with one does
-    not stop the others.
-    Returns:
-        The deleted checkpoints, and problems. Times are Unix seconds.
+    not stop the others. Returns the deleted checkpoints, and problems. Times are Unix seconds.
     """
-    pruned, problems = [], []
+    pruned: list[PrunedStep] = []
+    problems = []
     started = time.monotonic()
     for row in plan:
         if row.keep:
             continue
         try:
             if trash_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
-                pruned.append(Pruned(row.step, "; ".join(row.reasons), row.bytes))
+                pruned.append({"step": row.step, "reason": "; ".join(row.reasons), "freed_bytes": row.bytes})
         except (OSError, RunError) as error:
             reason = error.strerror if isinstance(error, OSError) else None
             problems.append(f"step {row.step} could not be deleted: {reason or error}")
@@ -353,6 +331,6 @@ def _is_ours(info: CheckpointInfo) -> bool:
 
 
 def _staged(root: Path) -> set[int]:
-    folder = root / STAGING
+    folder = root / contents.STAGING
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return {int(name.partition("-")[0]) for name in names if name.partition("-")[0].isdecimal()}

@@ -21,24 +21,14 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trinity_sync.checkpoint.folder.contents import (
-    LEASES,
-    PINS,
-    STEP_PREFIX,
-    VERSIONS,
-    Manifest,
-    ManifestError,
-    key_of,
-    read_manifest,
-    step_dir,
-    step_of,
-)
+from trinity_sync.checkpoint.folder import contents
+from trinity_sync.checkpoint.folder.contents import Manifest, ManifestError, read_manifest
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import make_folder, replace_file
 from trinity_sync.host.locks import check_no_link
@@ -55,13 +45,8 @@ _TORN_S = 600.0
 
 
 def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = time.time) -> None:
-    """Keep the checkpoint of a step regardless of retention. Pinning it again changes the note.
-
-    Args:
-        clock: Unix seconds.
-
-    Raises:
-        ManifestError: there is no such checkpoint.
+    """Keep the checkpoint of a step regardless of retention. Pinning it again changes the note. `clock`: Unix seconds.
+    Raises ManifestError: there is no such checkpoint.
     """
     with lease_checkpoint(root, step, reader="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
@@ -78,12 +63,10 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
 
 
 def unpin(root: Path, step: int) -> bool:
-    """Remove the pin of a step's checkpoint; return whether there was one.
-
-    Raises:
-        ManifestError: there is no such checkpoint.
+    """Remove the pin of a step's checkpoint; return whether there was one. Raises ManifestError: there is no such
+    checkpoint.
     """
-    manifest = read_manifest(step_dir(root, step))
+    manifest = read_manifest(contents.step_dir(root, step))
     path = _pin_path(root, step, manifest.attempt)
     existed = path.exists()
     path.unlink(missing_ok=True)
@@ -92,7 +75,7 @@ def unpin(root: Path, step: int) -> bool:
 
 def pinned(root: Path) -> set[tuple[int, int]]:
     """Return (step, attempt) of all pins."""
-    return {key for path in _files(root / PINS, _LEASE) if (key := key_of(path.stem)) is not None}
+    return {key for path in _files(root / contents.PINS, _LEASE) if (key := contents.key_of(path.stem)) is not None}
 
 
 def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
@@ -129,7 +112,7 @@ def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
     The work has to be done in `_CLAIM_S` seconds: an older claim does not count, so ask `blockers` again before a step
     that cannot be undone. Raises OSError if the folder of leases cannot be written.
     """
-    folder = root / LEASES
+    folder = root / contents.LEASES
     name = f"{manifest.step}-{manifest.attempt}-{math.ceil(now + _CLAIM_S)}-{secrets.token_hex(8)}{_CLAIM}"
     try:
         try:
@@ -147,7 +130,7 @@ def make_leases_folder(root: Path) -> None:
     """Make the folder of leases and claims, writable for all who may write in the checkpoint folder, whatever our
     umask. Raises OSError if it cannot be made or is a link.
     """
-    folder = check_no_link(root / LEASES)
+    folder = check_no_link(root / contents.LEASES)
     folder.mkdir(exist_ok=True)
     with suppress(OSError):  # another user's folder may be closed to us
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -185,9 +168,9 @@ def _unlink(path: Path) -> None:
 def clean_claims(root: Path, *, now: float) -> set[tuple[int, int]]:
     """Delete claims that have expired at `now` (Unix seconds); return (step, attempt) of the others."""
     found = set()
-    for path in _files(root / LEASES, _CLAIM):
+    for path in _files(root / contents.LEASES, _CLAIM):
         name, _, ends = path.stem.rpartition("-")[0].rpartition("-")
-        if (key := key_of(name)) is None:
+        if (key := contents.key_of(name)) is None:
             continue
         if ends.isdecimal() and int(ends) >= now:
             found.add(key)
@@ -207,7 +190,7 @@ class _LeaseFile:
 
 def _clean_torn(root: Path, now: float) -> None:
     """Delete the files of programs that died while they wrote a pin or a lease."""
-    for path in (*(root / PINS).glob(".*.tmp"), *(root / LEASES).glob(".*.tmp")):
+    for path in (*(root / contents.PINS).glob(".*.tmp"), *(root / contents.LEASES).glob(".*.tmp")):
         with suppress(OSError):
             if path.stat().st_mtime < now - _TORN_S:
                 _unlink(path)
@@ -215,10 +198,10 @@ def _clean_torn(root: Path, now: float) -> None:
 
 def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
     _clean_torn(root, now)
-    for path in _files(root / LEASES, _LEASE):
-        if (key := key_of(path.stem.rpartition("-")[0])) is None:
+    for path in _files(root / contents.LEASES, _LEASE):
+        if (key := contents.key_of(path.stem.rpartition("-")[0])) is None:
             continue
-        body: dict[str, object] = {}
+        body: Mapping[str, object] = {}
         try:
             body, expires = _read_lease(path)
         except FileNotFoundError:
@@ -234,13 +217,9 @@ def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
 
 @dataclass(slots=True)
 class CheckpointLease:
-    """A reader's lease of one checkpoint; as a context manager, it is released at the end.
+    """A reader's lease of one checkpoint; as a context manager, it is released at the end."""
 
-    Args:
-        path: the checkpoint's folder. It may be replaced only by a checkpoint that extends it.
-    """
-
-    path: Path
+    path: Path  # the checkpoint's folder. It may be replaced only by a checkpoint that extends it
     _manifest: Manifest
     _reader: str
     _clock: Callable[[], float]
@@ -278,7 +257,7 @@ class CheckpointLease:
         # Under a new name: a program that saw the old lease expire may be about to delete its file.
         self.release()
         name = f"{self.step}-{self.attempt}-{secrets.token_hex(8)}{_LEASE}"
-        self._file = self.path.parent / LEASES / name
+        self._file = self.path.parent / contents.LEASES / name
         try:
             make_leases_folder(self.path.parent)
             self._write(self._file, seconds)
@@ -329,26 +308,23 @@ class CheckpointLease:
 def lease_checkpoint(
     root: Path, step: int, *, reader: str, seconds: float, clock: Callable[[], float] = time.time
 ) -> CheckpointLease:
-    """Lease the checkpoint of a step, so that it is neither deleted nor replaced while it is read.
-
-    Args:
-        seconds: expiry; `CheckpointLease.renew` prolongs it.
-        clock: Unix seconds.
+    """Lease the checkpoint of a step, so that it is neither deleted nor replaced while it is read. `seconds`: expiry;
+    `CheckpointLease.renew` prolongs it. `clock`: Unix seconds.
     """
-    target = step_dir(root, step)
+    target = contents.step_dir(root, step)
     lease = CheckpointLease(target, read_manifest(target), reader, clock)
     lease.renew(seconds)
     return lease
 
 
 def _pin_path(root: Path, step: int, attempt: int) -> Path:
-    folder = root / PINS
+    folder = root / contents.PINS
     if folder.is_symlink():
         raise RunError(f"{folder} is a link, and what it leads to would be changed; delete the link")
     return folder / f"{step}-{attempt}{_LEASE}"
 
 
-def _read_lease(path: Path) -> tuple[dict[str, object], float]:
+def _read_lease(path: Path) -> tuple[Mapping[str, object], float]:
     """Return the contents of a lease's file, and its expiry in Unix seconds."""
     try:
         body = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -402,12 +378,14 @@ def _others(place: Path) -> tuple[Path | None, list[Path]]:
     no step.
     """
     step = place.parent if place.name == "actor" else place
-    number = step_of(step.name)
+    number = contents.step_of(step.name)
     if number is None:
         return None, []
     run_checkpoints = step.parent.parent
-    root = run_checkpoints.parent if run_checkpoints.name == VERSIONS else step.parent
-    others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
+    root = run_checkpoints.parent if run_checkpoints.name == contents.VERSIONS else step.parent
+    others = {
+        of: path for path in root.glob(f"{contents.STEP_PREFIX}*") if (of := contents.step_of(path.name)) is not None
+    }
     nearest = sorted(others, key=lambda of: (abs(of - number), of))
     return root.parent, [others[of] / "actor" for of in nearest]
 

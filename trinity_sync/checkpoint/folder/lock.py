@@ -57,10 +57,7 @@ def locked(
     word: Callable[[str], str] = lambda before: secrets.token_hex(8),
 ) -> Iterator[FolderLock]:
     """Lock the checkpoint folder inside the block; it is made if it is missing. No monitor writes in it meanwhile.
-    Raises InUseError, ConfigError.
-
-    Args:
-        timeout_s: limit of the wait for the monitor of a killed run, seconds.
+    Raises InUseError, ConfigError. `timeout_s`: limit of the wait for the monitor of a killed run, seconds.
     """
     try:
         make_folder(root)
@@ -126,9 +123,7 @@ def _wait_for_monitor(root: Path, timeout_s: float) -> None:
 
 def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     """Lock the folder for the monitor, so that later runs see that it writes there. Raises RunError, WaitTimeout.
-
-    Returns:
-        A file to keep open while the process writes.
+    Returns a file to keep open while the process writes.
     """
     if expected is not None and not (root / _LOCK).exists():
         raise RunError(

@@ -17,24 +17,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from trinity_sync.checkpoint.folder.contents import (
-    STAGING,
-    STEP_PREFIX,
-    TRACKERS,
-    TRASH_PREFIX,
-    VERSIONS,
-    Manifest,
-    ManifestError,
-    UnreadableError,
-    read_manifest,
-)
+from trinity_sync.checkpoint.folder import contents
+from trinity_sync.checkpoint.folder.contents import Manifest, ManifestError, UnreadableError, read_manifest
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import make_folder, replace_file
 from trinity_sync.host.locks import open_lock, try_lock
 
 MARK = ".run.json"
 # Files that a run moves, overwrites or deletes in its checkpoint folder.
-_MANAGED = ("*global_step_*", *TRACKERS.values(), f"{STAGING}/*", f"{VERSIONS}/*", f"{TRASH_PREFIX}*")
+_MANAGED = (
+    *("*global_step_*", *contents.TRACKERS.values(), f"{contents.TRASH_PREFIX}*"),
+    *(f"{folder}/*" for folder in (contents.STAGING, contents.VERSIONS)),
+)
 
 Recorded: TypeAlias = Collection[tuple[object, object, object, object]]
 """Commits in a run's record: step, attempt, version digest, bytes."""
@@ -42,19 +36,12 @@ Recorded: TypeAlias = Collection[tuple[object, object, object, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The run of a place.
-
-    Attributes:
-        run: the run id.
-        folder: the run's folder, absolute; without one, the checkpoint folder.
-        host: name of the driver's machine.
-        session: unique to one start of the run.
-    """
+    """The run of a place."""
 
     run: str
-    folder: str
-    host: str
-    session: str
+    folder: str  # the run's folder, absolute; without one, the checkpoint folder
+    host: str  # name of the driver's machine
+    session: str  # unique to one start of the run
 
     @classmethod
     def new(cls, run: str, folder: Path) -> Owner:
@@ -174,7 +161,7 @@ def refusal(mark: Owner) -> str:
 
 def manifests(root: Path, *, skip_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the valid manifests in a checkpoint folder, including abandoned steps."""
-    for path in (path for path in _listed(root) if STEP_PREFIX in path.name):
+    for path in (path for path in _listed(root) if contents.STEP_PREFIX in path.name):
         try:
             yield read_manifest(path)
         except ManifestError as error:
@@ -216,7 +203,7 @@ def _may_be_locked(lock: Path) -> bool:
 
 
 def _managed(root: Path) -> str | None:
-    for folder in (root, root / STAGING, root / VERSIONS):
+    for folder in (root, root / contents.STAGING, root / contents.VERSIONS):
         _listed(folder)  # raises: `glob` takes an unreadable folder for an empty one
     return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
 

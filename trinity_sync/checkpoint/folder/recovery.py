@@ -11,21 +11,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from trinity_sync.checkpoint.folder import contents
 from trinity_sync.checkpoint.folder.catalog import places, scan
 from trinity_sync.checkpoint.folder.commits import finish_exchange, finish_renames
-from trinity_sync.checkpoint.folder.contents import (
-    COMMITTED,
-    LEASES,
-    PRUNED,
-    REPLACED_PREFIX,
-    STAGING,
-    TRACKERS,
-    VERSIONS,
-    journal_path,
-    partial_staging_dir,
-    staging_dir,
-    versions_dir,
-)
 from trinity_sync.checkpoint.folder.deletion import delete_folder, empty_trash, trash_checkpoint, undo_deletions
 from trinity_sync.errors import RunError
 
@@ -38,20 +26,17 @@ def recover(
     clock: Callable[[], float] = time.time,
 ) -> None:
     """Finish or undo deletions and replacements, and clean staged files. Raises RunError if one of our folders is a
-    link. Nothing has been changed then.
-
-    Args:
-        clock: Unix seconds, for the expiry of leases.
+    link. Nothing has been changed then. `clock`: Unix seconds, for the expiry of leases.
     """
     if not root.is_dir():
         return
     _check_links(root)
     undo_deletions(root, now=clock())
     for place in places(root):
-        for path in place.glob(f"{REPLACED_PREFIX}*"):
+        for path in place.glob(f"{contents.REPLACED_PREFIX}*"):
             finish_renames(place, path, clock)
-    kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
-    for path in (root / STAGING).iterdir() if (root / STAGING).is_dir() else ():
+    kept = {contents.staging_dir(root, step, attempt).name for step, attempt in keep}
+    for path in (root / contents.STAGING).iterdir() if (root / contents.STAGING).is_dir() else ():
         if path.is_dir():
             finish_exchange(root, path, clock)
         if path.is_dir() and path.name not in kept:
@@ -59,7 +44,7 @@ def recover(
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
     clean_versions(root, attempt=attempt, now=clock())
-    for name in (*TRACKERS.values(), COMMITTED):
+    for name in (*contents.TRACKERS.values(), contents.COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     empty_trash(root)
@@ -67,8 +52,8 @@ def recover(
 
 def _check_links(root: Path) -> None:
     """Refuse links in place of our folders: deleting behind one would delete another folder's files."""
-    folders = [root / name for name in (STAGING, VERSIONS, LEASES, PRUNED)]
-    for path in [*folders, *(root / STAGING).glob("*"), *(root / VERSIONS).glob("*")]:
+    folders = [root / name for name in (contents.STAGING, contents.VERSIONS, contents.LEASES, contents.PRUNED)]
+    for path in [*folders, *(root / contents.STAGING).glob("*"), *(root / contents.VERSIONS).glob("*")]:
         if path.is_symlink():
             raise RunError(f"{path} is a link, and what it leads to would be deleted; delete the link")
 
@@ -78,20 +63,20 @@ def finish_replacements(root: Path) -> None:
     The caller has locked the folder.
     """
     undo_deletions(root, now=time.time())
-    for path in root.glob(f"{REPLACED_PREFIX}*"):
-        target = root / path.name.removeprefix(REPLACED_PREFIX)
+    for path in root.glob(f"{contents.REPLACED_PREFIX}*"):
+        target = root / path.name.removeprefix(contents.REPLACED_PREFIX)
         if not target.exists():
             path.rename(target)
 
 
 def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
     """Delete the staged files of a step, except those that a failed commit has put there."""
-    for path in (staging_dir(root, step, attempt), partial_staging_dir(root, step, attempt)):
+    for path in (contents.staging_dir(root, step, attempt), contents.partial_staging_dir(root, step, attempt)):
         if path.is_dir():
             finish_exchange(root, path, clock)
         if path.is_dir():
             delete_folder(root, path)
-    journal_path(root, step, attempt).unlink(missing_ok=True)
+    contents.journal_path(root, step, attempt).unlink(missing_ok=True)
 
 
 def clean_versions(
@@ -101,8 +86,8 @@ def clean_versions(
     Times are Unix seconds.
     """
     _check_links(root)
-    running = versions_dir(root, attempt) if attempt is not None else None
-    for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
+    running = contents.versions_dir(root, attempt) if attempt is not None else None
+    for place in sorted((root / contents.VERSIONS).iterdir()) if (root / contents.VERSIONS).is_dir() else ():
         for info in scan(place):
             if info.manifest is None:
                 delete_folder(place, info.path)
@@ -112,4 +97,4 @@ def clean_versions(
         if place != running and not scan(place):
             delete_folder(root, place)
     with suppress(OSError):  # not empty, or missing
-        (root / VERSIONS).rmdir()
+        (root / contents.VERSIONS).rmdir()

@@ -29,26 +29,18 @@ from glob import has_magic
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.checkpoint.folder import catalog, commits, deletion, leases
+from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, leases
 from trinity_sync.checkpoint.folder.contents import (
-    MANIFEST,
-    STAGING,
-    STEP_PREFIX,
-    TRACKERS,
     Manifest,
     ManifestError,
     NewerFormatError,
     UnreadableError,
-    parse_manifest,
     read_manifest,
-    step_dir,
-    step_of,
-    write_manifest,
 )
 from trinity_sync.checkpoint.folder.deletion import facts_of
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import digest_file, make_folder, replace_file, sync_folder
+from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.urls import local_folder
 from trinity_sync.protocol.parts import FULL, FileEntry
 from trinity_sync.protocol.retention import Policy, decide
@@ -135,7 +127,7 @@ class Mirror:
         """Check that the run may put its mark on the place. Writes nothing. Raises ForeignError, UnreadableError."""
         mark, steps, owner = self._mark(), self.steps(), self._owner
         if mark is None:
-            if (steps and not known) or (not steps and self._storage.read(TRACKERS[FULL]) is not None):
+            if (steps and not known) or (not steps and self._storage.read(contents.TRACKERS[FULL]) is not None):
                 raise ForeignError("it holds checkpoints of another run already; name a place of this run's own")
             for step in steps:
                 manifest = self._sound(step)
@@ -187,16 +179,16 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """List the steps of all folders at the place, complete or not, ascending."""
-        return sorted(step for name in self._storage.folders() if (step := step_of(name)) is not None)
+        return sorted(step for name in self._storage.folders() if (step := contents.step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest | None:
         """Read the manifest of a step; None: there is none. Raises NewerFormatError, ManifestError."""
-        name = f"{_folder(step)}/{MANIFEST}"
+        name = f"{_folder(step)}/{contents.MANIFEST}"
         try:
             text = self._storage.read(name)
         except UnicodeDecodeError as error:
             raise ManifestError(f"{name} is not valid: {error}") from None
-        return parse_manifest(text, name, step) if text is not None else None
+        return contents.parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
         """List those of the steps of the local folder that the mirror does not have, or may not have, in the same
@@ -208,7 +200,7 @@ class Mirror:
             with suppress(ManifestError):  # the upload says what is wrong
                 copy = self.manifest(step)
             try:
-                if read_manifest(step_dir(root, step)) != copy:
+                if read_manifest(contents.step_dir(root, step)) != copy:
                     found.append(step)
             except UnreadableError:  # now; the upload waits for it
                 found.append(step)
@@ -223,7 +215,7 @@ class Mirror:
         already are not sent. Raises DamagedError, ForeignError, ManifestError.
         """
         self._check_mine()
-        manifest = read_manifest(step_dir(root, step))
+        manifest = read_manifest(contents.step_dir(root, step))
         folder = _folder(step)
         copy = self._sound(step)
         present = self._storage.files(folder)
@@ -237,10 +229,10 @@ class Mirror:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
                 self._delete(step)
-        sent = self._send(step_dir(root, step), manifest, arrived)
+        sent = self._send(contents.step_dir(root, step), manifest, arrived)
         self._check_sizes(manifest)
         self._check_mine()  # a copy takes long
-        self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
+        self._storage.write(f"{folder}/{contents.MANIFEST}", manifest.to_text())
         self._storage.delete(f"{folder}/{UPLOADING}")
         self._name_newest(manifest, start)
         return sum(entry.bytes for entry in sent)
@@ -251,7 +243,7 @@ class Mirror:
         files = note.get("files")
         return {*map(str, files)} if isinstance(files, list) and note.get("self") == manifest.own_digest else set()
 
-    def _note(self, step: int) -> dict[str, object] | None:
+    def _note(self, step: int) -> Mapping[str, object] | None:
         """Return the note of an unfinished upload or deletion; None: there is none."""
         text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
         try:
@@ -267,7 +259,7 @@ class Mirror:
         name = f"{_folder(step)}/{ABANDONED}"
         text = self._storage.read(name)
         with suppress(ManifestError):
-            return None if text is None else parse_manifest(text, name, step)
+            return None if text is None else contents.parse_manifest(text, name, step)
         return None
 
     def _send(self, source: Path, manifest: Manifest, arrived: set[str]) -> list[FileEntry]:
@@ -275,7 +267,7 @@ class Mirror:
         rest = [entry for entry in manifest.files if entry.path not in arrived]
 
         def send(storage: Storage, entry: FileEntry) -> None:
-            if problem := _problem(source / entry.path, entry, durable=False):
+            if problem := catalog.difference(source / entry.path, entry):
                 raise DamagedError(f"the checkpoint of step {manifest.step} is damaged here: {problem}")
             storage.put(source / entry.path, f"{folder}/{entry.path}")
             with lock:
@@ -283,7 +275,7 @@ class Mirror:
                 self._write_note(manifest.step, manifest.own_digest, arrived)
 
         self._write_note(manifest.step, manifest.own_digest, arrived)
-        self._storage.delete(f"{folder}/{MANIFEST}")
+        self._storage.delete(f"{folder}/{contents.MANIFEST}")
         self._side_by_side(send, rest)
         return rest
 
@@ -306,18 +298,17 @@ class Mirror:
                     continue
                 if copy.attempt < manifest.attempt:
                     self._storage.write(f"{_folder(step)}/{ABANDONED}", copy.to_text())
-                    self._storage.delete(f"{_folder(step)}/{MANIFEST}")
+                    self._storage.delete(f"{_folder(step)}/{contents.MANIFEST}")
                 else:
                     newest = max(newest, step)
-        self._storage.write(TRACKERS[FULL], str(newest))
+        self._storage.write(contents.TRACKERS[FULL], str(newest))
 
     # ---- retention
 
     def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete the checkpoints that the policies do not keep, and torn copies of checkpoints that are not here any
-        more. Raises ForeignError if the place is not this run's.
-        Returns:
-            The deleted steps, ascending. Times are Unix seconds.
+        more. Raises ForeignError if the place is not this run's. Returns the deleted steps, ascending. Times are Unix
+        seconds.
         """
         self._check_mine()
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
@@ -339,7 +330,7 @@ class Mirror:
     def _delete(self, step: int) -> None:
         folder = _folder(step)
         self._write_note(step)  # by which a later try knows what a broken one has left
-        self._storage.delete(f"{folder}/{MANIFEST}")
+        self._storage.delete(f"{folder}/{contents.MANIFEST}")
         for name in self._storage.files(folder).keys() - {UPLOADING}:
             self._storage.delete(f"{folder}/{name}")
         self._storage.delete(folder)
@@ -351,10 +342,8 @@ class Mirror:
 
         It is written into the staging folder, every file is checked by its digest, and one rename makes it visible; an
         existing folder of that step is renamed first. Files that an interrupted try has fetched are not fetched again.
-        Raises NewerFormatError if a later version of this program has saved a newer one.
-
-        Returns:
-            Its step; None: no newer one is good.
+        Raises NewerFormatError if a later version of this program has saved a newer one. Returns its step; None: no
+        newer one is good.
         """
         for manifest in self._candidates(newer_than):
             self._say(
@@ -396,17 +385,17 @@ class Mirror:
 
     def _fetch(self, root: Path, manifest: Manifest) -> None:
         folder = _folder(manifest.step)
-        staging = root / STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
+        staging = root / contents.STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
 
         def fetch(storage: Storage, entry: FileEntry) -> None:
             target = staging / entry.path
-            if _problem(target, entry, durable=True) is None:
+            if catalog.difference(target, entry, durable=True) is None:
                 return
             try:
                 storage.get(f"{folder}/{entry.path}", target)
             except FileNotFoundError:
                 raise DamagedError(f"{entry.path} is missing") from None
-            if problem := _problem(target, entry, durable=True):
+            if problem := catalog.difference(target, entry, durable=True):
                 raise DamagedError(problem)
 
         staging.mkdir(parents=True, exist_ok=True)
@@ -415,7 +404,7 @@ class Mirror:
         except DamagedError:
             deletion.delete_folder(root, staging)
             raise
-        write_manifest(staging, manifest)
+        contents.write_manifest(staging, manifest)
         commits.adopt_folder(root, staging, manifest.step)
 
     # ---- for all of these
@@ -474,20 +463,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _folder(step: int) -> str:
-    return f"{STEP_PREFIX}{step}"
-
-
-def _problem(path: Path, entry: FileEntry, *, durable: bool) -> str | None:
-    """Return how a file differs from its entry; None: it does not."""
-    try:
-        size, digest = digest_file(path, durable=durable)
-    except FileNotFoundError:
-        return f"{entry.path} is missing"
-    if size != entry.bytes:
-        return f"{entry.path} has {size} bytes instead of {entry.bytes}"
-    if digest != entry.xxh3_128:
-        return f"{entry.path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
-    return None
+    return f"{contents.STEP_PREFIX}{step}"
 
 
 # Where a mirror is kept: files below a folder that fsspec reaches, behind put, get, files and delete.

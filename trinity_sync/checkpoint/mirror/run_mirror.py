@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import tenacity
 
@@ -57,18 +57,13 @@ def _say(text: str) -> None:
 
 @dataclass
 class RunMirror:
-    """The mirror, for the driver.
-
-    Args:
-        log: file for the output of the child processes; None: standard error.
-        say: called with a sentence for the user.
-    """
+    """The mirror, for the driver."""
 
     place: str
     settings: MirrorSettings
     owner: Owner
-    log: Path | None = None
-    say: Callable[[str], object] = _say
+    log: Path | None = None  # file for the output of the child processes; None: standard error
+    say: Callable[[str], object] = _say  # called with a sentence for the user
 
     @property
     def name(self) -> str:
@@ -114,13 +109,9 @@ class RunMirror:
         recorded: Recorded = (),
     ) -> int | None:
         """Fetch the newest good checkpoint into the local folder if it is newer than the best local one. Raises
-        ConfigError, NewerFormatError, RunError.
-
-        Args:
-            progress: called with (bytes here, bytes in all) during the download.
-
-        Returns:
-            The step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a `best`.
+        ConfigError, NewerFormatError, RunError. `progress`: called with (bytes here, bytes in all) during the download.
+        Returns the step that was fetched; None: the mirror has nothing newer, or cannot be reached and there is a
+        `best`.
         """
         self._check_apart(root)
         local_step = best.step if best is not None else 0
@@ -355,7 +346,15 @@ class Uploads:
 # ---- done at the mirror, in a process of its own
 
 
-def _claim(root: Path, settings: MirrorSettings, recorded: Recorded = ()) -> dict[str, Any]:
+class _Claim(TypedDict):
+    """The arguments of `Mirror.claim`."""
+
+    known: Recorded
+    again: bool
+    named: bool
+
+
+def _claim(root: Path, settings: MirrorSettings, recorded: Recorded = ()) -> _Claim:
     """Return the arguments of `Mirror.claim`; the commits in the checkpoint folder count as recorded."""
     local = {(one.step, one.attempt, one.digest, one.bytes) for one in manifests(root, skip_unreadable=True)}
     return {"known": {*recorded, *local}, "again": settings.marked, "named": settings.named}
@@ -367,13 +366,10 @@ def _copy(
     step: int,
     start: int | None,
     policies: Collection[Policy] | None,
-    claim: Mapping[str, Any] | None = None,
+    claim: _Claim | None = None,
 ) -> tuple[int, str | None]:
     """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
-    starts.
-
-    Returns:
-        The bytes sent, and what hindered the deletion.
+    starts. Returns the bytes sent, and what hindered the deletion.
     """
     run_when_idle()
     if claim is not None:
@@ -387,9 +383,7 @@ def _copy(
     return sent, None
 
 
-def _fetch(
-    mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: Mapping[str, Any]
-) -> int | NewerFormatError | None:
+def _fetch(mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: _Claim) -> int | NewerFormatError | None:
     """Call `Mirror.download`, and return a NewerFormatError, which would not change in a retry."""
     mirror.claim(**claim)
     try:
@@ -413,18 +407,14 @@ _MAX_BACKOFF_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorSettings:
-    """How a mirror is kept (`checkpoint.mirror_*`).
-
-    Args:
-        keep: ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
-        timeout_s: a try that moves no bytes for so long is broken off.
-    """
+    """How a mirror is kept (`checkpoint.mirror_*`)."""
 
     options: Mapping[str, object] = field(default_factory=dict)
+    # ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
     keep: Literal["same", "all"] = "same"
     tries: int = 8
     backoff_s: float = 2.0
-    timeout_s: float = 300.0
+    timeout_s: float = 300.0  # a try that moves no bytes for so long is broken off
     named: bool = False
     marked: bool = False
 
@@ -450,13 +440,8 @@ def call(
     log: Path | None = None,
 ) -> T:
     """Have work done in a process of its own, once. Raises MirrorError if it failed, moved nothing for
-    `MirrorSettings.timeout_s`, or was stopped.
-
-    Args:
-        work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
-
-    Returns:
-        What the work returned.
+    `MirrorSettings.timeout_s`, or was stopped. `work`: what to do there, such as ``partial(Mirror.upload, root=root,
+    step=20)``; it is pickled. Returns what it returned.
     """
     tick()
     try:

@@ -51,19 +51,12 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileBox:
-    """A box of a tensor, in one file.
+    """A box of a tensor, in one file."""
 
-    Attributes:
-        file: its path, for messages.
-        start: first index in each dimension.
-        sizes: extent in each dimension.
-        load: reads the box: elements in order, of the tensor's dtype, of any shape.
-    """
-
-    file: Path
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
-    load: Callable[[], torch.Tensor]
+    file: Path  # its path, for messages
+    start: tuple[int, ...]  # first index in each dimension
+    sizes: tuple[int, ...]  # extent in each dimension
+    load: Callable[[], torch.Tensor]  # reads the box: elements in order, of the tensor's dtype, of any shape
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -73,19 +66,12 @@ class FileBox:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A tensor that is assembled from pieces when it is read.
+    """A tensor that is assembled from pieces when it is read."""
 
-    Attributes:
-        name: the tensor's name, for messages.
-        info: its dtype and shape.
-        grid: the shape in which the pieces' boxes are given, with as many elements as the tensor.
-        pieces: boxes that cover the grid exactly; see `assembled`.
-    """
-
-    name: str
-    info: TensorInfo
-    grid: tuple[int, ...]
-    pieces: tuple[FileBox, ...]
+    name: str  # the tensor's name, for messages
+    info: TensorInfo  # its dtype and shape
+    grid: tuple[int, ...]  # the shape in which the pieces' boxes are given, with as many elements as the tensor
+    pieces: tuple[FileBox, ...]  # boxes that cover the grid exactly; see `assembled`
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor; it is a copy unless it has one piece. Raises WeightsError if a piece has another dtype
@@ -113,11 +99,8 @@ def assembled(
     name: str, info: TensorInfo, pieces: Sequence[FileBox], *, grid: Sequence[int] | None = None
 ) -> Assembled:
     """Make a tensor of pieces, which have to cover it exactly once; of equal boxes (replicas) the first is used. Raises
-    WeightsError if a piece is outside the tensor, two overlap, or an element is in none.
-
-    Args:
-        info: its dtype and shape.
-        grid: the shape in which the boxes are given; None: the tensor's own.
+    WeightsError if a piece is outside the tensor, two overlap, or an element is in none. `info`: its dtype and shape.
+    `grid`: the shape in which the boxes are given; None: the tensor's own.
     """
     shape = tuple(info.shape if grid is None else grid)
     chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], FileBox] = {}
@@ -168,11 +151,8 @@ def _holds(piece: FileBox, element: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view of a stored tensor, such as one expert in a layer's experts that are stored as one.
-
-    Attributes:
-        base: the stored tensor, contiguous.
-        shape, stride, offset: of the view, in elements.
+    """A view of a stored tensor, such as one expert in a layer's experts that are stored as one. `base`: the stored
+    tensor, contiguous. `shape`, `stride`, `offset`: of the view, in elements.
     """
 
     base: TensorReader

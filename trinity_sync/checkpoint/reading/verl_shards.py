@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +42,9 @@ from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
 from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, to_torch
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOADING = threading.Lock()
 """torch's allow-list is global to the process: one load must not remove what another has added."""
@@ -53,7 +56,7 @@ class _ShardedTensor(torch.Tensor):
     local: list[Record]
     announced: Record
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: tuple[list[Record], Record, *tuple[object, ...]]) -> None:
         self.local, self.announced = state[0], state[1]
 
     @classmethod
@@ -207,7 +210,7 @@ def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(start), tuple(sizes)
 
 
-def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _place(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (sizes of the mesh, the rank's place in it). Before 2.9, torch kept the mesh as a tensor."""
     kept = vars(mesh).get("mesh")
     sizes = kept.shape if isinstance(kept, torch.Tensor) else mesh.shape
@@ -235,7 +238,7 @@ def adapter_form(sources: Mapping[str, TensorReader], place: Path) -> dict[str, 
     return {lora.saved_name(name): sources[name] for name in sorted(adapter)}
 
 
-def read_adapter_config(path: Path) -> dict[str, object]:
+def read_adapter_config(path: Path) -> Mapping[str, object]:
     """Read an ``adapter_config.json``. Raises WeightsError if it cannot be read, or is not of LoRA."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -253,10 +256,7 @@ def merge(
     folder: Path | None,
 ) -> dict[str, TensorReader]:
     """Return the tensors of the base with the adapter's products added. Raises WeightsError if the adapter does not fit
-    the model, or its kind cannot be merged.
-
-    Args:
-        config: the ``adapter_config.json``.
+    the model, or its kind cannot be merged. `config`: the ``adapter_config.json``.
     """
     try:
         scale, pairs = lora.scaling(config), lora.pairs(adapter)
@@ -442,10 +442,7 @@ def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, T
     """Map stored tensors to the tensors that ``save_pretrained`` would write, by their names there.
 
     Sources of an architecture that transformers does not know (the model's own code, which is not run) are returned
-    unchanged. Raises WeightsError.
-
-    Args:
-        config: folder with the model's ``config.json``.
+    unchanged. Raises WeightsError. `config`: folder with the model's ``config.json``.
     """
     model = made_of(config)
     if model is None:

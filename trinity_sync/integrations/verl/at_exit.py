@@ -40,11 +40,9 @@ class Saves(ABC):
 
     @abstractmethod
     def finish(self, limit_s: float | None) -> None:
-        """Wait until all saves are complete or have failed.
-
-        Args:
-            limit_s: after a signal: timeout in seconds for the saves under way; called on a thread of its own while the
-                trainer goes on. None: at the end of the program, after `settle_at_exit` of all owners.
+        """Wait until all saves are complete or have failed. `limit_s`: after a signal: timeout in seconds for the saves
+        under way; called on a thread of its own while the trainer goes on. None: at the end of the program, after
+        `settle_at_exit` of all owners.
         """
 
 
@@ -79,8 +77,8 @@ def finish_at_exit(manager: Saves) -> None:
     """Delay the end of the process until all saves of this owner are complete or have failed; also after a signal."""
     global _process
     if not _managers:
-        # Not `atexit`: from Python 3.12 on, its handlers cannot start threads. The interpreter waits for this
-        # thread first.
+        # Not `atexit`: from Python 3.12 on, its handlers cannot start threads. The interpreter waits for this thread
+        # first.
         threading.Thread(target=_finish_after_main, name="saves-at-exit", daemon=False).start()
     _process = os.getpid()
     _managers.append(manager)
@@ -164,9 +162,8 @@ def _watch(reading: int) -> None:
     first = True
     while read := os.read(reading, 1):
         number = read[0] % _BY_HANDLER
-        # A handler that replaced ours decides, and may call ours, which also writes to the pipe. After the
-        # first signal,
-        # the interpreter also writes when we send one.
+        # A handler that replaced ours decides, and may call ours, which also writes to the pipe. After the first
+        # signal, the interpreter also writes when we send one.
         if number in _before and (read[0] > _BY_HANDLER or (first and signal.getsignal(number) is _on_signal)):
             first, process = False, os.getpid()
             _no_signal.clear()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from verl.trainer.ppo import checkpoint_callback
 
-from trinity_sync.actors.monitor_client import Committed
+from trinity_sync.actors.monitor_client import commit_events
 from trinity_sync.actors.pending import ANSWER_S as MARGIN_S
 from trinity_sync.checkpoint.execution import EventLog
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
@@ -24,7 +24,6 @@ from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
 from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, RunMonitor, join_alone
 from trinity_sync.integrations.verl.vendor import is_on, say
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking.events import CommitEvent, PruneEvent
 from trinity_sync.tracking.json_lines import JsonlWriter
 
 EVENTS = "events.jsonl"
@@ -39,10 +38,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
 
     Errors never end the training: they are printed to standard error, and a lost step is raised by the engine's next
     save. The end of the program waits up to a minute for commits that are not recorded; a step lost then makes the exit
-    code 1, except in an actor, which Ray ends.
-
-    Args:
-        config: verl's.
+    code 1, except in an actor, which Ray ends. `config`: verl's.
     """
 
     def __init__(self, config: object = None) -> None:
@@ -110,31 +106,16 @@ class _SavesRecord(Saves):
     def _follow(self, step: int) -> None:
         log = EventLog(self._attempt, time.time)
         try:
-            _note(
-                log, self._client.wait_committed(step, self._attempt, COMMIT_S, kind=FULL).result(COMMIT_S + MARGIN_S)
-            )
+            commit = self._client.wait_committed(step, self._attempt, COMMIT_S, kind=FULL).result(COMMIT_S + MARGIN_S)
+            for event in commit_events(commit):
+                log.add(event)
         except TrinityError as error:
             say(f"the checkpoint of step {step} is not committed: {error}")
             log.fault(f"checkpoint of step {step}", error)
             if self._ending.is_set():
                 self._lost.append(error)
         try:
-            for event in (*log.drain(), *self._client.drain_events().result(ANSWER_S)):
-                self._file.append(event)
+            for line in (*log.drain(), *self._client.drain_events().result(ANSWER_S)):
+                self._file.append(line)
         except TrinityError as error:
             say(f"what became of step {step} is not recorded: {error}")
-
-
-def _note(log: EventLog, commit: Committed) -> None:
-    log.add(
-        CommitEvent(
-            step=commit["step"],
-            kind=commit["kind"],
-            digest=commit["digest"],
-            bytes=commit["bytes"],
-            written_s=commit["written_s"],
-            total_s=commit["total_s"],
-        )
-    )
-    for pruned in commit["pruned"]:
-        log.add(PruneEvent(step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"]))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypedDict
 
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import ANSWER_S
@@ -50,6 +50,14 @@ of the first save, the path that was loaded last, and the limit of each wait in 
 """
 
 
+class SaveOptions(TypedDict, total=False):
+    """The arguments of our checkpoint managers in addition to verl's; see `FSDPCheckpointManager`."""
+
+    opens: OpensMonitor | None
+    lazily: bool
+    timeout_s: float
+
+
 def content_part(name: str, rank: int) -> str:
     """Name the part of one content of a rank."""
     return name if name in OF_FIRST_RANK else f"{name}-rank-{rank:05d}"
@@ -65,10 +73,8 @@ class SaveCopies(Protocol):
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         """Copy this rank's contents; the copies of the save before are dropped. Collective. Raises RunError: on every
-        rank, when one rank failed.
-
-        Returns:
-            A writer for each content of this rank, by name. Errors of a copy in the background are raised there.
+        rank, when one rank failed. Returns a writer for each content of this rank, by name. Errors of a copy in the
+        background are raised there.
         """
         ...
 
@@ -85,7 +91,7 @@ class SaveCopies(Protocol):
 
 class CommittedSaves(Saves):
     """The base of our checkpoint managers. Stands before verl's class among the bases, which sets `rank` and
-    `world_size`. The constructor calls `_start_saves`.
+    `world_size`; see `FSDPCheckpointManager` for the arguments.
     """
 
     rank: int
@@ -98,7 +104,40 @@ class CommittedSaves(Saves):
     """
     _copies: SaveCopies
 
+    def __init__(
+        self,
+        *args: object,
+        ray_namespace: str = "",
+        opens: OpensMonitor | None = None,
+        lazily: bool = False,
+        timeout_s: float = 1800.0,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.previous_saved_paths = []
+        self._copies = self._make_copies(timeout_s, lazily=lazily)
+        self._timeout_s = timeout_s
+        # The newest step that was saved, and its contents by place in the step's folder.
+        self._step: int | None = None
+        self._saved: dict[str, set[str]] = {}
+        self._kinds: set[Kind] = set()
+        self._loaded: int | None = None
+        self._limit: int | None = None
+        self._root: Path | None = None
+        self._opens = opens
+        self._last_loaded: str | None = None
+        self._saving = threading.Lock()
+        self._trainer_files: TrainerFiles | None = None
+        self._announced: int | None = None
+        self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
+        if opens is None:
+            self._use(RunMonitor.in_namespace(ray_namespace, timeout_s))
+
     # ---- what differs from engine to engine
+
+    @abstractmethod
+    def _make_copies(self, timeout_s: float, *, lazily: bool) -> SaveCopies:
+        """Make the copies of this engine's state. Raises ConfigError if this manager cannot save the engine."""
 
     @property
     @abstractmethod
@@ -123,29 +162,6 @@ class CommittedSaves(Saves):
 
     # ---- the run
 
-    def _start_saves(self, copies: SaveCopies, run: str | OpensMonitor, timeout_s: float) -> None:
-        """Connect to the run."""
-        self.previous_saved_paths = []
-        self._copies = copies
-        self._timeout_s = timeout_s
-        # The newest step that was saved, and its contents by place in the step's folder.
-        self._step: int | None = None
-        self._saved: dict[str, set[str]] = {}
-        self._kinds: set[Kind] = set()
-        self._loaded: int | None = None
-        self._limit: int | None = None
-        self._root: Path | None = None
-        self._opens: OpensMonitor | None = None
-        self._last_loaded: str | None = None
-        self._saving = threading.Lock()
-        self._trainer_files: TrainerFiles | None = None
-        self._announced: int | None = None
-        self._synchronizer = _synchronizer(run) if isinstance(run, str) else None
-        if isinstance(run, str):
-            self._use(RunMonitor.in_namespace(run, timeout_s))
-        else:
-            self._opens = run
-
     def _open(self, local_path: str) -> None:
         """Open the monitor at the first save. Collective then."""
         if self._opens is not None and self._root is None:
@@ -169,10 +185,8 @@ class CommittedSaves(Saves):
     def _save(
         self, local_path: str, step: int, kind: Kind, names: list[str], max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Save these contents for a commit of this kind. Collective; returns when `SaveCopies.take` does.
-
-        Raises:
-            ConfigError, RunError: on every rank; also when an earlier save failed.
+        """Save these contents for a commit of this kind. Collective; returns when `SaveCopies.take` does. Raises
+        ConfigError, RunError: on every rank; also when an earlier save failed.
         """
         with self._saving:
             self._begin_save(local_path, step, kind, names, max_ckpt_to_keep)
@@ -294,10 +308,7 @@ class CommittedSaves(Saves):
         At the end of the program rank 0 waits for commits. Other ranks wait for their own parts only, as rank 0 may be
         waiting for a rank that has failed. After a signal, every rank waits for commits and the copies that follow
         them, while the trainer goes on in another thread: it writes its own files and takes part in the collective
-        calls of a save that has begun.
-
-        Raises:
-            Exception: as `wait_on_save_thread`.
+        calls of a save that has begun. Raises Exception: as `wait_on_save_thread`.
         """
         if limit_s is not None:
             with self._saving:
@@ -322,10 +333,8 @@ class CommittedSaves(Saves):
 
     def follow(self, path: str, then: Callable[[], None]) -> bool:
         """Call `then` in the background when the full checkpoint at `path` is committed; the checkpoint is leased
-        meanwhile. Errors are raised by the next save or by `wait_on_save_thread`.
-
-        Returns:
-            False if this manager is not saving that step; nothing is done then.
+        meanwhile. Errors are raised by the next save or by `wait_on_save_thread`. Returns False if this manager is not
+        saving that step; nothing is done then.
         """
         if FULL not in self._kinds or step_at(self._root, path) != self._step:
             return False
@@ -362,10 +371,7 @@ class CommittedSaves(Saves):
 
     def wait_on_save_thread(self) -> None:
         """Wait until all background saves are written by all ranks and committed, and the limit is enforced. Any rank
-        may call it alone.
-
-        Raises:
-            Exception: the first error of a background save of this rank.
+        may call it alone. Raises Exception: the first error of a background save of this rank.
         """
         if self._opens is not None and self._root is None:
             return
@@ -462,11 +468,7 @@ def name_trainer_parts(files: Iterable[str | None]) -> list[str | None]:
 
 
 class TrainerFiles:
-    """This rank's part of the trainer's files, for the newest save.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
-    """
+    """This rank's part of the trainer's files, for the newest save. `timeout_s`: limit of each wait, seconds."""
 
     def __init__(self, monitor: MonitorClient, attempt: int, root: Path, timeout_s: float) -> None:
         self._monitor = monitor
@@ -541,11 +543,7 @@ class TrainerFiles:
 
 
 class Commits:
-    """Commits that one process waits for.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
-    """
+    """Commits that one process waits for. `timeout_s`: limit of each wait, seconds."""
 
     def __init__(self, monitor: MonitorClient, attempt: int, timeout_s: float) -> None:
         self._monitor = monitor

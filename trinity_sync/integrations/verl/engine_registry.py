@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from trinity_sync.integrations.verl.committed_saves import CommittedSaves
 from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
 from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
 from trinity_sync.protocol.retention import Policy, make_policies
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.engine_types import Engine
 
 _DEVICES = ["cuda", "cpu"]
 
@@ -141,7 +144,7 @@ def _trainer_file(engine: Any) -> str | None:
     return f"data_{engine.get_data_parallel_rank()}.pt"
 
 
-def _stays_put(engine: Any) -> bool:
+def _stays_put(engine: Engine) -> bool:
     """Return whether only the engine's own methods change or move parameters and optimizer. Not with offloading, where
     verl's save moves them out at its end; and not with verl's workers that restore a CPU copy of the model without the
     engine.
@@ -186,7 +189,7 @@ def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
     if any policy keeps it. Returns none if the variable is not set. Raises ConfigError if an unknown policy or field,
     or a value out of range.
     """
-    named: dict[str, dict[str, object]] = {}
+    named: dict[str, dict[str, int | float | str]] = {}
     for word in environment.get(RETENTION, "").split():
         key, has_value, text = word.partition("=")
         policy, _, name = key.partition(".")
@@ -201,7 +204,7 @@ def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
         raise ConfigError(f"{RETENTION}: {error}") from None
 
 
-def _value(text: str) -> object:
+def _value(text: str) -> int | float | str:
     try:
         number = json.loads(text)
     except ValueError:

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import CallTransport
-from trinity_sync.checkpoint.daemon import service
-from trinity_sync.checkpoint.daemon.service import connect, wait_until_ended
+from trinity_sync.checkpoint import daemon
+from trinity_sync.checkpoint.daemon import connect, wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
@@ -48,10 +49,8 @@ _CHECKPOINTS = "trinity-sync-checkpoints-"
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     """Connect one process without an engine, such as a driver under Ray, to the monitor that the engines have started.
-    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.service.connect`.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
+    Raises ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.connect`. `timeout_s`: limit of each wait,
+    seconds.
     """
     program = this_program()
     handle = connect(root, program=program.word, may_start=False, timeout_s=timeout_s, address=program.address)
@@ -65,11 +64,11 @@ def finish_saves_of_workers(timeout_s: float) -> None:
     root = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
     if root is not None:
         wait_until_ended(root.decode(), timeout_s=timeout_s, on_wait=say)
-        if service.find(Path(root.decode())) is not None:
+        if daemon.find(Path(root.decode())) is not None:
             join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
 
 
-def internal_kv() -> Any:
+def internal_kv() -> ModuleType:
     """Return Ray's key-value module; Ray runs in this process."""
     return importlib.import_module("ray.experimental.internal_kv")
 
@@ -79,17 +78,14 @@ def join_run(
     *,
     resume_step: int | None,
     timeout_s: float,
-    save_strategy: str = "unrestricted",
     config: MonitorConfig | None = None,
 ) -> RunMonitor:
     """Connect this rank to the run's checkpoint monitor, which rank 0 starts if there is none. Collective, over the
     default group.
 
     Several groups of one program (actor and critic, under Ray) share one monitor, with the settings of the first. See
-    `checkpoint.daemon.service.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
+    `checkpoint.daemon.connect` for the monitor's lifetime and its work on the folder. Raises RunError.
+    `timeout_s`: limit of each wait, seconds.
     """
     program, first = this_program(), dist.get_rank() == 0
     found: list[RunMonitor] = []
@@ -101,7 +97,6 @@ def join_run(
             may_start=first,
             timeout_s=timeout_s,
             resume_step=resume_step,
-            save_strategy=save_strategy,
             config=config,
             address=program.address,
         )
@@ -151,10 +146,7 @@ def open_monitor(
     Collective.
 
     Checkpoints later than the loaded step become ``abandoned-*``: all of them if the loaded step is from another folder
-    or a renamed copy. Raises ConfigError, RunError.
-
-    Args:
-        timeout_s: limit of each wait, seconds.
+    or a renamed copy. Raises ConfigError, RunError. `timeout_s`: limit of each wait, seconds.
     """
     saved = _split(local_path)
     if saved is None:
@@ -189,15 +181,10 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The name and address of a program, for `checkpoint.daemon.service.connect`.
+    """The name and address of a program, for `checkpoint.daemon.connect`."""
 
-    Attributes:
-        word: unique to this start of the program.
-        address: where a server on this machine has to listen to be reached by all processes of the program.
-    """
-
-    word: str
-    address: str
+    word: str  # unique to this start of the program
+    address: str  # where a server on this machine has to listen to be reached by all processes of the program
 
 
 def this_program() -> Program:
@@ -264,27 +251,19 @@ def _reached_by(others: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMonitor:
-    """A run's checkpoint monitor, a Ray actor or a process, as checkpoint managers use it.
+    """A run's checkpoint monitor, a Ray actor or a process, as checkpoint managers use it."""
 
-    Attributes:
-        handle: of the monitor, for a `CheckpointCoordinator`.
-        client: for the calls of a checkpoint.
-        root: the checkpoint folder; None: nothing is written.
-        attempt: the run's attempt.
-        roles: the places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough.
-        durable: whether commits are fsynced.
-    """
-
-    handle: ActorHandle | CallTransport
-    client: MonitorClient
-    root: Path | None
-    attempt: int
+    handle: ActorHandle | CallTransport  # of the monitor, for a `CheckpointCoordinator`
+    client: MonitorClient  # for the calls of a checkpoint
+    root: Path | None  # the checkpoint folder; None: nothing is written
+    attempt: int  # the run's attempt
+    # The places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough.
     roles: Sequence[str]
-    durable: bool
+    durable: bool  # whether commits are fsynced
 
     @classmethod
     def of(cls, handle: ActorHandle | CallTransport, timeout_s: float) -> RunMonitor:
-        """Make it from a handle, of Ray or of `checkpoint.daemon.service.connect`. Raises RunError, WaitTimeout."""
+        """Make it from a handle, of Ray or of `checkpoint.daemon.connect`. Raises RunError, WaitTimeout."""
         client = MonitorClient(handle)
         facts = client.describe().result(timeout_s)
         return cls(

@@ -13,14 +13,14 @@ import mmap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.backends.fsdp_state import live_state, sharded
-from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.backends.safe_loading import StateDict, nothing_runs
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.committed_saves import (
@@ -31,7 +31,7 @@ from trinity_sync.integrations.verl.committed_saves import (
     OF_FIRST_RANK,
     OPTIMIZER,
     CommittedSaves,
-    OpensMonitor,
+    SaveOptions,
 )
 from trinity_sync.integrations.verl.model_files import (
     HUGGING_FACE,
@@ -68,34 +68,18 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     Args:
         *args: as for verl's class.
-        **kwargs: as for verl's class.
+        **kwargs: as for verl's class, such as `trust_remote_code`.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
         lazily: a save returns while the state is still being copied. Call `wait_until_copied` before the state changes
             or moves: before the optimizer's step, a load, an offload.
         opens: opens the monitor at the first save, without actors; `ray_namespace` and the Synchronizer are not used
             then.
-        trust_remote_code: passed on to Hugging Face configs and models.
         timeout_s: limit of every wait, seconds.
 
     Raises:
         ConfigError: `save_contents` asks for an export of a model with an adapter.
         RunError: there is no checkpoint monitor in the namespace.
     """
-
-    def __init__(
-        self,
-        *args: object,
-        ray_namespace: str = "",
-        opens: OpensMonitor | None = None,
-        lazily: bool = False,
-        trust_remote_code: bool = False,
-        timeout_s: float = 1800.0,
-        **kwargs: object,
-    ) -> None:
-        super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
-        if self.should_save_hf_model:
-            check_export(self)
-        self._start_saves(FsdpCopies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
 
     # ---- saving
 
@@ -156,6 +140,11 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     # ---- what differs from other engines
 
+    def _make_copies(self, timeout_s: float, *, lazily: bool) -> FsdpCopies:
+        if self.should_save_hf_model:
+            check_export(self)
+        return FsdpCopies(self, timeout_s, lazily=lazily)
+
     @property
     def _backend(self) -> str:
         return "fsdp" if fsdp_version(self.model) == 1 else "fsdp2"
@@ -182,7 +171,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
             VerlCheckpointManager.load_checkpoint(self, local_path, hdfs_path, del_local_after_load)
 
 
-def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:
+def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Unpack[SaveOptions]) -> FSDPCheckpointManager:
     """Put our manager into an initialised verl FSDP engine, so that the engine's `save_checkpoint` and
     `load_checkpoint` use it. On every rank.
 
@@ -206,10 +195,8 @@ def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCh
 
 
 class FsdpCopies:
-    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
-
-    Args:
-        timeout_s: limit of the wait for a copy, seconds.
+    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`. `timeout_s`: limit
+    of the wait for a copy, seconds.
     """
 
     def __init__(self, manager: VerlCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
@@ -251,14 +238,14 @@ class FsdpCopies:
         # Last, as it competes for the processor with the code after it.
         self._copy.take(live, f"the state of step {step}", lazily=self._lazily)
 
-    def _live(self, todo: list[str]) -> dict[str, object]:
+    def _live(self, todo: list[str]) -> StateDict:
         """This rank's contents by name, for `torch.save`. Collective."""
         manager = self._manager
         wanted = manager.model if MODEL in todo else None, manager.optimizer if OPTIMIZER in todo else None
         offload = torch.cuda.is_available()
         with sharded(manager.model, offload=offload) if manager.model is not None else nullcontext():
             model, optimizer = live_state(*wanted)
-        live: dict[str, object] = {}
+        live: StateDict = {}
         if MODEL in todo:
             live[MODEL] = self._chosen(model)
         if OPTIMIZER in todo:
@@ -268,7 +255,7 @@ class FsdpCopies:
             live[EXTRA] = {"lr_scheduler": scheduler, "rng": manager.get_rng_state()}
         return live
 
-    def _chosen(self, state: dict[str, object]) -> dict[str, object]:
+    def _chosen(self, state: StateDict) -> StateDict:
         if not (self._manager.should_save_lora_only and self._manager._has_lora()):
             return state
         chosen = {name: value for name, value in state.items() if "lora_" in name or ".adapter_" in name}
@@ -297,11 +284,7 @@ class StateCopy:
         self._snapshot: Snapshot | None = None
 
     def take(self, files: Mapping[str, object], what: str, *, lazily: bool = False) -> None:
-        """Copy a state, over the copy before.
-
-        Args:
-            what: for errors, such as ``"the state of step 3"``.
-        """
+        """Copy a state, over the copy before. `what`: for errors, such as ``"the state of step 3"``."""
         planned = plan(files)
         if self._memory is None or len(self._memory) < planned.nbytes:
             self._snapshot, self._memory = None, mmap.mmap(-1, max(planned.nbytes, mmap.PAGESIZE))
@@ -322,10 +305,7 @@ class StateCopy:
         self, name: str, folder: Path, staging: Path, *, durable: bool, timeout_s: float
     ) -> Callable[[], list[FileTuple]]:
         """Return a function, to be called once, that writes one file of the copy into `folder`, as `torch.save` would,
-        and returns its entry.
-
-        Args:
-            timeout_s: limit of the wait for the copy, seconds.
+        and returns its entry. `timeout_s`: limit of the wait for the copy, seconds.
         """
         snapshot, memory = self._snapshot, self._memory
         assert snapshot is not None

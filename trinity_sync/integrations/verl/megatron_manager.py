@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -35,7 +35,7 @@ from trinity_sync.integrations.verl.committed_saves import (
     MODEL,
     STATE,
     CommittedSaves,
-    OpensMonitor,
+    SaveOptions,
 )
 from trinity_sync.integrations.verl.model_files import model_files
 from trinity_sync.integrations.verl.ranks import Pairs, together, use_on_first_rank
@@ -75,21 +75,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     _copies: MegatronCopies
     checkpoint_save_contents: list[str]
-
-    def __init__(
-        self,
-        *args: object,
-        ray_namespace: str = "",
-        opens: OpensMonitor | None = None,
-        lazily: bool = False,
-        timeout_s: float = 1800.0,
-        **kwargs: object,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _check_engine(self)
-        copies = MegatronCopies(self, timeout_s, saved_of=self.saved_of, lazily=lazily)
-        self._start_saves(copies, opens or ray_namespace, timeout_s)
-        self._contents_saved: list[str] = []
+    _contents_saved: Sequence[str] = ()
 
     # ---- saving
 
@@ -185,6 +171,15 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     # ---- what differs from other engines
 
+    def _make_copies(self, timeout_s: float, *, lazily: bool) -> MegatronCopies:
+        if self.use_megatron_fsdp:
+            raise ConfigError(
+                "use_megatron_fsdp is set: checkpoints of Megatron-FSDP are not made here; leave them to verl"
+            )
+        if self.peft_cls is not None:
+            raise ConfigError("the engine trains a LoRA adapter through Megatron-Bridge: leave its checkpoints to verl")
+        return MegatronCopies(self, timeout_s, saved_of=self.saved_of, lazily=lazily)
+
     @property
     def _backend(self) -> str:
         return "megatron"
@@ -211,17 +206,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         load(self, local_path)
 
 
-def _check_engine(manager: VerlCheckpointManager) -> None:
-    if manager.use_megatron_fsdp:
-        raise ConfigError(
-            "use_megatron_fsdp is set: checkpoints of Megatron-FSDP are not made here; leave them to verl"
-        )
-    if manager.peft_cls is not None:
-        raise ConfigError("the engine trains a LoRA adapter through Megatron-Bridge: leave its checkpoints to verl")
-
-
 def use_in_megatron(
-    engine: MegatronEngineProtocol, ray_namespace: str = "", **kwargs: Any
+    engine: MegatronEngineProtocol, ray_namespace: str = "", **kwargs: Unpack[SaveOptions]
 ) -> MegatronCheckpointManager:
     """Put our manager into an initialised verl Megatron engine, so that the engine's `save_checkpoint` and
     `load_checkpoint` use it. On every rank.
@@ -267,13 +253,9 @@ _TREES = {STATE, MODEL}
 
 
 class MegatronCopies:
-    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`.
-
-    Args:
-        timeout_s: limit of the wait for a copy, and of each stage in which the ranks write together, seconds.
-
-    Attributes:
-        meeting: the meeting of the newest save's ranks; None before the first save.
+    """The state of verl's checkpoint manager, copied for one save after another; see `SaveCopies`. `timeout_s`: limit
+    of the wait for a copy, and of each stage in which the ranks write together, seconds. `meeting`: the meeting of the
+    newest save's ranks; None before the first save.
     """
 
     def __init__(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 
+_Config: TypeAlias = Mapping[str, Any]
 Processing: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 
 _BY_VERL = {
@@ -68,7 +69,7 @@ def model_files(config: PretrainedConfig, processing: Processing | None) -> Mode
 
 
 def _changes(
-    source: Mapping[str, Any], given: Mapping[str, Any], held: Mapping[str, Any], tokenizer: object
+    source: _Config, given: _Config, held: _Config, tokenizer: object
 ) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yield the values that the program has changed, by their keys in config.json."""
     for key, value in held.items():

@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from trinity_sync.checkpoint.daemon.service import wait_until_ended
+from trinity_sync.checkpoint.daemon import wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.checkpoint.folder.resume_point import check_all_seen, find
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.integrations.verl.vendor import RETENTION, say
+
+if TYPE_CHECKING:
+    from trinity_sync.backends.meetings import Store
 
 Find = Callable[..., "str | None"]
 Method = Callable[..., object]
@@ -88,7 +91,7 @@ def _of_all_ranks(root: Path) -> str | None:
         return None if found is None else str(found)
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store: Any = _get_default_store()
+    store = cast("Store", _get_default_store())
     key = f"trinity-sync/newest/{next(_asked)}"
     if dist.get_rank() == 0:
         return _told(store, key, root)
@@ -103,7 +106,7 @@ def _of_all_ranks(root: Path) -> str | None:
     return path
 
 
-def _told(store: Any, key: str, root: Path) -> str | None:
+def _told(store: Store, key: str, root: Path) -> str | None:
     answer: dict[str, str | None] = {"path": None, "error": "rank 0 ended while it looked for a checkpoint"}
     try:
         found = newest(root)
@@ -120,10 +123,8 @@ def _told(store: Any, key: str, root: Path) -> str | None:
 
 
 def announce(folder: str, limits: Iterable[object]) -> None:
-    """Print the line. Called once for a trainer: by rank 0, or under Ray by verl's driver.
-
-    Args:
-        folder: verl's ``trainer.default_local_dir``.
+    """Print the line. Called once for a trainer: by rank 0, or under Ray by verl's driver. `folder`: verl's
+    ``trainer.default_local_dir``.
     """
     smallest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
     kept = [] if smallest is None else [f"the newest {smallest}"]

@@ -19,14 +19,9 @@ Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank and wait for all ranks. Collective, over the default group. Raises RunError: on every
-    rank, with the rank and its error, when any rank failed or died.
-
-    Args:
-        what: for the message, such as ``"copy the state of step 3"``.
-        work: must leave no peer in a collective call when it raises.
-
-    Returns:
-        The results of all ranks (picklable), in rank order.
+    rank, with the rank and its error, when any rank failed or died. `what`: for the message, such as ``"copy the state
+    of step 3"``. `work`: must leave no peer in a collective call when it raises. Returns the results of all ranks
+    (picklable), in rank order.
     """
     error: Exception | None = None
     result: T | None = None
@@ -47,10 +42,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 def together_inside(what: str, run: Callable[[Callable[[], T]], object], work: Callable[[], T]) -> None:
     """As `together`, for collective work that another function calls or refuses to call: no rank begins the work before
-    all ranks are about to.
-
-    Args:
-        work: has collective calls.
+    all ranks are about to. `work`: has collective calls.
     """
     begin, entered = f"begin to {what}", False
 
@@ -94,10 +86,7 @@ class Drained:
 
 def use_on_first_rank(what: str, tensors: Pairs, use: Callable[[Pairs], T]) -> T | None:
     """Call `use` on rank 0 with tensors that all ranks gather. Collective; a barrier at the end. Raises RunError: on
-    every rank, when it failed.
-
-    Returns:
-        Its result on rank 0, None elsewhere.
+    every rank, when it failed. Returns its result on rank 0, None elsewhere.
     """
     result: list[T] = []
 

@@ -33,10 +33,8 @@ def check_files(local_path: str, names: Sequence[str]) -> None:
 
 
 def hold(root: Path | None, local_path: str, holder: str, seconds: float, stack: ExitStack) -> None:
-    """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile.
-
-    Args:
-        seconds: expiry if this process dies.
+    """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile. `seconds`: expiry if this
+    process dies.
     """
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from trinity_sync.checkpoint.daemon import service
+from trinity_sync.checkpoint import daemon
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.at_exit import Saves, finish_at_exit
@@ -71,14 +71,12 @@ _of_folders: dict[Path, DriverCopies] = {}
 
 def follow(path: str, copy: Callable[[], None]) -> bool:
     """Copy a step's folder when it is committed, if this process is a driver under Ray and the step is saved through
-    us. Raises TrinityError if the monitor is gone or does not answer, or an earlier copy failed.
-
-    Returns:
-        False if nothing is done.
+    us. Raises TrinityError if the monitor is gone or does not answer, or an earlier copy failed. Returns False if
+    nothing is done.
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent
-    if step is None or not under_ray() or service.find(root) is None:
+    if step is None or not under_ray() or daemon.find(root) is None:
         return False
     if root not in _of_folders:
         _of_folders[root] = DriverCopies(root, join_alone(root, ANSWER_S))

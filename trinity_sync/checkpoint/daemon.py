@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,12 +59,12 @@ class DaemonSettings:
     """Settings of the process."""
 
     root: Path  # the checkpoint folder, absolute
-    program: str  # word that identifies the program
-    attempt: int | None  # the attempt to continue; None: any
-    resume_step: int | None  # see `resume_point.put_in_order`
-    save_strategy: str
-    config: MonitorConfig  # `attempt` and `writer` are filled in
-    address: str  # where it listens
+    program: str = ""  # word that identifies the program; empty: a program without a monitor
+    attempt: int | None = None  # the attempt to continue; None: any
+    resume_step: int | None = None  # see `resume_point.put_in_order`
+    save_strategy: str = "unrestricted"
+    config: MonitorConfig = field(default_factory=MonitorConfig)  # `attempt` and `writer` are filled in
+    address: str = ""  # where it listens
     lifetime: Lifetime = field(default_factory=Lifetime)
 
 
@@ -300,7 +300,6 @@ def connect(
     settings = DaemonSettings(
         root=place,
         program=program,
-        attempt=None,
         resume_step=resume_step,
         save_strategy=save_strategy,
         config=config or MonitorConfig(),
@@ -321,22 +320,11 @@ def connect(
 
 def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait: Callable[[str], None]) -> None:
     """Wait for the end of an earlier program's monitor that is ending, so that its saves are committed or deleted. A
-    monitor with callers is not waited for. Called by a program without a monitor.
-
-    Args:
-        timeout_s: limit of the wait, seconds.
+    monitor with callers is not waited for. Called by a program without a monitor. `timeout_s`: limit of the wait,
+    seconds.
     """
     place = Path(root).absolute()
-    nobody = DaemonSettings(
-        root=place,
-        program="",
-        attempt=None,
-        resume_step=None,
-        save_strategy="unrestricted",
-        config=MonitorConfig(),
-        address="",
-    )
-    search = _Search(nobody, may_start=False, timeout_s=timeout_s)
+    search = _Search(DaemonSettings(root=place), may_start=False, timeout_s=timeout_s)
     begun, told = time.monotonic(), False
     while (seen := search.look(timeout_s)).ending:
         waited = time.monotonic() - begun
@@ -525,7 +513,7 @@ def withdraw(root: Path, said: Rendezvous) -> None:
             (root / _NAME).unlink()
 
 
-def _checked(read: dict[str, object]) -> Rendezvous:
+def _checked(read: Mapping[str, object]) -> Rendezvous:
     found = Rendezvous(**read)  # type: ignore[arg-type]
     texts = (found.program, found.address, found.secret, found.host)
     if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in (found.port, found.pid)):
