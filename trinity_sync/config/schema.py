@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -43,9 +44,8 @@ def number(*, at_least: float | None = None, more_than: float | None = None, at_
     return field(default=MISSING, metadata={name: bound for name, bound in bounds.items() if bound is not None})
 
 
-def seconds(*, at_least: float | None = None, more_than: float | None = None) -> Any:
-    """Declare a duration of at most `LONGEST_S`."""
-    return number(at_least=at_least, more_than=more_than, at_most=LONGEST_S)
+seconds = partial(number, at_most=LONGEST_S)
+"""Declares a duration of at most `LONGEST_S`."""
 
 
 # -- the groups trainer, algorithm, task and samples
@@ -556,7 +556,7 @@ class Config:
 def policy_schema(policy: type[Policy]) -> type:
     """Make the dataclass for the options of a retention policy: its class name and its fields."""
     types = get_type_hints(policy)
-    typed: list[tuple[str, Any, Any]] = [(TARGET, str, field(default=MISSING))]
+    typed: list[tuple[str, object, object]] = [(TARGET, str, field(default=MISSING))]
     for declared in fields(policy):  # type: ignore[arg-type]
         kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
         typed.append((declared.name, kind, field(default=MISSING)))

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -243,7 +242,7 @@ def _ended_on_error() -> Iterator[contextlib.ExitStack]:
         raise
 
 
-def start_ray(limit_s: float, **options: Any) -> None:
+def start_ray(limit_s: float, **options: object) -> None:
     """Start a Ray by `ray.init`, whatever RAY_ADDRESS says. Retry on a busy machine, where Ray gives its own processes
     only 30 seconds, and once if one of them dies.
     """
@@ -254,7 +253,7 @@ def start_ray(limit_s: float, **options: Any) -> None:
     dead = 0
     while True:
         try:
-            watched = starting_raylets_watched(folder) if folder else contextlib.nullcontext()
+            watched = starting_raylets_watched(str(folder)) if folder else contextlib.nullcontext()
             with _lean(), _processes_looked_after(), watched:  # the watch ends before cleanup kills the raylet
                 ray.init(address="local", **options)
             return
