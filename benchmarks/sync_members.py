@@ -26,9 +26,10 @@ from trinity_sync.protocol import rounds
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync import nccl, stream
 from trinity_sync.sync.base import LayoutCache
+from trinity_sync.sync.broadcast_group import BroadcastGroup, device_of, make_group
 from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.nccl import BroadcastGroup, NcclTransport, device_of, make_group
+from trinity_sync.sync.nccl import NcclTransport
 from trinity_sync.sync.weight_loader import InPlace, WeightLoader
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice, whole

@@ -84,17 +84,17 @@ class Hop(NamedTuple):
     name: str
 
 
-def walk(title: str) -> list[Hop]:
-    """Return the places of a walk: what is written as `path.py::name` below a heading of docs/architecture.md."""
-    return [Hop(path, name) for path, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", section(title))]
+def walk(title: str, page: str = "architecture.md") -> list[Hop]:
+    """Return the places of a walk: those written as `path.py::name` below a heading of a page of docs/."""
+    return [Hop(path, name) for path, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", section(title, page))]
 
 
-def section(title: str) -> str:
-    """Return the text below a heading of docs/architecture.md."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
+def section(title: str, page: str = "architecture.md") -> str:
+    """Return the text below a heading of a page of docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
     if found is None:
-        raise LookupError(f"docs/architecture.md has no section {title!r}")
+        raise LookupError(f"docs/{page} has no section {title!r}")
     return found[1]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -183,20 +184,26 @@ def _listed_once(create: _List) -> _List:
 
 
 def _contents(repo: CachingConfigRepository) -> Hashable:
-    """All that a composition may read, or none where a source is neither a folder nor Hydra's own."""
+    """All that a composition may read, or none where a source is of an unknown kind."""
     contents: list[Hashable] = []
     for source in repo.get_sources():
         match source.scheme(), source.path:
             case "file", path:
-                folder = Path(path).absolute()
-                contents.append((folder, *((file, file.read_bytes()) for file in sorted(folder.rglob("*.yaml")))))
+                contents.append(_files(path))
             case "structured", _:
                 contents.append(tuple(map(id, _nodes(ConfigStore.instance().repo))))
             case "pkg", "hydra.conf":
                 pass
+            case "pkg", name if len(places := getattr(sys.modules.get(name), "__path__", ())) == 1:
+                contents.append(_files(places[0]))
             case _:
                 return None
     return tuple(contents)
+
+
+def _files(path: str) -> Hashable:
+    folder = Path(path).absolute()
+    return folder, *((file, file.read_bytes()) for file in sorted(folder.rglob("*.yaml")))
 
 
 def _nodes(group: Mapping[str, Any]) -> Iterator[ConfigNode]:

@@ -1,4 +1,4 @@
-"""The structure of the package: its figures, its public classes, and the walks of docs/architecture.md."""
+"""The structure of the package: its figures, its public classes, and the walks of docs/architecture.md and sync.md."""
 
 from __future__ import annotations
 
@@ -92,6 +92,13 @@ def test_a_class_that_a_saved_configuration_names_is_found(name: str) -> None:
 def test_a_walk_names_places_that_exist(title: str) -> None:
     hops = house.walk(title)
     assert len(hops) > 3
+    for hop in hops:
+        assert _definition(hop) is not None, f"{hop.path} has no {hop.name}"
+
+
+def test_the_timeline_of_each_mode_names_places_that_exist() -> None:
+    hops = house.walk("The protocol", "sync.md")
+    assert {"sync/memory.py", "sync/checkpoint.py", "sync/nccl.py"} < {hop.path for hop in hops}
     for hop in hops:
         assert _definition(hop) is not None, f"{hop.path} has no {hop.name}"
 

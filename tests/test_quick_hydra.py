@@ -20,8 +20,10 @@ from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, _utils, base, open_dict
 
+import launch
 from tests.quick_hydra import make_quick
 from trinity_sync import config
+from trinity_sync.launch import app
 
 CHOICES = (
     (),
@@ -40,8 +42,10 @@ def _quick() -> None:
 def test_who_uses_the_library_or_has_other_versions_keeps_hydra_as_it_is(package: str, other: str) -> None:
     program = f"""
 import {package}
+import launch
 from tests.quick_hydra import make_quick
 from trinity_sync import config
+from trinity_sync.launch import app
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import _utils
 config.compose(["sync=nccl"])
@@ -171,6 +175,17 @@ def test_files_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(defaults_list, "_create_defaults_tree")
     cfg = config.compose(["seed=3", "sync=nccl", "+trainer={lr: 0.5}"], hydra=True)
     assert (cfg.seed, cfg.trainer.lr, cfg.hydra.runtime.choices.sync) == (3, 0.5, "nccl")
+
+
+def test_a_start_of_a_program_chooses_and_merges_nothing_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run_main(launch.main, ["--cfg=job", "seed=2"]) == 0
+    capsys.readouterr()
+    monkeypatch.delattr(defaults_list, "_create_defaults_tree")
+    monkeypatch.delattr(ConfigLoaderImpl, "_load_single_config")
+    assert app.run_main(launch.main, ["--cfg=job", "seed=3"]) == 0
+    assert "seed: 3\n" in capsys.readouterr().out
 
 
 def test_an_option_that_is_gone_is_refused(options: Path) -> None:

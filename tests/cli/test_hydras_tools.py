@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 import launch
 from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync import config
+from trinity_sync.config import schema
 from trinity_sync.launch import app
 
 PICKLES = "+hydra.callbacks.pickle._target_=hydra.experimental.callbacks.PickleJobInfoCallback"
@@ -52,6 +53,17 @@ def test_a_rerun_has_the_same_configuration_in_a_folder_beside_the_first(launche
     first, *again = launcher.calls
     assert [call.run_dir for call in again] == [tmp_path / "run-rerun", tmp_path / "run-rerun-2"]
     assert all((call.cfg, call.resume) == (first.cfg, None) for call in again)
+
+
+def test_a_configuration_that_an_earlier_release_has_pickled_runs_again(launcher: StandIn, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        of_trainer, of_policies = "trinity_sync.config.training_schema", "trinity_sync.config.retention"
+        for kind, module in ((schema.TrainerConfig, of_trainer), (config.SCHEMA["keep_last"], of_policies)):
+            patch.setattr(kind, "__module__", module)
+            patch.setitem(sys.modules, module, schema)
+        start("hydra.run.dir=run", PICKLES)
+    assert of_trainer.encode() in (tmp_path / "run" / ".hydra" / "config.pickle").read_bytes()
+    assert start("--experimental-rerun", "run/.hydra/config.pickle") == 0
 
 
 def test_a_rerun_has_the_files_that_a_resume_goes_by(launcher: StandIn, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.nccl import BroadcastGroup, NcclPublisher
+from trinity_sync.sync.broadcast_group import BroadcastGroup
+from trinity_sync.sync.nccl import NcclPublisher
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 

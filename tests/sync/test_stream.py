@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
-from trinity_sync.sync.nccl import BroadcastGroup, make_group
+from trinity_sync.sync.broadcast_group import BroadcastGroup, make_group
 from trinity_sync.sync.stream import _broadcast, broadcast, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 

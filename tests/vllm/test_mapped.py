@@ -14,9 +14,9 @@ import torch
 
 from tests.weights.helpers import CutVersion, cut, reference_digest
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.vllm.arrivals import Arrival, Mapped, Share, share_of
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.arrivals import Arrival, Mapped, Share, share_of
 from trinity_sync.sync.base import LayoutCache, MappedPart
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.apply import ChecksumError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.integrations.vllm.target import SharedSegment
+from trinity_sync.sync.arrivals import SharedSegment
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 

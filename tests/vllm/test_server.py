@@ -343,7 +343,7 @@ def test_another_server_at_the_url_is_refused(models: list[Path], tmp_path: Path
 def test_a_server_without_dev_mode_is_refused(models: list[Path], tmp_path: Path) -> None:
     with (
         serving(models[0], tmp_path / "log", dev=False) as server,
-        pytest.raises(ConfigError, match=f"{server.url} does not let itself be given weights.*VLLM_SERVER_DEV_MODE=1"),
+        pytest.raises(ConfigError, match=f"{server.url} takes no weights.*VLLM_SERVER_DEV_MODE=1"),
     ):
         engine_of(server, models[0])
 

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from trinity_sync.backends.adapters import HeldPart, HeldSources, SavedParts
 from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.meetings import RankMeeting
-from trinity_sync.backends.safe_loading import load_file
+from trinity_sync.backends.safe_loading import StateDict, load_file
 from trinity_sync.backends.saved_tensors import on_the_wire, travelling
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import CONFIG, ModelFiles
@@ -144,7 +144,7 @@ class BytesBackend:
         return changed / max(total, 1)
 
     def state(self, form: Format) -> Mapping[str, object]:
-        files: dict[str, object] = {
+        files: StateDict = {
             self._file("model"): {name: self._sharded(name, local) for name, local in self._held.items()},
             self._file("extra_state"): {"step": self._step.clone()},
         }

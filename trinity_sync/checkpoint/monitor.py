@@ -281,11 +281,10 @@ class CheckpointMonitor:
         collective: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Register a save; return when the save strategy lets it write.
+        """Register a save of a writer (its node and process); return when the save strategy lets it write. `step` and
+        the arguments after it come from a `CheckpointCoordinator`, which also calls `watch`.
 
         Args:
-            node_id, job_id: the writer's node and process.
-            step, part, weights, ticket, life: from a `CheckpointCoordinator`, which also calls `watch`.
             collective: the save has barriers with its peers and does not queue.
 
         Raises:

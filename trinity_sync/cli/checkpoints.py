@@ -23,8 +23,8 @@ from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.tracking import units
-from trinity_sync.tracking.afterwards import note_prunes
 from trinity_sync.tracking.run_record import read_record, recorded_checkpoints
+from trinity_sync.tracking.summary import note_prunes
 from trinity_sync.tracking.units import Progress, progress_bar
 
 if TYPE_CHECKING:

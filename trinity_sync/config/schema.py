@@ -637,6 +637,8 @@ def build_policy(name: str, node: Value) -> Policy:
 
 # -- registration with Hydra
 
+FORMER_MODULES = ("trinity_sync.config.retention", "trinity_sync.config.training_schema")
+"""Modules of these classes in earlier releases, which configurations that were pickled then name."""
 
 _PASSED_ON: tuple[tuple[type, str], ...] = (
     (BackendConfig, "overrides"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity_sync.config.lora_settings import adapter_of, travels
@@ -26,11 +27,16 @@ class ExplorerSpec:
     """
 
     member: RoundMember
+<<<<<<< HEAD
     engine: dict[str, object]
     task: Settings
+=======
+    engine: Mapping[str, object]
+    task: Mapping[str, object]
+>>>>>>> 2090ab32bce7dc03f7802f73f28af2c95a05007f
     seed: int
     deterministic: bool
-    sync: dict[str, object]
+    sync: Mapping[str, object]
     verify: str
     sync_timeout_s: float
     log_dir: str | None
@@ -43,9 +49,7 @@ class ExplorerSpec:
 
 def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
     """Make the spec that all explorers share, without a `member`."""
-    engine: dict[str, object] = {
-        name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL
-    } | {
+    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
         "model_path": model_path,
         "response_length": cfg.task["response_length"],
         "prompt_length": cfg.task.get("prompt_length"),

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config import RunConfig
+from trinity_sync.config import FORMER_MODULES, Config, RunConfig
 from trinity_sync.config.composed_jobs import ComposedJob, composed_before, note_settings, sweep_jobs
 from trinity_sync.config.messages import CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
@@ -109,6 +109,8 @@ def run_main(
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
+        if _session.rerun:
+            sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))
         hide_typed(line.arguments)
         with (
             interruptible(),

@@ -132,10 +132,8 @@ class CommitBook:
         durable: bool | None = None,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """Name all parts of a step and ask for its commit as `kind`. Further calls add to it.
-
-        Args:
-            weights_parts: those of them that are weights; for a ``state_dict`` commit all of them are.
+        """Name all parts of a step and ask for its commit as `kind`. Further calls add to it. `weights_parts`: those of
+        them that are weights; for a ``state_dict`` commit all of them are.
         """
         entry = self._announced(step, attempt)
         if entry.failed is not None:

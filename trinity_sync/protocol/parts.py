@@ -277,8 +277,8 @@ class CommitMeta(TypedDict, total=False):
     world_size: int
     config_digest: str | None
     metrics: Mapping[str, float | None] | None
-    base: Mapping[str, object] | None  # for an adapter: `layout.Base.to_json` of its model; None: whole weights
-    wire: Mapping[str, object] | None  # `Wire.to_json`: the dtypes of the version digest
+    base: Mapping[str, object] | None  # for an adapter: `contents.Base.to_json` of its model; None: whole weights
+    wire: Mapping[str, object] | None  # `WireFormat.to_json`: the dtypes of the version digest
     left_out: LeftOut | None  # tensors that an export copies from the model's folder
     reference: Compared | None  # None also where the reference is the base of the adapter
     # Keep at least this many of the newest full checkpoints (at least 1), in addition to the policies; not in the

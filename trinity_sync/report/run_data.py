@@ -42,7 +42,7 @@ class Run:
         summary: the content of summary.json, computed from the current lines.
         status: the status in run.json; ``interrupted`` if it says running but no process has locked the folder; ``not
             started`` without a record.
-        config_text: the config as YAML, see `host.references.shown`; None if missing.
+        config_text: the config as YAML, see `host.masking.shown`; None if missing.
         config: the config as a mapping, resolved.
         overrides: the command-line overrides, secrets masked.
         notes: one sentence for each file that could not be read.

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
+
 
 class StateDictStore(Protocol):
     """The checkpoint package's side of a weights-only save, passed in."""
@@ -225,6 +227,71 @@ class Transport(Protocol):
     ) -> Generator[Bucket, None, None]:
         """Yield every piece of every part once. After the generator is closed, no destination is written to."""
         ...
+
+
+class BucketTransfer(ABC):
+    """How a mode carries the buckets of programs without slots, such as verl's; one object for all syncs of a member.
+
+    For each sync a sender makes a `BucketSender`, whose `meeting` travels to the receivers. Once the members are linked
+    (`sync.links`), it calls `BucketSender.connect`, and each receiver `receiver`. For each bucket follow
+    `BucketSender.room` and `put`, and `BucketReceiver.take`; then `BucketSender.end`; and `close` of both, also after
+    an error.
+    """
+
+    @abstractmethod
+    def sender(self, host: str) -> BucketSender:
+        """Prepare a sync at a sender, whose node has this address; RunError, WaitTimeout: it cannot be prepared."""
+
+    @abstractmethod
+    def receiver(self, spoke: Spoke, meeting: str | None, index: int, receivers: int) -> BucketReceiver:
+        """Begin to receive, as receiver `index` of so many; errors as of `BucketSender.connect`."""
+
+
+class BucketSender(ABC):
+    """A sender's half of one sync.
+
+    Attributes:
+        meeting: what the receivers need to know of this sender.
+    """
+
+    meeting: str | None = None
+
+    def connect(self, hub: Hub, receivers: int) -> None:
+        """Begin to send; returns once all receivers can receive. RunError, WaitTimeout: they cannot."""
+        self._hub = hub
+
+    @abstractmethod
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Return memory for the next bucket (uint8, at least `nbytes` long), once it is free."""
+
+    @abstractmethod
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        """Send bucket `number` (from 0): `data` in the memory of `room`, with the xxh3_128 digest of its bytes."""
+
+    def end(self, end: End) -> None:
+        """Tell the receivers that all buckets were sent. Errors as of `put`."""
+        self._hub.tell(end)
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """Release the memory, group or folder of this sync. May be called before `connect`, and again."""
+
+
+class BucketReceiver(ABC):
+    """A receiver's half of one sync, for one sender.
+
+    Attributes:
+        device: where buckets arrive; None: in the CPU's memory.
+    """
+
+    device: torch.device | None = None
+
+    @abstractmethod
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
+        """Write a bucket's bytes to a tensor of `device` (uint8, as long as its layout)."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: B027 - a receiver may have nothing to release
+        """Release the group or folder."""
 
 
 class MappedPart(NamedTuple):

@@ -12,9 +12,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer_client import ExplorerClient
@@ -27,6 +28,9 @@ from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
+    BucketReceiver,
+    BucketSender,
+    BucketTransfer,
     Delivery,
     ExplorerSide,
     FindDestination,
@@ -37,8 +41,12 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
+from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CheckpointMode(SyncMode):
@@ -173,7 +181,82 @@ def _nothing() -> None:
     """Renew nothing, where the folder needs no lease."""
 
 
-# ---- folders of versions, for verl's weight sync
+# ---- programs without slots: buckets are files of a folder that all nodes share, and are committed together
+
+
+class FolderTransfer(BucketTransfer):
+    """Versions below a folder. The newest stays there for other readers, until all receivers have read the next one.
+
+    Args:
+        timeout_s: timeout of the wait for other processes that list the folder, seconds.
+    """
+
+    def __init__(self, root: Path, timeout_s: float) -> None:
+        self._root = root
+        self._timeout_s = timeout_s
+        self._newest: VersionFolder | None = None
+
+    def sender(self, host: str) -> FolderSender:
+        return FolderSender(begin_version(self._root, self._timeout_s), self._keep)
+
+    def receiver(self, spoke: Spoke, meeting: str | None, index: int, receivers: int) -> FolderReceiver:
+        return FolderReceiver(lease_version(Path(str(meeting))))
+
+    def _keep(self, version: VersionFolder) -> None:
+        before, self._newest = self._newest, version
+        if before is not None:
+            before.release(remove=True)
+        remove_unleased(self._root, self._timeout_s)
+
+
+class FolderSender(BucketSender):
+    """Writes each bucket to a file; the receivers hear of the files after the commit."""
+
+    def __init__(self, version: VersionFolder, keep: Callable[[VersionFolder], None]) -> None:
+        self.meeting = str(version.path)
+        self._version = version
+        self._keep = keep
+        self._room = bytearray()
+        self._written: list[tuple[PartLayout, bytes]] = []
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        from trinity_sync.weights.tensors import byte_tensor
+
+        if len(self._room) < nbytes:
+            self._room = bytearray(nbytes)
+        return byte_tensor(memoryview(self._room))
+
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        self._version.write_bucket(number, layout, data.numpy().data)
+        self._written.append((layout, digest))
+        self._hub.tell(Working())
+
+    def end(self, end: End) -> None:
+        files = self._version.commit(end.step, tensors=end.tensors, digest=end.digest)
+        for number, ((layout, digest), path) in enumerate(zip(self._written, files, strict=True)):
+            self._hub.tell(BucketNotice(number, layout, digest, str(path)))
+        super().end(end)
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._version.release(remove=True)
+        else:
+            self._keep(self._version)
+
+
+class FolderReceiver(BucketReceiver):
+    """Reads the files of a version, on which it has a lease."""
+
+    def __init__(self, version: VersionFolder) -> None:
+        self._version = version
+
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
+        read_bucket(Path(str(bucket.source)), bucket.layout, into.numpy().data)
+
+    def close(self, *, failed: bool) -> None:
+        self._version.release(remove=failed)
+
+
 #
 #     <dir>/.lock                        locked while a folder is made or the folders are listed
 #     <dir>/.sending-<token>/            a version that is being written, or deleted

@@ -1,16 +1,18 @@
 """`sync=memory`: explorers on the node map the slot; other nodes get one object per part and version from the agent.
 
-verl's weight sync has no slots and no agent: its buckets lie in a `SharedRoom` of the sender.
+verl's weight sync in mode memory has no slots and no agent: its buckets lie in a `SharedRoom` of the sender.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import ray
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call
@@ -22,6 +24,9 @@ from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
+    BucketReceiver,
+    BucketSender,
+    BucketTransfer,
     Delivery,
     ExplorerSide,
     FindDestination,
@@ -31,12 +36,14 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
+from trinity_sync.sync.links import BucketNotice, Hub, Spoke
 from trinity_sync.weights.slots import MappedSegments
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
-    from trinity_sync.weights.layout import Segment
+    from trinity_sync.weights.layout import PartLayout, Segment
 
 
 class MemoryMode(SyncMode):
@@ -73,17 +80,15 @@ class MemoryTransport:
         agents: by Ray node id.
         layouts: of the reader.
         timeout_s: timeout of a fetch, seconds.
-        node: Ray id of the reader's node; None: that of this process.
+        node: Ray id of the reader's node.
     """
 
-    def __init__(
-        self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str | None = None
-    ) -> None:
+    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments()
-        self._node = ray.get_runtime_context().get_node_id() if node is None else node
+        self._node = node
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
@@ -121,7 +126,88 @@ def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) ->
     return fetching.result(timeout_s).data
 
 
-# ---- memory without a name, for verl's weight sync
+class PartCopies:
+    """Parts of other nodes for workers that map them, each copied to a file of this node that each version replaces."""
+
+    def __init__(self, side: ExplorerSide) -> None:
+        self._side = side
+        self._folder: Path | None = None
+
+    def localize(self, lease: Lease) -> Lease:
+        """Return the lease with parts of other nodes named by their copies."""
+        return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
+
+    def close(self) -> None:
+        """Delete the copies."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _here(self, lease: Lease, info: PartInfo) -> PartInfo:
+        if info.node == self._side.node:
+            return info
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
+        path = self._folder / info.part
+        draft = path.with_suffix(".coming")
+        # a late worker may still read the earlier copy
+        draft.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
+        draft.replace(path)
+        return replace(info, node=self._side.node, path=str(path))
+
+
+# ---- programs without slots: buckets lie in shared memory without a name, from which receivers copy them
+
+_ROOMS = 2
+"""One bucket is filled while the one before is copied."""
+
+
+class RoomTransfer(BucketTransfer):
+    """Buckets of a node."""
+
+    def sender(self, host: str) -> RoomSender:
+        return RoomSender()
+
+    def receiver(self, spoke: Spoke, meeting: str | None, index: int, receivers: int) -> RoomReceiver:
+        return RoomReceiver(spoke.sender)
+
+
+class RoomSender(BucketSender):
+    """Fills rooms in turn, each once all receivers have copied the bucket before."""
+
+    def __init__(self) -> None:
+        self._rooms: list[SharedRoom] = []
+        self._count = 0
+
+    def connect(self, hub: Hub, receivers: int) -> None:
+        super().connect(hub, receivers)
+        self._rooms += [SharedRoom() for _ in range(_ROOMS)]
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        from trinity_sync.weights.tensors import byte_tensor
+
+        if self._count >= _ROOMS:
+            self._hub.wait_taken(self._count - _ROOMS)
+        room = self._rooms[self._count % _ROOMS]
+        self._count += 1
+        return byte_tensor(room.bytes(nbytes))
+
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        self._hub.tell(BucketNotice(number, layout, digest, self._rooms[number % _ROOMS].source))
+
+    def close(self, *, failed: bool) -> None:
+        while self._rooms:
+            self._rooms.pop().close()
+
+
+class RoomReceiver(BucketReceiver):
+    """Copies buckets out of the rooms of a sender."""
+
+    def __init__(self, sender: str) -> None:
+        self._sender = sender
+
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
+        assert isinstance(bucket.source, tuple), "the sender is of the same mode"
+        read_room(bucket.source, into.numpy().data, self._sender)
 
 
 class SharedRoom:

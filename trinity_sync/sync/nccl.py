@@ -3,7 +3,9 @@
 A round carries one version to the explorers that take part in it. Every trainer rank sends its own part over a group
 of its own with the explorers, so no rank receives bytes that it does not need, and torch's default group stays
 untouched. An error ends the round for all members within `sync.timeout_s`; the driver then repeats the round without
-the explorers that died. `BroadcastGroup`, at the end, is also the group of `sync.stream` and of verl's weight sync.
+the explorers that died.
+
+verl's weight sync in mode nccl broadcasts buckets over a group of each sender and all receivers (`GroupTransfer`).
 """
 
 from __future__ import annotations
@@ -12,13 +14,11 @@ import contextlib
 import functools
 import itertools
 import mmap
-import threading
+import secrets
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import ray
 
@@ -29,12 +29,24 @@ from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, LayoutCache, SyncMode, TrainerSide
+from trinity_sync.sync.base import (
+    Bucket,
+    BucketReceiver,
+    BucketSender,
+    BucketTransfer,
+    Delivery,
+    ExplorerSide,
+    FindDestination,
+    LayoutCache,
+    SyncMode,
+    TrainerSide,
+)
+from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, serve_store
+from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import BroadcastOptions, Store, TCPStore
-    from torch.distributed.distributed_c10d import Work
+    from torch.distributed import Store, TCPStore
 
     from trinity_sync.weights.layout import Cut, PartLayout
 
@@ -130,12 +142,7 @@ class NcclPublisher:
     def _open_store(self, timeout_s: float) -> TCPStore:
         """Serve the store at which the members of all rounds meet. The driver serves it, for ranks may die."""
         if self._store is None:
-            from torch.distributed import TCPStore
-
-            limit = timedelta(seconds=timeout_s)
-            self._store = TCPStore(
-                ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=limit
-            )
+            self._store = serve_store(ray.util.get_node_ip_address(), timeout_s)
         return self._store
 
 
@@ -346,141 +353,123 @@ def _join(broadcast: Broadcast, sender: int, rank: int) -> BroadcastGroup:
     store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
     if store.get(f"{prefix}decision") != b"go":
         raise RunError(f"the round for version {broadcast.version} was given up")
-    group = make_group(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, broadcast.timeout_s)
-    return BroadcastGroup(group, device_of(broadcast.transport), broadcast.timeout_s)
+    return enter(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, broadcast.timeout_s)
 
 
-# ---- process groups beside torch's default one
+# ---- programs without slots: buckets are broadcast over a group of one sender and all receivers, made for one sync
 
 
-_WATCHDOG_S = 60.0
-"""NCCL's watchdog ends the whole process at its own timeout, so the error of a wait has to come before that."""
-
-Wait = Callable[[], None]
-"""Waits until a broadcast has ended; RuntimeError of torch's: it failed, or did not end in time."""
+_ROOMS = 2
+"""One bucket is filled while the one before travels."""
 
 
-class TorchGroup(Protocol):
-    """torch's process groups; their stubs leave out `broadcast`."""
+class GroupTransfer(BucketTransfer):
+    """Broadcasts over ``nccl`` or ``gloo``; ``auto``: over NCCL where there are GPUs."""
 
-    def name(self) -> str: ...
-
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work: ...
-
-    def abort(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> TorchGroup:
-    """Enter a group of ``gloo`` or ``nccl``; of gloo it returns when all members have met.
-
-    Args:
-        timeout_s: timeout of each operation, seconds.
-    """
-    import torch.distributed as dist
-
-    timeout = timedelta(seconds=timeout_s)
-    if transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout + timedelta(seconds=_WATCHDOG_S)
-        return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))
-    return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
-
-
-def device_of(transport: str) -> torch.device:
-    """Return the device whose memory a transport reaches: the CPU, or the current GPU."""
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
-
-
-class BroadcastGroup:
-    """Broadcasts of rank 0 of a process group to all other members, each with a timeout. Errors are torch's own
-    RuntimeErrors: in a round the driver looks for the member that caused them (`actors.calls.results`).
-
-    Args:
-        group: the group.
-        device: where the tensors are: a GPU for NCCL, the CPU for gloo.
-        timeout_s: timeout of each broadcast, seconds.
-    """
-
-    def __init__(self, group: TorchGroup, device: torch.device, timeout_s: float) -> None:
-        self.device = device
-        self.timeout_s = timeout_s
-        # A list, for `close` to empty: the traceback of an error may refer to this object for long.
-        self._groups = [group]
-        self._has_met = False
-
-    def begin(self, tensor: torch.Tensor) -> Wait:
-        """Begin to send a tensor of the group's device, on rank 0, or to receive into it; return the function that
-        waits for its end. Its memory is in use until then.
-
-        Raises:
-            RuntimeError: it cannot be sent, or a member did not come to the group's first broadcast.
-        """
-        return partial(self._wait, self._begin(tensor) if self._has_met else self._meet(tensor))
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send a tensor, on rank 0, or receive into it; errors as of `begin`."""
-        self.begin(tensor)()
-
-    def abort(self) -> None:
-        """Break off the broadcasts in flight: NCCL's, for gloo's end with their connections."""
-        if self.device.type == "cuda" and self._groups:
-            with contextlib.suppress(RuntimeError):
-                self._groups[0].abort()
-
-    def close(self) -> None:
-        """Leave the group. May be called again.
-
-        gloo takes 20 ms to close its connections (two turns of its loop), so a thread does it. NCCL would break off
-        what is in flight without a shutdown before.
-        """
-        if self.device.type == "cpu":
-            threading.Thread(target=self._groups.clear, name="close group", daemon=True).start()
-            return
-        for group in self._groups:
-            with contextlib.suppress(RuntimeError):
-                group.shutdown()
-        self._groups.clear()
-
-    def _begin(self, tensor: torch.Tensor) -> Work:
-        import torch.distributed as dist
-
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self.timeout_s)
-        return self._groups[0].broadcast([tensor], options)
-
-    def _meet(self, tensor: torch.Tensor) -> Work:
-        """Begin the first broadcast. NCCL's members meet in it, without a timeout, so a thread begins it."""
+    def __init__(self, transport: str, timeout_s: float) -> None:
         import torch
 
-        # A new thread would use the first GPU, and not wait for the work of this thread's stream.
-        stream = torch.cuda.current_stream(self.device) if torch.cuda.is_initialized() else None
-        answer: SimpleQueue[Work | Exception] = SimpleQueue()
+        auto = "nccl" if torch.cuda.is_available() else "gloo"
+        self._transport = auto if transport == "auto" else transport
+        self.timeout_s = timeout_s
 
-        def begin() -> None:
-            try:
-                with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-                    answer.put(self._begin(tensor))
-            except Exception as error:
-                answer.put(error)
-
-        threading.Thread(target=begin, name="meet in a group", daemon=True).start()
+    def sender(self, host: str) -> GroupSender:
         try:
-            work = answer.get(timeout=self.timeout_s)
-        except Empty:
-            raise RuntimeError(f"its members did not meet within {self.timeout_s:g} s") from None
-        if isinstance(work, Exception):
-            raise work
-        self._has_met = True
-        return work
+            store = serve_store(host, self.timeout_s)
+        except RuntimeError as error:
+            raise RunError(f"the group of the sync cannot meet at {host}, which is this node: {error}") from error
+        return GroupSender(f"{secrets.token_hex(8)} {store.port} {host}", store, self)
 
-    def _wait(self, work: Work) -> None:
-        if self.device.type == "cuda":
-            # Without a timeout NCCL's would only make the device's stream wait.
-            work.wait(timedelta(seconds=self.timeout_s))
-        else:
-            # gloo keeps the group's timeout, and closes its connections when a wait with another one ends.
-            work.wait()
+    def receiver(self, spoke: Spoke, meeting: str | None, index: int, receivers: int) -> GroupReceiver:
+        from torch.distributed import TCPStore
+
+        _, port, host = str(meeting).split(" ", 2)
+        with _blame(spoke.check, f"{spoke.sender} cannot be met at {host}:{port}"):
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        return GroupReceiver(spoke, self.enter(store, str(meeting), 1 + index, 1 + receivers, spoke.check))
+
+    def enter(self, store: Store, meeting: str, rank: int, size: int, check: Callable[[], None]) -> BroadcastGroup:
+        from torch.distributed import PrefixStore
+
+        with _blame(check, f"the {self._transport} group of the sync could not be made in {self.timeout_s:g} s"):
+            own = PrefixStore(f"{meeting.split(' ', 1)[0]}/", store)
+            return enter(own, rank, size, self._transport, self.timeout_s)
+
+
+class GroupSender(BucketSender):
+    """Rank 0 of the group."""
+
+    def __init__(self, meeting: str, store: Store, transfer: GroupTransfer) -> None:
+        self.meeting: str = meeting
+        self._store: Store | None = store
+        self._transfer = transfer
+        self._group: BroadcastGroup | None = None
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._waits: dict[int, Wait] = {}
+        self._count = 0
+
+    def connect(self, hub: Hub, receivers: int) -> None:
+        super().connect(hub, receivers)
+        assert self._store is not None, "it was not closed"
+        self._group = self._transfer.enter(self._store, self.meeting, 0, 1 + receivers, hub.check)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        assert self._group is not None, "it was connected"
+        number, at = self._count, self._count % _ROOMS
+        self._count += 1
+        self._wait(number - _ROOMS)
+        if at not in self._rooms or self._rooms[at].numel() < nbytes:
+            self._rooms.pop(at, None)
+            self._rooms[at] = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+        return self._rooms[at]
+
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        assert self._group is not None, "it was connected"
+        self._hub.tell(BucketNotice(number, layout, digest, None))
+        with _blame(self._hub.check, f"bucket {number} could not be broadcast"):
+            self._waits[number] = self._group.begin(data)
+
+    def end(self, end: End) -> None:
+        for number in sorted(self._waits):
+            self._wait(number)
+        super().end(end)
+
+    def _wait(self, number: int) -> None:
+        if (wait := self._waits.pop(number, None)) is not None:
+            limit = f"within {self._transfer.timeout_s:g} s"
+            with _blame(self._hub.check, f"bucket {number} could not be broadcast {limit}"):
+                wait()
+
+    def close(self, *, failed: bool) -> None:
+        self._waits.clear()
+        self._store = None
+        if self._group is not None:
+            self._group.close(failed=failed)
+
+
+class GroupReceiver(BucketReceiver):
+    """A further rank of the group."""
+
+    def __init__(self, spoke: Spoke, group: BroadcastGroup) -> None:
+        self.device = group.device
+        self._spoke = spoke
+        self._group = group
+
+    def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
+        with _blame(self._spoke.check, f"bucket {bucket.number} of {self._spoke.sender} could not be received"):
+            self._group.broadcast(into)
+
+    def close(self, *, failed: bool) -> None:
+        self._group.close(failed=failed)
+
+
+@contextlib.contextmanager
+def _blame(check: Callable[[], None], what: str) -> Iterator[None]:
+    """Translate an error of torch's: into the link's where `check` finds that a member is gone, else by `what`."""
+    try:
+        yield
+    except RuntimeError as error:
+        check()
+        raise RunError(f"{what}: {error}") from error

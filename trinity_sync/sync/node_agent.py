@@ -151,7 +151,10 @@ class NodeAgent:
             parts, rows = await self._run(self._digest, slot, staged)
             took = time.perf_counter() - started
             await self._synchronizer.staged(version, parts).reference
-            await self._contribute(version, rows)
+            if self._lead is None:
+                await self.contribute(version, self._node, rows)
+            else:
+                await self._lead.contribute(version, self._node, rows).reference
             size = units.size(sum(info.nbytes for info in parts.values()))
             story.info("took version %s into slot %d: %s, digested in %s", version, slot, size, units.seconds(took))
         except Exception as error:
@@ -188,12 +191,6 @@ class NodeAgent:
             rows = self._rows_plan.digest(segments, self._pool, (self._row_processes, paths))
         digest_s = time.perf_counter() - started
         return {part: replace(info, digest_s=digest_s) for part, info in parts.items()}, rows
-
-    async def _contribute(self, version: Version, rows: RowDigests | None) -> None:
-        if self._lead is not None:
-            await self._lead.contribute(version, self._node, rows).reference
-        else:
-            await self.contribute(version, self._node, rows)
 
     async def contribute(self, version: Version, node: str, rows: RowDigests | None) -> None:
         """Take the row digests of a node (None: not computed), as the lead agent. With the last node, the version's

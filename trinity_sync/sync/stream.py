@@ -1,14 +1,19 @@
-"""Whole parameters over a process group: what a trainer broadcasts to explorers, one by one or packed in buckets.
+"""The parameters of programs without slots, in order, one by one or packed in buckets (`weights.packing`).
 
-The groups exist beside torch's default group; their rank 0 is the trainer's first rank. Both ends know the list of
-(name, dtype, shape), so only bytes travel: one broadcast per parameter, in order; or packed, one per bucket
-(`weights.packing`), each followed by 16 bytes of digest unless `verify` is off.
+`broadcast` and `receive` send whole parameters over a process group, beside torch's default one, whose rank 0 is the
+trainer's first rank. Both ends know the list of (name, dtype, shape), so only bytes travel, and after each bucket 16
+bytes of digest unless `verify` is off.
+
+`send` and `tensors` are for members that are linked (`sync.links`), such as those of verl's weight sync: the trainer's
+ranks send whole tensors or shards, by the `BucketTransfer` of a mode; receivers check them and put them together.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -16,13 +21,16 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
-from trinity_sync.sync.nccl import BroadcastGroup, TorchGroup, device_of, make_group
+from trinity_sync.sync.base import BucketReceiver, BucketSender
+from trinity_sync.sync.broadcast_group import BroadcastGroup, TorchGroup, device_of, make_group, serve_store
+from trinity_sync.sync.links import BucketNotice, BucketReceipt, Done, End, Spoke
 from trinity_sync.sync.synchronizer_handle import Synchronizer
-from trinity_sync.weights.apply import check_bytes
-from trinity_sync.weights.digests import DIGEST_BYTES
-from trinity_sync.weights.packing import BUCKET_BYTES, describe, layouts, pack, unpack
-from trinity_sync.weights.shards import Described
-from trinity_sync.weights.tensors import from_torch, to_torch, torch_dtype, wire_name
+from trinity_sync.weights.apply import ChecksumError, check_bytes
+from trinity_sync.weights.digests import DIGEST_BYTES, version_digest
+from trinity_sync.weights.packing import BUCKET_BYTES, describe, layouts, pack, pack_shards, unpack
+from trinity_sync.weights.shards import Described, Shard, check_cover, matrix_view
+from trinity_sync.weights.staging import views
+from trinity_sync.weights.tensors import digest_entry, from_torch, to_torch, torch_dtype, wire_name
 
 __all__ = ["BUCKET_BYTES", "broadcast", "describe", "join_group", "open_group", "receive"]
 
@@ -51,8 +59,7 @@ def open_group(
         transport: ``gloo`` or ``nccl``.
         timeout_s: timeout of the meeting and of each operation, seconds.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    store = serve_store(host, timeout_s)
     place = synchronizer.setup_weight_sync_group(host, store.port, list(meta) if meta else None, explorers=explorers)
     return _enter(store, place, transport, timeout_s)
 
@@ -162,3 +169,169 @@ def _broadcast(group: BroadcastGroup, tensor: torch.Tensor, name: str) -> None:
         group.broadcast(tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor)
     except RuntimeError as error:
         raise RunError(f"{name} could not be broadcast within {group.timeout_s:g} s: {error}") from error
+
+
+# ---- buckets between linked members
+
+
+def send(
+    shards: Iterable[tuple[Shard, torch.Tensor]],
+    sender: BucketSender,
+    *,
+    bucket_bytes: int,
+    step: int | None,
+    whole: bool,
+) -> End:
+    """Send a version; return the message of its end. `whole`: the shards are whole tensors, so it has a digest."""
+    entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
+    buckets = tensors = 0
+    for number, (layout, data) in enumerate(pack_shards(shards, sender.room, bucket_bytes=bucket_bytes)):
+        here = data.cpu()
+        sender.put(number, layout, data, xxh3_128_digest(here.numpy().data))
+        if whole:  # the bucket travels meanwhile
+            entries += [digest_entry(name, tensor, None) for name, tensor in unpack(layout, here)]
+        buckets, tensors = number + 1, tensors + len(layout.entries)
+    if not tensors:
+        raise RunError("the engine has no weights to send")
+    end = End(step, buckets, tensors, version_digest(entries) if whole else None)
+    sender.end(end)
+    return end
+
+
+Named = tuple[str, torch.Tensor]
+
+
+class Stream:
+    """The shards that one sender sends, over a link and the `BucketReceiver` for it."""
+
+    def __init__(self, spoke: Spoke, receiver: BucketReceiver) -> None:
+        self._spoke = spoke
+        self._receiver = receiver
+        self._ready: deque[tuple[Shard, torch.Tensor]] = deque()
+        self._buckets = 0
+        self._tensors = 0
+        self.nbytes = 0
+        self.end: End | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next shard has not arrived yet."""
+        return not self._ready and self.end is None
+
+    def take(self) -> tuple[Shard, torch.Tensor] | None:
+        """Return the next shard and its elements (flat); None: there are no more.
+
+        Raises:
+            ChecksumError: a bucket is damaged or missing; nothing of it is handed out.
+        """
+        while self.waits:
+            message = self._spoke.receive(f"send bucket {self._buckets} of the weights")
+            if isinstance(message, BucketNotice):
+                self._take(message)
+            elif isinstance(message, End):
+                self._finish(message)
+        return self._ready.popleft() if self._ready else None
+
+    def _take(self, bucket: BucketNotice) -> None:
+        what = f"bucket {bucket.number} of {self._spoke.sender}"
+        if bucket.number != self._buckets:
+            raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
+        try:
+            data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._receiver.device)
+            self._receiver.take(bucket, data)
+            check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
+        except RunError:
+            self._spoke.check()  # a sender that gives up removes its memory and files: then that is the error
+            raise
+        self._spoke.tell(BucketReceipt(bucket.number))
+        self._buckets += 1
+        self.nbytes += bucket.layout.nbytes
+        self._ready.extend(zip(bucket.layout.shards, views(bucket.layout, data), strict=True))
+        self._tensors += len(bucket.layout.entries)
+
+    def _finish(self, end: End) -> None:
+        if (self._buckets, self._tensors) != (end.buckets, end.tensors):
+            raise ChecksumError(
+                f"{self._spoke.sender} sent {end.tensors} tensors in {end.buckets} buckets; {self._tensors} tensors in "
+                f"{self._buckets} buckets arrived"
+            )
+        self.end = end
+
+    def done(self, done: Done) -> None:
+        """Tell the sender that the version was handed to the engine."""
+        self._spoke.tell(done)
+
+    def interrupt(self) -> None:
+        """End the wait of another thread here, with an error."""
+        self._spoke.interrupt()
+
+    def give_up(self, why: str) -> None:
+        """Tell the sender why the version was not taken, and close."""
+        try:
+            self._spoke.give_up(why)
+        finally:
+            self._receiver.close(failed=True)
+
+    def close(self) -> None:
+        self._spoke.close()
+        self._receiver.close(failed=False)
+
+
+def tensors(
+    streams: Sequence[Stream], *, digest: bool, device: torch.device | None = None
+) -> Iterator[list[Named] | Done]:
+    """Yield whole tensors, as many at a time as have arrived; the last one only after every check. At the end yield the
+    message of success, which the senders have received then.
+
+    Args:
+        device: moves the tensors there; None: they stay where they arrived.
+
+    Raises:
+        RunError, WaitTimeout, ChecksumError: as of `Stream.take`; ChecksumError also where the digests differ.
+        CoverageError: the shares do not make whole tensors.
+    """
+    entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
+    ready: list[Named] = []
+    while True:
+        if len(ready) > 1 and any(stream.waits for stream in streams):
+            yield ready[:-1]
+            ready = ready[-1:]
+        pieces = [piece for stream in streams if (piece := stream.take()) is not None]
+        if not pieces:
+            break
+        if len(pieces) < len(streams):
+            raise RunError(f"only {len(pieces)} of {len(streams)} senders sent a share of {pieces[0][0].name}")
+        name, tensor = _together(pieces)
+        if digest:
+            entries.append(digest_entry(name, tensor, None))
+        ready.append((name, tensor if device is None else tensor.to(device)))
+    found = version_digest(entries) if digest else None
+    for stream in streams:
+        sent = stream.end.digest if stream.end is not None else None
+        if None not in (found, sent) and found != sent:
+            raise ChecksumError(f"the version that arrived has digest {found}; digest {sent} was sent")
+    yield ready
+    done = Done(found, sum(stream.nbytes for stream in streams))
+    for stream in streams:
+        stream.done(done)
+    yield done
+
+
+def _together(pieces: Sequence[tuple[Shard, torch.Tensor]]) -> Named:
+    """Put the shares of one tensor together; CoverageError: they overlap or leave gaps."""
+    shard, data = pieces[0]
+    if len(pieces) == 1 and data.numel() == prod(shard.shape):
+        return shard.name, data.view(shard.shape)
+    if any(other.name != shard.name for other, _ in pieces):
+        raise RunError(f"the senders send in different orders: {', '.join(sorted({one.name for one, _ in pieces}))}")
+    check_cover([[one] for one, _ in pieces])
+    whole = torch.empty(shard.shape, dtype=to_torch(shard.dtype), device=data.device)
+    matrix = whole.view(matrix_view(shard.shape))
+    for one, elements in pieces:
+        at = 0
+        for rect in one.rects:
+            count = rect.rows * rect.cols
+            target = matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+            target.copy_(elements[at : at + count].view(rect.rows, rect.cols))
+            at += count
+    return shard.name, whole

@@ -117,11 +117,8 @@ class FullSaves:
         late: LateMetrics | None = None,
     ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. Its commit comes after the
-        next call of `poll`.
-
-        Args:
-            state: the driver's state for a resume: under ``data`` the position in the data
-                (`samples.position.Position`), under ``algorithm`` the algorithm's state; empty ones are not written.
+        next call of `poll`. `state`: the driver's state for a resume: under ``data`` the position in the data
+        (`samples.position.Position`), under ``algorithm`` the algorithm's state; empty ones are not written.
         """
         self.poll()
         self._log.saving(step)

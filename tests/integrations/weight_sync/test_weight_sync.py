@@ -29,10 +29,11 @@ from tests.integrations.weight_sync.sync_members import (
     weights,
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.integrations.verl.weight_sync import checkpoint_engine, transfers, version_stream
+from trinity_sync.integrations.verl.weight_sync import checkpoint_engine
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import ShardedWeightSync, WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import BucketNotice
 from trinity_sync.integrations.verl.weight_sync.membership import MemberReady, Node, WeightSyncSettings, place
+from trinity_sync.sync import memory, stream
+from trinity_sync.sync.links import BucketNotice
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
 
@@ -147,21 +148,20 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
     members = make(mode, receivers=1, verify=verify)
     members.meet()
     handed: list[str] = []
-    real = version_stream.Stream._take
+    real = stream.Stream._take
 
-    def damaged(self: version_stream.Stream, bucket: Any) -> None:
+    def damaged(self: stream.Stream, bucket: Any) -> None:
         if bucket.number == 2:
             taken = self._receiver.take
 
-            def other(bucket: Any) -> torch.Tensor:
-                data = taken(bucket).clone()
-                data[-1] ^= 1
-                return data
+            def other(bucket: Any, into: torch.Tensor) -> None:
+                taken(bucket, into)
+                into[-1] ^= 1
 
             monkeypatch.setattr(self._receiver, "take", other)
         real(self, bucket)
 
-    monkeypatch.setattr(version_stream.Stream, "_take", damaged)
+    monkeypatch.setattr(stream.Stream, "_take", damaged)
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     sender, nothing, receiver = members.move(weights(1), 1)
     assert isinstance(receiver, ChecksumError)
@@ -185,8 +185,8 @@ def test_the_last_tensor_comes_after_the_digest_of_the_version(
     members = make("memory", receivers=1)
     members.meet()
     handed: list[str] = []
-    finish = version_stream.Stream._finish
-    monkeypatch.setattr(version_stream.Stream, "_finish", lambda self, end: finish(self, replace(end, digest="0" * 32)))
+    finish = stream.Stream._finish
+    monkeypatch.setattr(stream.Stream, "_finish", lambda self, end: finish(self, replace(end, digest="0" * 32)))
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     state = weights(1) | {"beside it": torch.zeros(3), "last": torch.zeros(3)}  # in one bucket
     sender, _, receiver = members.move(state, 1)
@@ -208,13 +208,13 @@ def test_a_receiver_tells_what_the_sender_failed_of(
         raise RuntimeError("Connection closed by peer")
 
     sending = members.pool.submit(send, members.ranks[0], failing(), 1)
-    real = transfers._MemoryReceiver.take
+    real = memory.RoomReceiver.take
 
-    def late(self: transfers._MemoryReceiver, bucket: BucketNotice) -> torch.Tensor:
+    def late(self: memory.RoomReceiver, bucket: BucketNotice, into: torch.Tensor) -> None:
         sending.exception(LIMIT)
-        return real(self, bucket)
+        real(self, bucket, into)
 
-    monkeypatch.setattr(transfers._MemoryReceiver, "take", late)
+    monkeypatch.setattr(memory.RoomReceiver, "take", late)
     with pytest.raises(RunError, match=r"trainer rank 0 .* gave the weights up: .*Connection closed by peer"):
         receive(members.rollout[0], 1)
 

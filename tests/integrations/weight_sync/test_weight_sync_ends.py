@@ -18,9 +18,8 @@ from tests.integrations.weight_sync.sync_members import LIMIT, MODES, Members, N
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.channel import Connection
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync
-from trinity_sync.integrations.verl.weight_sync.link import BucketReceipt, Done, Hub, Spoke, Working
-from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
-from trinity_sync.sync.nccl import BroadcastGroup
+from trinity_sync.sync.broadcast_group import BroadcastGroup
+from trinity_sync.sync.links import BucketReceipt, Done, Hub, SenderAddress, Spoke, Working
 from trinity_sync.weights.tensors import state_digest
 
 

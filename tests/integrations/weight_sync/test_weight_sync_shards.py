@@ -16,7 +16,7 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec
 from tests.integrations.weight_sync.sync_members import Members, weights
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.weight_sync.trainer_tensors import own_shards
-from trinity_sync.integrations.verl.weight_sync.version_stream import _together
+from trinity_sync.sync.stream import _together
 from trinity_sync.weights.shards import CoverageError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]

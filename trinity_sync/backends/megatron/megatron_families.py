@@ -43,10 +43,8 @@ class Layout(Protocol):
 
 
 def check_layout(backend: Layout, checkpoint: Path) -> str | None:
-    """Compare the layout of the configuration with that of a checkpoint (the step folder).
-
-    Returns:
-        A message for the user, None where nothing changes.
+    """Compare the layout of the configuration with that of a checkpoint (the step folder). Returns a message for the
+    user, None where nothing changes.
     """
     saved = saved_layout(checkpoint / "actor")
     ranks = backend.ranks // (backend.tp * backend.pp)

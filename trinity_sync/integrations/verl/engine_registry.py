@@ -27,7 +27,7 @@ from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
 from trinity_sync.protocol.retention import Policy, make_policies
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine
+    from trinity_sync.backends.base import Engine
 
 _DEVICES = ["cuda", "cpu"]
 

@@ -33,7 +33,7 @@ def check_files(local_path: str, names: Sequence[str]) -> None:
 
 
 def hold(root: Path | None, local_path: str, holder: str, seconds: float, stack: ExitStack) -> None:
-    """Lease the checkpoint until `held` is closed, so that it is not deleted meanwhile. `seconds`: expiry if this
+    """Lease the checkpoint until `stack` is closed, so that it is not deleted meanwhile. `seconds`: expiry if this
     process dies.
     """
     step = step_at(root, local_path)

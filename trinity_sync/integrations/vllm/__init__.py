@@ -1,8 +1,8 @@
 """Versions for vLLM, through its own registry of weight transfers.
 
-`register` is what the entry point `vllm.general_plugins` names: vLLM calls it in each of its processes. Who starts an
-engine with ``weight_transfer_config={"backend": "trinity"}`` has `TrinityTransfer` in each worker, and gives it
-versions by `WorkerTarget`.
+The entry point `vllm.general_plugins` names `register`, which vLLM calls in each of its processes. An engine that is
+started with ``weight_transfer_config={"backend": "trinity"}`` has a `TrinityTransfer` in each worker; a `WorkerTarget`
+gives it versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _registered = False
 
 
 def register() -> None:
-    """Tell vLLM of `TrinityTransfer`, once in a process, and have the process use what its processor has."""
+    """Register `TrinityTransfer` with vLLM, once in a process, and allow the process AMX's tiles."""
     global _registered
     if _registered:
         return
@@ -26,8 +26,8 @@ def register() -> None:
 
 
 def _allow_tiles() -> None:
-    """Ask the kernel for AMX's tiles, where the processor has them. vLLM's attention on CPUs uses them unasked, and
-    the process ends by SIGILL unless something else has asked before.
+    """Request AMX's tiles from the kernel, where the processor has them. vLLM's attention on CPUs uses them without a
+    request, which ends the process by SIGILL.
     """
     import torch
 

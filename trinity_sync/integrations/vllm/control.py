@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as LateError
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Never, Protocol, TypeVar
 
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import RunError, WaitTimeout
@@ -96,7 +96,7 @@ class AsyncControl:
     def finish_update(self, version: str) -> None:
         self.wait(self._llm.finish_weight_update(weight_version=version), f"finish the update to version {version}")
 
-    def wait(self, doing: Coroutine[Any, Any, T], what: str, timeout_s: float | None = None) -> T:
+    def wait(self, doing: Coroutine[object, Never, T], what: str, timeout_s: float | None = None) -> T:
         """Run a coroutine on the engine's loop and wait for it.
 
         Args:

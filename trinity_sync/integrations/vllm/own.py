@@ -11,9 +11,10 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
-from trinity_sync.integrations.vllm.target import SharedSegment, WorkerTarget
+from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.arrivals import SharedSegment
 from trinity_sync.sync.base import ExplorerSide, LayoutCache
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
@@ -95,10 +96,10 @@ class EngineWeights:
         shards = [whole(name, from_torch(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
         layout = PartLayout.build(_PART, shards, _BUCKET_BYTES)
         self._layouts.learn(layout)
-        path = self._staged(layout, tensors)
-        info = PartInfo(
-            part=_PART, node=_HERE, path=str(path), nbytes=layout.nbytes, layout=layout.digest, buckets=None
-        )
+        arena = self._segment.laid_out(layout)
+        stage(layout, tensors, arena.map(0, _PART))
+        path = str(arena.path(0, _PART))
+        info = PartInfo(part=_PART, node=_HERE, path=path, nbytes=layout.nbytes, layout=layout.digest, buckets=None)
         digest = state_digest(tensors, None)
         lease = Lease(
             id=0,
@@ -126,11 +127,6 @@ class EngineWeights:
         if self._target is not None:
             self._target.close()
         self._segment.close()
-
-    def _staged(self, layout: PartLayout, tensors: Mapping[str, torch.Tensor]) -> Path:
-        arena = self._segment.laid_out(layout)
-        stage(layout, tensors, arena.map(0, _PART))
-        return arena.path(0, _PART)
 
     def _make_target(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> WorkerTarget:
         side = ExplorerSide(

@@ -1,4 +1,4 @@
-"""A vLLM server that somebody runs, asked over HTTP. vLLM itself need not be installed here."""
+"""A vLLM server of the user, called over HTTP. vLLM itself need not be installed here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,56 +28,42 @@ Json = dict[str, Any]
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
 
-_LOOK_S = 0.5
-"""Between two looks whether a server is up."""
+_POLL_S = 0.5
+"""Interval at which a server is asked whether it is up."""
 
 _ANSWER_S = 10.0
-"""For an answer that takes the server no time."""
+"""Timeout of an answer that takes the server no time."""
 
 _WATCH_S = 2.0
-"""Between two looks whether a server still is up that has something to do."""
+"""Interval at which a server that works at a call is asked whether it is still up."""
 
 _SLOW = "it answers slowly or not at all"
 
 
 class ServerFacts(NamedTuple):
-    """What a server says of itself.
+    """A server's description of itself."""
 
-    Attributes:
-        model: name by which requests name its model.
-        root: folder or hub id from which it took config and tokenizer.
-        longest: prompt and response together, in tokens, at most.
-        dtype: of its weights, as torch prints it.
-        log_probs_mode: its ``--logprobs-mode``.
-        backend: its weight-transfer backend; None: none.
-        workers: processes that hold its weights (tensor times pipeline parallel).
-        copies: of the model (data parallel).
-        load_format: its ``--load-format``.
-        quantization: of its weights; None: none.
-        version: of vLLM.
-    """
-
-    model: str
-    root: str
-    longest: int
-    dtype: str
-    log_probs_mode: str
-    backend: str | None
-    workers: int
-    copies: int
-    load_format: str
-    quantization: str | None
-    version: str
+    model: str  # name of its model in requests
+    root: str  # folder or hub id of config and tokenizer
+    longest: int  # prompt and response together, in tokens, at most
+    dtype: str  # of its weights, as torch prints it
+    log_probs_mode: str  # its ``--logprobs-mode``
+    backend: str | None  # its weight-transfer backend
+    workers: int  # processes that hold its weights (tensor times pipeline parallel)
+    copies: int  # of the model (data parallel)
+    load_format: str  # its ``--load-format``
+    quantization: str | None  # of its weights
+    version: str  # of vLLM
 
 
 def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
-    """Lock a server of this node against other programs that give it weights, of whatever user.
+    """Lock a server of this node against other programs that give it weights, of any user.
 
-    The lock is an abstract socket: it ends with this process, and is seen where the server's port is. An address has
-    several names, so the port alone counts.
+    The lock is an abstract socket: it ends with this process, and all who reach the server's port see it. An address
+    has several names, so the port alone counts.
 
     Args:
-        timeout_s: how long an earlier explorer may take to end, seconds.
+        timeout_s: timeout of the wait for the end of an earlier explorer, seconds.
     """
     at = httpx.URL(url)
     name = f"\0trinity-sync-vllm-server-{at.port or at.scheme}"
@@ -96,7 +81,7 @@ def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
                     f"explorer.url: {_holder(name)} gives the vLLM server at {url} its weights; end that run first, or "
                     "start another server"
                 ) from error
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _holder(name: str) -> str:
@@ -106,36 +91,31 @@ def _holder(name: str) -> str:
         asking.connect(name)
         pid, *_ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return f"process {pid}"
-    return "another process"  # it has just ended, or many have asked
+    return "another process"  # it has just ended, or its queue is full
 
 
 class Server:
     """A server. Each call raises `WaitTimeout` where it does not answer in time, `EngineDied` where it is gone, and
-    `RunError` where it says that it failed.
+    `RunError` where it reports a failure. Called in threads without an event loop.
 
     Args:
         url: such as ``http://127.0.0.1:8000``.
-        timeout_s: limit of each call, seconds.
+        timeout_s: timeout of each call, seconds.
 
     Attributes:
-        who: what errors call it.
+        who: its name in errors.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.who = f"the vLLM server at {url}"
         self.timeout_s = timeout_s
         self._url = url
-        self._calls = ThreadPoolExecutor(thread_name_prefix="vLLM server")
-        # A proxy of the environment is for other places; and vLLM closes a connection on which it has told a failure,
-        # which the next call on it would take for a death.
-        self._client = httpx.Client(base_url=url, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        self._ssl = httpx.create_ssl_context(trust_env=False)
+        # Without a proxy of the environment, which is for other places.
+        self._client = httpx.Client(base_url=url, trust_env=False, verify=self._ssl)
 
     def wait_up(self, timeout_s: float) -> None:
-        """Wait until it is there.
-
-        Args:
-            timeout_s: limit, seconds.
-        """
+        """Wait until it answers, for so many seconds."""
         until = time.monotonic() + timeout_s
         why = self._not_up()
         if why is not None:
@@ -143,22 +123,20 @@ class Server:
         while why is not None:
             if time.monotonic() > until:
                 raise WaitTimeout(self.who, f"come up ({why})", timeout_s)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             why = self._not_up()
 
     def facts(self) -> ServerFacts:
-        """What it says of itself."""
-        answer = self._send("GET", "/server_info", "say what it is", params={"config_format": "json"})
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise ConfigError(
-                f"{self.who} does not let itself be given weights; start it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment"
-            )
-        config = self._checked(answer, "say what it is")
-        models = self.get("/v1/models", "name its models")
-        version = self.get("/version", "say its version")
+        """Return its description of itself; ConfigError: it has none, or does not take weights."""
         try:
-            config = config["vllm_config"]
+            info = self._send(_Request("GET", "/server_info", params={"config_format": "json"}), "describe itself")
+        except _NotFoundError:
+            raise ConfigError(
+                f"{self.who} takes no weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from None
+        models, version = self.get("/v1/models", "name its models"), self.get("/version", "name its version")
+        try:
+            config = info["vllm_config"]
             return ServerFacts(
                 model=models["data"][0]["id"],
                 root=models["data"][0]["root"],
@@ -173,90 +151,76 @@ class Server:
                 version=version["version"],
             )
         except (KeyError, IndexError, TypeError) as error:
-            raise ConfigError(
-                f"{self.who} does not say of itself what is known of vLLM: {error_text(error)}"
-            ) from error
+            raise ConfigError(f"{self.who} describes itself in an unknown way: {error_text(error)}") from error
 
     def get(self, path: str, what: str) -> Json:
-        """Ask for something."""
-        return self._checked(self._send("GET", path, what), what)
+        """Get an answer; `what` is said in errors."""
+        return self._send(_Request("GET", path), what)
 
     def post(
         self, path: str, what: str, body: Mapping[str, object] | None = None, params: Mapping[str, str] | None = None
     ) -> Json:
-        """Have it do something; waits until it has. Arguments as of `get`."""
-        return self._checked(self._send("POST", path, what, body=body, params=params), what)
+        """Have it do something, and wait for its end; `what` is said in errors."""
+        return self._send(_Request("POST", path, body, params), what)
 
     def post_each(self, path: str, what: str, bodies: Sequence[Mapping[str, object]], at_a_time: int) -> list[Json]:
-        """As `post` for each of many bodies, side by side; the limit is for all together."""
-        return asyncio.run(self._post_each(path, what, bodies, at_a_time))
+        """As `post` for each of many bodies, concurrently; the timeout is for all together."""
+        return asyncio.run(self._send_each([_Request("POST", path, body) for body in bodies], what, at_a_time))
 
-    async def _post_each(
-        self, path: str, what: str, bodies: Sequence[Mapping[str, object]], at_a_time: int
-    ) -> list[Json]:
+    def _send(self, request: _Request, what: str) -> Json:
+        [answer] = asyncio.run(self._send_each([request], what, 1))
+        return answer
+
+    async def _send_each(self, requests: Sequence[_Request], what: str, at_a_time: int) -> list[Json]:
         limits = httpx.Limits(max_connections=at_a_time, max_keepalive_connections=at_a_time)
         until = time.monotonic() + self.timeout_s
-        async with httpx.AsyncClient(base_url=self._url, trust_env=False, limits=limits, timeout=None) as client:
 
-            async def post(body: Mapping[str, object]) -> Json:
-                with self._told(what):
-                    answer = await client.post(path, json=body)
+        # A new client each time: vLLM closes a connection after a failure, which the next call would take for a death.
+        async with httpx.AsyncClient(
+            base_url=self._url, trust_env=False, verify=self._ssl, limits=limits, timeout=None
+        ) as client:
+
+            async def send(request: _Request) -> Json:
+                with self._translated(what):
+                    answer = await client.request(
+                        request.method, request.path, json=request.body, params=request.params
+                    )
                 return self._checked(answer, what)
 
-            asked = [asyncio.ensure_future(post(body)) for body in bodies]
-            waiting = set(asked)
+            calls = [asyncio.ensure_future(send(request)) for request in requests]
+            waiting = set(calls)
             try:
                 while waiting:
-                    done, waiting = await asyncio.wait(waiting, timeout=_WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+                    limit = max(min(_WATCH_S, until - time.monotonic()), 0.0)
+                    done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
                     for one in done:
                         one.result()
+                    if waiting and time.monotonic() >= until:
+                        raise WaitTimeout(self.who, what, self.timeout_s)
                     if waiting:
                         await asyncio.to_thread(self._check_alive, what)
-                    if waiting and time.monotonic() > until:
-                        raise WaitTimeout(self.who, what, self.timeout_s)
             finally:
                 for one in waiting:
                     one.cancel()
                 await asyncio.gather(*waiting, return_exceptions=True)
-        return [one.result() for one in asked]
+        return [one.result() for one in calls]
 
     def _not_up(self) -> str | None:
+        """Return why it does not work; None: it does."""
         try:
             answer = self._client.get("/health", timeout=_ANSWER_S)
         except httpx.UnsupportedProtocol as error:
-            raise ConfigError(f"{self.who} cannot be asked: {error}") from error
+            raise ConfigError(f"{self.who} cannot be called: {error}") from error
         except httpx.TimeoutException:
             return _SLOW
         except httpx.RequestError as error:
             return _reason(error)
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise ConfigError(f"explorer.url: what answers at {self._url} is no vLLM server; it has no /health")
-        return None if answer.is_success else f"it says {answer.status_code}"
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        what: str,
-        *,
-        body: Mapping[str, object] | None = None,
-        params: Mapping[str, str] | None = None,
-    ) -> httpx.Response:
-        asking = self._calls.submit(
-            self._client.request, method, path, json=body, params=params, timeout=self.timeout_s
-        )
-        until = time.monotonic() + self.timeout_s + _LOOK_S
-        while not wait([asking], _WATCH_S).done:
-            if time.monotonic() > until:  # it sends little by little
-                raise WaitTimeout(self.who, what, self.timeout_s)
-            self._check_alive(what)
-        with self._told(what):
-            return asking.result()
+            raise ConfigError(f"explorer.url: {self._url} is no vLLM server; it has no /health")
+        return None if answer.is_success else f"status {answer.status_code}"
 
     def _check_alive(self, what: str) -> None:
-        """See whether the server still is there: of a call that its engine was busy with when it died, vLLM never says
-        that it failed.
-        """
+        """Raise where the server is gone: vLLM never answers a call that its engine worked at when it died."""
         try:
             down = self._not_up()
         except ConfigError as error:
@@ -265,25 +229,33 @@ class Server:
             raise EngineDied(f"{self.who} died ({down}) when it was to {what}")
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _translated(self, what: str) -> Iterator[None]:
         try:
             yield
-        except httpx.TimeoutException as error:
-            raise WaitTimeout(self.who, what, self.timeout_s) from error
         except httpx.TransportError as error:
             raise EngineDied(f"{self.who} is gone ({_reason(error)}) when it was to {what}") from error
         except httpx.RequestError as error:
-            raise RunError(
-                f"{self.who} answered what cannot be read ({_reason(error)}) when it was to {what}"
-            ) from error
+            raise RunError(f"{self.who} sent an unreadable answer ({_reason(error)}) when it was to {what}") from error
 
     def _checked(self, answer: httpx.Response, what: str) -> Json:
         if answer.is_success:
             return _json(answer)
-        said = _message(answer)
+        message = _message(answer)
         if answer.is_server_error:
-            self._check_alive(f"{what}: {said}")
-        raise RunError(f"{self.who} failed to {what}: {said}")
+            self._check_alive(f"{what}: {message}")
+        kind = _NotFoundError if answer.status_code == httpx.codes.NOT_FOUND else RunError
+        raise kind(f"{self.who} failed to {what}: {message}")
+
+
+class _NotFoundError(RunError):
+    """The server does not know a path."""
+
+
+class _Request(NamedTuple):
+    method: str
+    path: str
+    body: Mapping[str, object] | None = None
+    params: Mapping[str, str] | None = None
 
 
 def _json(answer: httpx.Response) -> Json:
@@ -294,34 +266,29 @@ def _json(answer: httpx.Response) -> Json:
 
 
 def _message(answer: httpx.Response) -> str:
-    """What the server says of a failure; its form differs from path to path."""
+    """Return the server's text about a failure; its form differs from path to path."""
     found = _json(answer)
-    said = found.get("error", found.get("detail"))
-    if isinstance(said, dict):
-        said = said.get("message")
-    return f"{said or answer.text[:500] or 'no reason given'} (status {answer.status_code})"
+    text = found.get("error", found.get("detail"))
+    if isinstance(text, dict):
+        text = text.get("message")
+    return f"{text or answer.text[:500] or 'no reason given'} (status {answer.status_code})"
 
 
 def _reason(error: httpx.RequestError) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# The control of a vLLM server's weights over HTTP, and the proof that it still holds what it was given.
-
-
 class HttpControl:
-    """The `EngineControl` of a server.
-
-    Args:
-        server: the server; started with ``VLLM_SERVER_DEV_MODE=1``.
+    """The `EngineControl` of a server that was started with ``VLLM_SERVER_DEV_MODE=1``. It labels each version with a
+    name of its own, by which `check` sees whether the server still holds that version.
     """
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._owner = secrets.token_hex(4)
         self._giver: str | None = None
-        self._given: str | None = None
-        self._said: set[str] = set()
+        self._label: str | None = None  # the last one that the server has confirmed
+        self._later: set[str] = set()  # those that it may have, since it did not answer in time
 
     def connect(self, address: WorkerAddress) -> None:
         self._giver = address.key
@@ -338,16 +305,16 @@ class HttpControl:
 
     def resume(self) -> None:
         self.check()  # another program's update of the server must not be ended here
-        self._server.post("/resume", "go on")
+        self._server.post("/resume", "resume generation")
 
     def start_update(self, version: str) -> None:
-        self._say_updating(version)
+        self._label_updating(version)
         try:
             self._start_update()
         except EngineDied:
             raise
         except RunError:
-            # who gave it a version before may have died in the session, after which none can be begun
+            # an earlier explorer may have died in its session, which has to end first
             with contextlib.suppress(RunError):
                 self.update(None)
             self._start_update()
@@ -358,41 +325,37 @@ class HttpControl:
 
     def finish_update(self, version: str) -> None:
         self.check()  # no other program has given it weights in the meantime
-        self._say("/finish_weight_update", f"finish the update to version {version}", "weight_version", version)
+        self._set_label("/finish_weight_update", f"finish the update to version {version}", "weight_version", version)
 
     def reload(self, folder: Path, version: str) -> None:
-        """Have it read its weights from a folder, and say from now on that they are this version."""
-        self._say_updating(version)
+        """Have it read its weights from a folder, and label them with this version."""
+        self._label_updating(version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._server.post("/collective_rpc", f"load version {version}", body)
         self.check()
-        self._say("/update_weight_version", f"note version {version}", "new_version", version)
+        self._set_label("/update_weight_version", f"note version {version}", "new_version", version)
 
     def check(self) -> None:
-        """See whether the server still says what it was told last, if it was told anything, or since then without an
-        answer in time.
-
-        Raises:
-            EngineDied: it does not: it is another engine now.
-        """
-        if self._given is None:
+        """Check that the server has the label that it got last; EngineDied: it has another, so it is another engine."""
+        if self._label is None:
             return
-        held = self._server.get("/weight_info", "say what it holds").get("weight_version")
-        if held != self._given and held not in self._said:
+        found = self._server.get("/weight_info", "name its version").get("weight_version")
+        if found != self._label and found not in self._later:
             raise EngineDied(
-                f"{self._server.who} says that it holds {held}, but it was given {self._given}: it was started again, "
-                "or somebody else has given it weights"
+                f"{self._server.who} says that it holds {found}, but it was given {self._label}: it was started again, "
+                "or another program has given it weights"
             )
 
     def _start_update(self) -> None:
         self._server.post("/start_weight_update", "begin an update")
 
-    def _say_updating(self, version: str) -> None:
-        self._say("/update_weight_version", f"note that version {version} comes", "new_version", updating(version))
+    def _label_updating(self, version: str) -> None:
+        self._set_label(
+            "/update_weight_version", f"note the update to version {version}", "new_version", updating(version)
+        )
 
-    def _say(self, path: str, what: str, field: str, label: str) -> None:
-        """Have the server say what it holds."""
-        name = f"{label}-{self._owner}"
-        self._said.add(name)
-        self._server.post(path, what, {field: name})
-        self._given, self._said = name, set()
+    def _set_label(self, path: str, what: str, field: str, name: str) -> None:
+        label = f"{name}-{self._owner}"
+        self._later.add(label)
+        self._server.post(path, what, {field: label})
+        self._label, self._later = label, set()

@@ -1,57 +1,106 @@
-"""The explorer's half of a load into vLLM. A version arrives in every worker while the engine generates; then
-generation pauses, vLLM's update session loads it into the model layer by layer, and generation continues.
+"""The explorer's half of a load into vLLM. A version arrives while the engine generates; then generation pauses, the
+engine loads the version into its model, and generation continues.
+
+`WorkerTarget` is for engines with our plug-in: the version arrives in every worker, and vLLM's update session loads it
+layer by layer. `FileTarget` is for servers without it: the version is written to a safetensors file in shared memory,
+which the server reloads and which is deleted then. The file is mapped as tensors, so versions are checked as in any
+other load.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import shutil
-import tempfile
+import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.actors.rank_client import Broadcast, receivers
+from trinity_sync.checkpoint.export import by_width, header, nbytes
+from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import RunError
-from trinity_sync.host.logs import story
-from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.worker_link import WorkerLink
-from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.memory import fetch
-from trinity_sync.sync.weight_loader import LoadResult, check_digest, damage, lost_lease
+from trinity_sync.sync.arrivals import Arrival, Arrived, Shapes, SharedSegment, engine_memory
+from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.memory import PartCopies
+from trinity_sync.sync.weight_loader import InPlace, LoadResult, check_digest, damage, lost_lease
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.packing import TOGETHER, WholeTensors
 from trinity_sync.weights.shards import listed
-from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
-from trinity_sync.weights.tensors import to_torch
+from trinity_sync.weights.tensors import byte_tensor, to_torch
+
+if TYPE_CHECKING:
+    from trinity_sync.integrations.vllm.server import HttpControl
+
+_FILE = "model.safetensors"
 
 
-class WorkerTarget:
+class EngineTarget:
+    """The base of both.
+
+    After an error in the load the weights are of several versions, so the engine stays paused until another version is
+    loaded completely.
+
+    Args:
+        on_switch: called with each loaded version, just before generation continues.
+
+    Attributes:
+        paused_s: length of the engine's last pause for a version, seconds.
+    """
+
+    def __init__(
+        self,
+        control: EngineControl,
+        side: ExplorerSide,
+        on_update: OnUpdate,
+        on_switch: Callable[[Version], None] = lambda version: None,
+    ) -> None:
+        self._control = control
+        self._side = side
+        self._on_update = on_update
+        self._on_switch = on_switch
+        self._broken = False  # its weights are of several versions
+        self.paused_s = 0.0
+
+    @contextmanager
+    def _paused(self, lease: Lease, taken: LoadResult, give_up: Callable[[], None]) -> Iterator[None]:
+        """Pause generation for a load that the caller does; after it, check that the lease has lasted."""
+        began = time.perf_counter()
+        try:
+            self._control.pause(self._on_update)
+        except RunError:
+            if not self._broken:
+                with suppress(RunError):
+                    self._control.resume()
+            raise
+        give_up()
+        self._broken = True
+        yield
+        if not (taken.proves(lease) or self._side.still_leased(lease.id)):
+            raise lost_lease(self._side.name, lease)
+        self._on_switch(lease.version)
+        self._broken = False
+        self._control.resume()
+        self.paused_s = time.perf_counter() - began
+
+
+class WorkerTarget(EngineTarget):
     """A vLLM engine as a `WeightTarget`.
-
-    After an error in the update session the weights are of several versions, so the engine stays paused until another
-    version is loaded completely.
 
     Args:
         workers: number of processes that hold its weights (tensor times pipeline parallel).
         tensors: the tensors of a version, as the engine takes them.
         start_timeout_s: limit for the workers to connect, seconds.
-        on_switch: called with each loaded version, just before generation continues.
-
-    Attributes:
-        paused_s: length of the engine's last pause for a version, seconds.
+        on_switch: as of `EngineTarget`.
     """
 
     def __init__(
@@ -66,29 +115,24 @@ class WorkerTarget:
         start_timeout_s: float,
         on_switch: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        self._control = control
-        self._on_switch = on_switch
-        self._side = side
-        self._on_update = on_update
+        super().__init__(control, side, on_update, on_switch)
         self._verify = verify
         self._known: set[str] = set()
         self._checked: frozenset[str] = frozenset()
-        self._copies = _PartCopies(side)
+        self._copies = PartCopies(side)
         self._dtypes = {name: to_torch(dtype) for name, (dtype, _) in tensors.items()}
         self._together = SharedSegment()
         self._place: str | None = None
-        self._broken = False  # its weights are of several versions
-        self.paused_s = 0.0
         self._expected = Receiver(
             {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, (_, shape) in tensors.items()}
         )
         self._link = WorkerLink(f"vLLM of {side.name}", workers)
         names = receivers(side.name, workers)
-        told = (side.node, dict(tensors), dict(side.settings), verify, side.timeout_s)
+        expectation = (side.node, dict(tensors), dict(side.settings), verify, side.timeout_s)
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
-            self._workers_map = all(self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s))
+            self._workers_map = all(self._link.ask("expect", lambda rank: (names[rank], *expectation), start_timeout_s))
         except BaseException:
             self._link.close()
             raise
@@ -107,7 +151,15 @@ class WorkerTarget:
         with self._kept(lease) as go_on:
             taken = self._receive(lease, broadcast)
             go_on()
-            self._put(lease, taken, give_up, go_on)
+            try:
+                with self._paused(lease, taken, give_up):
+                    self._put(str(lease.version), go_on)
+            except EngineDied:
+                raise
+            except RunError:
+                with suppress(RunError):
+                    self._let_go()
+                raise
             self._let_go()
         return taken
 
@@ -133,7 +185,7 @@ class WorkerTarget:
     def _receive(self, lease: Lease, broadcast: Broadcast | None) -> LoadResult:
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
-        here = lease if broadcast is not None or lease.location is not None else self._copies.of(lease)
+        here = lease if broadcast is not None or lease.location is not None else self._copies.localize(lease)
         arrival = Arrival(replace(here, digest=None), broadcast, new, self._place)  # the digest is compared below
         answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
         self._known.update(layout.digest for layout in new)
@@ -157,46 +209,27 @@ class WorkerTarget:
         check_digest(lease, digest, lambda: damage(self._side.layouts, lease.version, held))
         return digest
 
-    def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def _kept(self, lease: Lease) -> AbstractContextManager[Callable[[], None]]:
         """Lease the version's folder while workers read it; see `LeaseFolder`."""
         if lease.location is None or self._side.lease_folder is None:
             return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, lease: Lease, taken: LoadResult, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
-        control, version = self._control, str(lease.version)
-        began = time.perf_counter()
+    def _put(self, version: str, go_on: Callable[[], None]) -> None:
         try:
-            control.pause(self._on_update)
-        except RunError:
-            if not self._broken:
-                with contextlib.suppress(RunError):
-                    control.resume()
-            raise
-        give_up()
-        self._broken = True
-        try:
-            control.start_update(version)
+            self._control.start_update(version)
             go_on()
-            control.update(version)
+            self._control.update(version)
             go_on()
-            control.finish_update(version)
+            self._control.finish_update(version)
             self._spot_check(version)
-            if not (taken.proves(lease) or self._side.still_leased(lease.id)):
-                raise lost_lease(self._side.name, lease)
         except EngineDied:
             raise
-        except RunError as error:
+        except RunError:
             # some workers may still be in the session, and no other can begin before it ends
-            with contextlib.suppress(RunError):
-                control.update(None)
-            with contextlib.suppress(RunError):
-                self._let_go()
-            raise error
-        self._on_switch(lease.version)
-        self._broken = False
-        control.resume()
-        self.paused_s = time.perf_counter() - began
+            with suppress(RunError):
+                self._control.update(None)
+            raise
 
     def _let_go(self) -> None:
         """Have the workers drop the version's bytes."""
@@ -210,63 +243,71 @@ class WorkerTarget:
                 raise RunError(f"worker {rank} of vLLM was given version {version}, but holds other values of {names}")
 
 
-class _PartCopies:
-    """Parts of other nodes, each copied to a file of this node that each version replaces."""
+class FileTarget(EngineTarget):
+    """A server as a `WeightTarget` that takes versions from files. vLLM may not recover from an error in the reload,
+    and has to be restarted then.
 
-    def __init__(self, side: ExplorerSide) -> None:
-        self._side = side
-        self._folder: Path | None = None
-
-    def of(self, lease: Lease) -> Lease:
-        """Return the lease with parts of other nodes named by their copies."""
-        return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
-
-    def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _here(self, lease: Lease, info: PartInfo) -> PartInfo:
-        if info.node == self._side.node:
-            return info
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
-        path = self._folder / info.part
-        coming = path.with_suffix(".coming")
-        # a late worker may still read the earlier copy
-        coming.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
-        coming.replace(path)
-        return replace(info, node=self._side.node, path=str(path))
-
-
-class SharedSegment:
-    """A segment of shared memory that vLLM's workers map, replaced when the layout changes. `close` deletes it; that of
-    a killed process is deleted when the next one is made.
+    Args:
+        control: of the server, which is on this node and runs as the same user.
+        tensors: the tensors of a version, with their dtypes in the file.
+        verify: `sync.verify`; with ``full`` the digest is that of the file's tensors.
     """
 
-    def __init__(self) -> None:
-        self._arena: SlotArena | None = None
-        self._layout: PartLayout | None = None
+    def __init__(
+        self, control: HttpControl, *, tensors: Shapes, mode: SyncMode, side: ExplorerSide, verify: str
+    ) -> None:
+        super().__init__(control, side, "wait")
+        infos = {name: TensorInfo(*described) for name, described in tensors.items()}
+        self._infos = {name: infos[name] for name in by_width(infos)}
+        self._server = control
+        self._transport = mode.transport(side)
+        self._verify = verify
+        self._expected = self._into(
+            {
+                name: torch.empty(info.shape, dtype=to_torch(info.dtype), device="meta")
+                for name, info in self._infos.items()
+            }
+        )
 
-    def laid_out(self, layout: PartLayout) -> SlotArena:
-        """Return an arena of one slot with the layout's part.
+    def check(self, lease: Lease) -> None:
+        """Check names and shapes. Done once per set of layouts."""
+        self._expected.check(lease)
 
-        Raises:
-            SegmentError: there is no room for it.
-        """
-        if self._arena is None or self._layout != layout:
-            self.close()
-            elsewhere = Path(tempfile.gettempdir())
-            for root in (DEFAULT_ROOT, elsewhere):
-                remove_stale(root)  # of killed programs
-            key = f"vllm-{secrets.token_hex(8)}"
-            self._arena = SlotArena.create(key, 1, {layout.part: layout.nbytes}, fallback=elsewhere)
-            for note in self._arena.notes:
-                story.warning("%s", note)
-            self._layout = layout
-        return self._arena
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
+        """Write a version to a file while the server generates, then have the server read it."""
+        with self._file() as (folder, tensors):
+            target = self._into(tensors)
+            target.check(lease)
+            taken = target.take(lease, broadcast, lambda: None)
+            with self._paused(lease, taken, give_up):
+                self._reload(folder, str(lease.version))
+        return taken
 
-    def close(self) -> None:
-        """Free the memory; it lasts until all workers have unmapped it."""
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = None
+    def _reload(self, folder: Path, version: str) -> None:
+        try:
+            self._server.reload(folder, version)
+        except EngineDied:
+            raise
+        except RunError as error:
+            raise RunError(f"{error}; it stays paused until a version is loaded completely, or it is restarted") from (
+                error
+            )
+
+    def _into(self, tensors: Mapping[str, torch.Tensor]) -> InPlace:
+        return InPlace(tensors, self._transport, self._side.layouts, self._verify)
+
+    @contextmanager
+    def _file(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+        """Yield a folder with a safetensors file, and the tensors in the file."""
+        begin = header(self._infos)
+        size = len(begin) + sum(nbytes(info) for info in self._infos.values())
+        with engine_memory(f"server-{os.getpid()}", _FILE, size) as arena:
+            mapped = arena.map(0, _FILE)
+            mapped[: len(begin)] = begin
+            data = byte_tensor(memoryview(mapped))[len(begin) :]
+            parts = data.split([nbytes(info) for info in self._infos.values()])
+            tensors = {
+                name: part.view(to_torch(info.dtype)).view(info.shape)
+                for (name, info), part in zip(self._infos.items(), parts, strict=True)
+            }
+            yield arena.path(0, _FILE).parent, tensors

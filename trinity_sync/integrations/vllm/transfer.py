@@ -1,16 +1,16 @@
-"""The worker's half: what vLLM's weight-transfer registry builds in each worker process.
+"""The worker's half of a load into vLLM, made by vLLM's weight-transfer registry in each worker process.
 
-Its session is vLLM's own (start, update, finish), through which weights go into the model layer by layer. What they are
-has arrived before (`arrivals`), asked for over a `link` while the engine generates, and is let go after the session.
+A version arrives (`sync.arrivals`) on a request over the `worker_link`, while the engine generates. vLLM's own session
+(start, update, finish) then puts it into the model layer by layer, and a last request drops it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import ModelConfig
@@ -31,8 +31,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Mapped, Received, Shapes, Share
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress, serve
+from trinity_sync.sync.arrivals import Arrival, Arrivals, Arrived, Mapped, Received, Shapes, Share
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch, rounds, to_torch
@@ -43,16 +43,12 @@ if TYPE_CHECKING:
 
 
 _CHECKED_BYTES = 1 << 20
-"""Of each tensor that is read back, at most."""
+"""Bytes of each tensor that are read back, at most."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where to connect.
-
-    Attributes:
-        path, key: as of `Address`.
-    """
+    """The fields of the explorer's `WorkerAddress`."""
 
     path: str
     key: str
@@ -60,19 +56,14 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What is to be put into the model.
+    """A request to put a version into the model."""
 
-    Attributes:
-        version: text of the version that has arrived; None: nothing, the session under way is to be given up.
-        giver: key of the address from which it came.
-    """
-
-    version: str | None
-    giver: str | None = None
+    version: str | None  # that has arrived, as text; None: the session is given up
+    giver: str | None = None  # key of the address of the explorer that sent it
 
 
 class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Takes versions; see `WeightTransferEngine` of vLLM for its arguments."""
+    """Puts versions into a worker's model. Arguments as of vLLM's `WeightTransferEngine`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -84,12 +75,11 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._arrivals: Arrivals | None = None
         self._giver: str | None = None
-        self._filled = False  # a version is in the model, which the session under way has to finish
+        self._filled = False  # a version is in the model, and the session has to be finished
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to who gives versions; its questions are answered beside what the engine does. Who gave some before
-        gives none any more: what has arrived for one is never put in for another. An address at which nobody answers
-        changes nothing.
+        """Connect to an explorer, and answer its requests in a thread. It replaces the explorer before, whose versions
+        are never loaded for it. An address at which no process answers changes nothing.
         """
         giver, before = init_info.key, (self._giver, self._arrivals)
         methods: dict[str, Callable[..., object]] = {
@@ -98,33 +88,33 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             "show": self._show,
             "let go": self._let_go,
         }
-        mine = {name: partial(self._answer, giver, method) for name, method in methods.items()}
+        bound = {name: partial(self._answer, giver, method) for name, method in methods.items()}
         address = WorkerAddress(init_info.path, init_info.key)
         self._giver, self._arrivals = giver, None
         try:
-            serve(address, self.parallel_config.rank, mine, self._use_device, partial(self._given_up, giver))
+            serve(address, self.parallel_config.rank, bound, self._use_device, partial(self._given_up, giver))
         except BaseException:
             self._giver, self._arrivals = before
             raise
 
     def start_weight_update(self) -> None:
-        """Begin a session. Anybody can ask for one, so the model stays as it is until a version is put in. What a
-        session before has left half done is put right.
+        """Begin a session. Any program can request one, so the model does not change before a version is loaded. An
+        unfinished session is undone.
         """
         self._give_back()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Put the version that has arrived into the model, see `receive_weights`; anything else is refused, and layers
-        that wait for weights get their memory back: the engine would die of them.
+    def update_weights(self, update_info: Mapping[str, object]) -> None:
+        """As `receive_weights`. After an error, layers that wait for weights get their memory back: otherwise the
+        engine would die.
         """
         try:
-            super().update_weights(update_info)
+            super().update_weights(dict(update_info))
         except BaseException:
             self._give_back()
             raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Put the version that has arrived into the model."""
+        """Put the version that has arrived into the model; RunError: it is another one, or from another explorer."""
         if update_info.version is None:
             raise RunError("the update was given up")
         self._check_giver(update_info.giver)
@@ -141,23 +131,23 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held that the end of the process does not free."""
+        """Do nothing: the end of the process frees everything."""
 
     def _give_back(self) -> None:
         self._filled = False
         give_back(self.model)
 
     def _use_device(self) -> None:
-        """Have the calling thread use the worker's device: that is each thread's own matter."""
+        """Have the calling thread use the worker's device, which each thread sets for itself."""
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
 
-    # -- asked over the link
+    # -- requests over the link
 
     def _expect(
         self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
     ) -> bool:
-        """Build what takes versions; the answer is whether it maps their parts."""
+        """Prepare for versions of these tensors; return whether their parts are mapped."""
         self._check_dtypes(tensors)
         mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
         layouts = LayoutCache({}, timeout_s)
@@ -170,7 +160,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return maps is not None
 
     def _check_dtypes(self, tensors: Shapes) -> None:
-        """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing."""
+        """Check that the model holds tensors in fp32 that arrive in fp32; vLLM would round them silently."""
         held = {name: from_torch(one.dtype) for name, one in self.model.named_parameters()}
         ends = {_end(name): dtype for name, dtype in held.items()}
         own = from_torch(self.model_config.dtype)
@@ -187,7 +177,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._arrived().take(arrival)
 
     def _show(self, version: str) -> list[str]:
-        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ."""
+        """Return the tensors that differ from those that arrived, of those that the model holds as they came."""
         arrivals = self._arrived()
         self._check_memory(arrivals)
         held = dict(self.model.named_parameters())
@@ -205,7 +195,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return differing
 
     def _check_memory(self, arrivals: Arrivals) -> None:
-        """See that the model keeps nothing of where the version lies, which later versions are written to."""
+        """Check that the model does not use the version's memory, to which later versions are written."""
         lent = {one.untyped_storage().data_ptr() for one in arrivals.memory() if one.nbytes}
         held = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
         kept = [name for name, one in held if one.untyped_storage().data_ptr() in lent]
@@ -217,7 +207,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._arrivals.let_go()
 
     def _given_up(self, giver: str) -> None:
-        """Who gave versions is gone: keep no memory of theirs."""
+        """Free the versions of an explorer that is gone."""
         if self._giver == giver:
             self._arrivals = None
 
@@ -231,7 +221,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _arrived(self) -> Arrivals:
         if self._arrivals is None:
-            raise RunError("nothing was said of the versions that are to come")
+            raise RunError("no explorer has described its versions yet")
         return self._arrivals
 
     def _load(self, version: str) -> None:
@@ -249,18 +239,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _end(name: str) -> str:
-    """The last two words of a parameter's name, which engines have in common."""
+    """Return the last two words of a parameter's name, in which engines agree."""
     return ".".join(name.split(".")[-2:])
 
 
-# What vLLM's layerwise reload leaves behind when it does not come to its end, put right; and what it does not tell.
+# ---- vLLM's layerwise reload: the end of a session that was broken off, and checks that vLLM does not make
 
 
 def begin(model: torch.nn.Module) -> None:
     """Begin a session: layers wait for weights.
 
-    vLLM puts experts into the form that a processor computes with only where it makes their kernel. With a kernel that
-    is there it would compute with weights as they came, and say nothing; so on a CPU the kernel is made anew.
+    vLLM converts experts to the processor's form only where it makes their kernel. With an existing kernel it would
+    silently compute with weights in the wrong form, so on a CPU the kernel is made again.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -270,10 +260,10 @@ def begin(model: torch.nn.Module) -> None:
 
 
 def give_back(model: torch.nn.Module) -> None:
-    """Give each layer that waits for weights the tensors back that it computed with, and forget what came for it.
+    """Give each layer that waits for weights its tensors back, and drop the weights that came for it.
 
-    vLLM leaves such layers without memory, and a later session would take what came before for its own. The tensors
-    hold weights of several versions then: nobody may generate before a whole version is in.
+    vLLM leaves such layers without memory, and a later session would use the weights of this one. The tensors then hold
+    several versions, so the engine must not generate before a whole version is loaded.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -285,8 +275,8 @@ def give_back(model: torch.nn.Module) -> None:
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:
-    """Names of parameters, within a session, of layers that still wait for weights. vLLM would fill them with what
-    is in memory, or leave them as they were.
+    """Return the parameters, within a session, of layers that still wait for weights. vLLM would leave them as they
+    were, or uninitialized.
     """
     tied = set(_tied(model))
     waiting = []
@@ -298,11 +288,11 @@ def unfilled(model: torch.nn.Module) -> list[str]:
 
 
 def finish(model: torch.nn.Module, config: ModelConfig) -> None:
-    """End a session: what waits for all of its layer's weights is put in, and an output layer that is the embedding
-    computes with what came for that.
+    """End a session: layers that waited for all of their weights are filled, and an output layer that is tied to the
+    embedding uses the embedding's weights.
     """
     tied = _tied(model)
-    for layer in tied:  # so that vLLM does not warn, at each version, of weights that nobody sends
+    for layer in tied:  # so that vLLM does not warn at each version that their weights are missing
         info = get_layerwise_info(layer)
         _place_kernel_tensors(layer, info)
         info.reset()
@@ -312,8 +302,8 @@ def finish(model: torch.nn.Module, config: ModelConfig) -> None:
 
 
 def _tied(model: torch.nn.Module) -> dict[torch.nn.Module, UnquantizedEmbeddingMethod]:
-    """Layers of a vocabulary for which nothing came, since their weight is that of another, for which all came; and
-    what puts their weight into the form that is computed with.
+    """Return the vocabulary layers whose weight is that of another, filled layer, with the method that converts the
+    weight to the processor's form.
     """
     filled = set()
     for layer in model.modules():
@@ -339,11 +329,11 @@ def _tied(model: torch.nn.Module) -> dict[torch.nn.Module, UnquantizedEmbeddingM
 
 
 def _waits(layer: torch.nn.Module) -> bool:
-    # A layer that has all of its weights is in no session any more; that of attention has none to wait for.
+    # A layer with all of its weights has left the session; one of attention has none to wait for.
     info = get_layerwise_info(layer)
     return info.can_load() and not is_deferred_attention_layer(layer) and not _holds_padding(layer, info.load_numel)
 
 
 def _holds_padding(layer: torch.nn.Module, loaded: int) -> bool:
-    """Tell whether a layer is (a share of) a vocabulary, of which all but padding may be there."""
+    """Return whether a layer is (a share of) a vocabulary that may lack padding alone."""
     return isinstance(layer, VocabParallelEmbedding) and (loaded > 0 or layer.shard_indices.num_org_elements == 0)

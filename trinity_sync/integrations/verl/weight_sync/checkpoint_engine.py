@@ -15,10 +15,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import ray
 import torch
@@ -27,13 +28,19 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import membership
-from trinity_sync.integrations.verl.weight_sync.link import Done, Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, read
-from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travelling
-from trinity_sync.integrations.verl.weight_sync.transfers import BucketSender, transfer
-from trinity_sync.integrations.verl.weight_sync.version_stream import Named, Sent, Stream, send, tensors
+from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, WeightSyncSettings, read
+from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travel_dtype
+from trinity_sync.sync.base import BucketSender, BucketTransfer
+from trinity_sync.sync.checkpoint import FolderTransfer
+from trinity_sync.sync.links import Done, Hub, Spoke
+from trinity_sync.sync.memory import RoomTransfer
+from trinity_sync.sync.nccl import GroupTransfer
+from trinity_sync.sync.stream import Named, Stream, send, tensors
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
+
+if TYPE_CHECKING:
+    from verl.workers.engine.base import BaseEngine
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +76,7 @@ class WeightSync(CheckpointEngine):
         self._settings = read(engine_kwargs, self._backend)
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
-        self._transfer = transfer(self._settings)
+        self._transfer = _transfer(self._settings)
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[object] | None = None
         self._last: dict[str, object] | None = None
@@ -115,12 +122,16 @@ class WeightSync(CheckpointEngine):
                 assert session.hub is not None, "a sender prepares"
                 assert session.sender is not None, "a sender prepares"
                 session.hub.meet(place.receivers)
-                session.sender.connect(session.hub, place)
+                session.sender.connect(session.hub, len(place.receivers))
             elif place.role == "receiver":
                 for sender in place.senders:
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
-                    with _or_give_up(spoke.give_up):
-                        session.streams.append(Stream(spoke, self._transfer.receiver(spoke, place, sender)))
+                    try:
+                        receiver = self._transfer.receiver(spoke, sender.meeting, place.index, len(place.receivers))
+                    except BaseException as error:
+                        spoke.give_up(describe_error(error))
+                        raise
+                    session.streams.append(Stream(spoke, receiver))
             session.place = place
 
     def finalize(self) -> None:
@@ -171,7 +182,7 @@ class WeightSync(CheckpointEngine):
                 if place.role == "gatherer":
                     gathering.finish()
                     return None
-                return self._send_as_sender(session, place, shards, step)
+                return self._send_as_sender(session, place, gathering, shards, step)
         except BaseException as error:
             take_back(error, gathering.finish)
             raise
@@ -179,7 +190,7 @@ class WeightSync(CheckpointEngine):
             gathering.close()
 
     def _send_as_sender(
-        self, session: Session, place: MemberPlace, shards: Shards, step: int | None
+        self, session: Session, place: MemberPlace, gathering: Gathering[object], shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         assert session.hub is not None, "a sender prepares"
         assert session.sender is not None, "a sender prepares"
@@ -192,13 +203,12 @@ class WeightSync(CheckpointEngine):
         seconds = time.perf_counter() - started
         self._remember(step, digest, done[0].nbytes, seconds)
         logger.info("%s was sent to %d receivers: %s", _version(step), len(done), self._last)
-        return self._metrics(sent, done, digest, seconds) if place.index == 0 else None
-
-    def _metrics(self, sent: Sent, done: list[Done], digest: str | None, seconds: float) -> dict[str, float]:
+        if place.index > 0:
+            return None
         found: dict[str, float] = {
             "weight_sync/bytes": done[0].nbytes,
             "weight_sync/seconds": seconds,
-            "weight_sync/gather_seconds": sent.gather_s,
+            "weight_sync/gather_seconds": gathering.seconds,
             "weight_sync/tensors": sent.tensors,
             "weight_sync/buckets": sent.buckets,
             "weight_sync/receivers": len(done),
@@ -230,9 +240,17 @@ class WeightSync(CheckpointEngine):
         started = time.perf_counter()
         _met(session, "receive")
         full = self._settings.verify == "full"
-        arriving = _ArrivingTensors(session, tensors(session.streams, digest=full, device=session.device))
+        batches = tensors(session.streams, digest=full, device=session.device)
+
+        def receive() -> list[Named] | Done:
+            with session.at_work():
+                batch = next(batches)
+                if isinstance(batch, Done):
+                    session.finish()
+                return batch
+
         try:
-            while (batch := await asyncio.to_thread(arriving.next)) is not None:
+            while not isinstance(batch := await asyncio.to_thread(receive), Done):
                 for named in batch:
                     yield named
         except GeneratorExit:
@@ -241,8 +259,7 @@ class WeightSync(CheckpointEngine):
         except asyncio.CancelledError:
             session.end("it was cancelled", briefly=True)
             raise
-        assert arriving.done is not None, "it has ended"
-        self._remember(step, arriving.done.digest, arriving.done.nbytes, time.perf_counter() - started)
+        self._remember(step, batch.digest, batch.nbytes, time.perf_counter() - started)
 
     # ---- both
 
@@ -260,7 +277,7 @@ class ShardedWeightSync(WeightSync):
     _backend = NO_GATHER
     _all_send = True
 
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float] | None:
+    async def send_weights(self, weights: BaseEngine, global_steps: int | None = None) -> dict[str, float] | None:
         """As `WeightSync.send_weights`.
 
         Args:
@@ -287,23 +304,12 @@ def register() -> None:
         CheckpointEngineRegistry.register(NO_GATHER)(ShardedWeightSync)
 
 
-class _ArrivingTensors:
-    """The batches of `tensors`, and its return value."""
-
-    def __init__(self, session: Session, batches: Generator[list[Named], None, Done]) -> None:
-        self._session = session
-        self._batches = batches
-        self.done: Done | None = None
-
-    def next(self) -> list[Named] | None:
-        """Return the next batch; None: there are no more. A thread cannot raise StopIteration into a coroutine."""
-        with self._session.at_work():
-            try:
-                return next(self._batches)
-            except StopIteration as ended:
-                self._session.finish()
-                self.done = ended.value
-                return None
+def _transfer(settings: WeightSyncSettings) -> BucketTransfer:
+    if settings.mode == "checkpoint":
+        return FolderTransfer(Path(str(settings.dir)), settings.timeout_s)
+    if settings.mode == "nccl":
+        return GroupTransfer(settings.transport, settings.timeout_s)
+    return RoomTransfer()
 
 
 def _met(session: Session, what: str) -> MemberPlace:
@@ -315,7 +321,7 @@ def _met(session: Session, what: str) -> MemberPlace:
 
 def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:
     for name, tensor in named:
-        yield whole(name, travelling(name, tensor, wire_dtype), tensor.shape), tensor
+        yield whole(name, travel_dtype(name, tensor, wire_dtype), tensor.shape), tensor
 
 
 def _agreed(digests: list[str | None], step: int | None) -> str | None:
@@ -327,15 +333,6 @@ def _agreed(digests: list[str | None], step: int | None) -> str | None:
 
 def _version(step: int | None) -> str:
     return "the weights" if step is None else f"the weights of step {step}"
-
-
-@contextlib.contextmanager
-def _or_give_up(give_up: Callable[[str], None]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        give_up(describe_error(error))
-        raise
 
 
 class Session:

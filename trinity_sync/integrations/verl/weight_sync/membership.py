@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.sync.links import SenderAddress
 from trinity_sync.weights import shards
 
 _FLOATING = tuple(name for name in shards.NAMES if shards.is_floating(name))
@@ -89,14 +90,6 @@ class Node(NamedTuple):
     host: str  # for messages
     boot: str  # the id of the kernel's boot
     pids: int  # the inode of the PID namespace: a container has its own
-
-
-class SenderAddress(NamedTuple):
-    """The address of a sender, and the secret that a receiver has to prove."""
-
-    host: str
-    port: int
-    key: bytes
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from queue import Empty, SimpleQueue
@@ -36,6 +37,9 @@ class Gathering(Generic[T]):
         items: the engine's generator; a thread of this object runs it.
         what: names the items in errors, such as ``"version 7"``.
         timeout_s: timeout of the wait for each item, seconds.
+
+    Attributes:
+        seconds: spent in waiting for items.
     """
 
     def __init__(self, items: Iterable[T], what: str, timeout_s: float) -> None:
@@ -43,6 +47,7 @@ class Gathering(Generic[T]):
         self._what = what
         self._timeout_s = timeout_s
         self._count = 0
+        self.seconds = 0.0
         self._over = False
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._answers: SimpleQueue[tuple[T] | Exception | None] = SimpleQueue()
@@ -64,6 +69,7 @@ class Gathering(Generic[T]):
     def __next__(self) -> T:
         if self._over:
             raise StopIteration
+        started = time.perf_counter()
         self._asked.put(True)
         try:
             answer = self._answers.get(timeout=self._timeout_s)
@@ -72,6 +78,7 @@ class Gathering(Generic[T]):
             raise WaitTimeout(
                 "the trainer's ranks", f"gather tensor {self._count} of {self._what}", self._timeout_s
             ) from None
+        self.seconds += time.perf_counter() - started
         if isinstance(answer, tuple):
             self._count += 1
             return answer[0]
@@ -145,7 +152,7 @@ def _refuse(name: str) -> None:
 
 
 def _is_saved_so(name: str, shape: tuple[int, ...], family: str) -> bool:
-    """Whether verl's gather hands out the tensor as it is; it splits fused experts."""
+    """Return whether verl's gather hands out the tensor unchanged; it splits fused experts."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     return [one for one, _ in unfuse_moe_params([(name, torch.empty(shape, device="meta"))], family)] == [name]
@@ -157,7 +164,7 @@ def _own(
     from verl.workers.engine.spec import BlockPlacement, derive_dtensor_placement
 
     place, contributes, _ = derive_dtensor_placement(spec)
-    dtype = travelling(name, elements, wire_dtype)
+    dtype = travel_dtype(name, elements, wire_dtype)
     if not contributes or not elements.numel():
         return Shard(name, dtype, shape, ()), elements[:0]
     if not isinstance(place, BlockPlacement):
@@ -195,7 +202,7 @@ def _block(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], it
         at += width * itemsize
 
 
-def travelling(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
+def travel_dtype(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
     """Return the dtype in which a tensor travels; RunError: it must not be sent, or its dtype is unknown."""
     if ".base_layer." in name:
         raise RunError(

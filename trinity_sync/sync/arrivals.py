@@ -1,21 +1,25 @@
-"""A worker's share of a load. A version arrives in the worker and is checked while the engine generates, so damaged
-bytes never reach the model. Parts are mapped where possible (`Mapped`), and else received into the worker's memory
-(`Received`).
+"""Versions for engines whose weights are in worker processes, such as vLLM's. A version arrives in each worker and is
+checked while the engine generates, so damaged bytes never reach the model. Parts are mapped where the mode can map them
+(`Mapped`), and else received into the worker's memory (`Received`).
 """
 
 from __future__ import annotations
 
 import heapq
 import re
+import secrets
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.errors import RunError
+from trinity_sync.host.logs import story
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import LayoutCache, MappedPart, PartMaps, Transport
 from trinity_sync.sync.weight_loader import InPlace
@@ -23,7 +27,7 @@ from trinity_sync.weights.apply import Receiver, check_bytes, in_buckets
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.packing import WholeTensors
-from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, map_segment, remove_stale
 from trinity_sync.weights.tensors import to_torch
 
 _FIRST_NUMBER = re.compile(r"\.(\d+)\.")
@@ -56,6 +60,7 @@ class Arrivals(ABC):
         self.shapes = {name: tensors[name] for name in sorted(tensors, key=_layer)}
         self._layouts = layouts
         self._version: Version | None = None
+        self._tensors: Mapping[str, torch.Tensor] = {}
 
     def take(self, arrival: Arrival) -> Arrived:
         """Take a whole version.
@@ -84,15 +89,14 @@ class Arrivals(ABC):
         for name in self.shapes:
             yield name, self.read(name)
 
-    @abstractmethod
     def read(self, name: str, rows: int | None = None) -> torch.Tensor:
         """Return a tensor of the arrived version, or only its first rows if it has two dimensions or more."""
-        ...
+        tensor = self._tensors[name]
+        return tensor if rows is None or tensor.dim() < 2 else tensor[:rows]
 
-    @abstractmethod
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the memory behind the tensors of `read`."""
-        ...
+        return list(self._tensors.values())
 
     def let_go(self) -> None:
         """Drop the version."""
@@ -100,6 +104,12 @@ class Arrivals(ABC):
 
     @abstractmethod
     def _take(self, arrival: Arrival) -> Arrived: ...
+
+
+def _layer(name: str) -> int:
+    """Return the layer, that is the first number in the name; -1 without one."""
+    found = _FIRST_NUMBER.search(name)
+    return int(found[1]) if found else -1
 
 
 class Received(Arrivals):
@@ -111,27 +121,14 @@ class Received(Arrivals):
         self._target = InPlace(self._tensors, transport, layouts, verify)
         self._verify = verify
 
-    def read(self, name: str, rows: int | None = None) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return tensor if rows is None or tensor.dim() < 2 else tensor[:rows]
-
-    def memory(self) -> Sequence[torch.Tensor]:
-        return list(self._tensors.values())
-
     def _take(self, arrival: Arrival) -> Arrived:
         self._target.check(arrival.lease)
         taken = self._target.take(arrival.lease, arrival.broadcast, lambda: None)
         return Arrived(taken.moved, self._target.digests() if self._verify == "full" else {}, reread=False)
 
 
-def _layer(name: str) -> int:
-    """Return the layer, that is the first number in the name; -1 without one."""
-    found = _FIRST_NUMBER.search(name)
-    return int(found[1]) if found else -1
-
-
-# Mapped versions. A tensor that lies in one part is read there, only the worker's slice; a tensor that is split over
-# parts is assembled once per node, in a segment that all workers map.
+# ---- mapped versions: of a tensor that lies in one part, the worker's slice is read there; a tensor that is split over
+# parts is assembled once per node, in a segment that all workers map
 
 
 class Share(NamedTuple):
@@ -151,14 +148,6 @@ class Mapped(Arrivals):
         self._verify = verify
         self._share = share
         self._plan: _Plan | None = None
-        self._tensors: Mapping[str, torch.Tensor] = {}
-
-    def read(self, name: str, rows: int | None = None) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return tensor if rows is None or tensor.dim() < 2 else tensor[:rows]
-
-    def memory(self) -> Sequence[torch.Tensor]:
-        return list(self._tensors.values())
 
     def let_go(self) -> None:
         """Drop the version and all views of its parts."""
@@ -240,3 +229,49 @@ def share_of(nbytes: Mapping[str, int], share: Share) -> set[str]:
         if rank == share.rank:
             mine.add(name)
     return mine
+
+
+# ---- the explorer's memory for its engine
+
+
+def engine_memory(owner: str, part: str, nbytes: int) -> SlotArena:
+    """Create an arena of one slot with one part, in shared memory or else in a file; delete those of killed programs.
+
+    Raises:
+        SegmentError: there is no room for it.
+    """
+    fallback = Path(tempfile.gettempdir())
+    for root in (DEFAULT_ROOT, fallback):
+        remove_stale(root)
+    arena = SlotArena.create(f"{owner}-{secrets.token_hex(8)}", 1, {part: nbytes}, fallback=fallback)
+    for note in arena.notes:
+        story.warning("%s", note)
+    return arena
+
+
+class SharedSegment:
+    """A segment that an engine's workers map. It is replaced when the layout changes, and deleted by `close`; that of a
+    killed process is deleted when the next one is made.
+    """
+
+    def __init__(self) -> None:
+        self._arena: SlotArena | None = None
+        self._layout: PartLayout | None = None
+
+    def laid_out(self, layout: PartLayout) -> SlotArena:
+        """Return an arena of one slot with the layout's part.
+
+        Raises:
+            SegmentError: there is no room for it.
+        """
+        if self._arena is None or self._layout != layout:
+            self.close()
+            self._arena = engine_memory("vllm", layout.part, layout.nbytes)
+            self._layout = layout
+        return self._arena
+
+    def close(self) -> None:
+        """Free the memory; it lasts until all workers have unmapped it."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = None

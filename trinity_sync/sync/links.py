@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.channel import (
@@ -24,11 +25,18 @@ from trinity_sync.host.channel import (
     open_connection,
     pack,
 )
-from trinity_sync.integrations.verl.weight_sync.membership import SenderAddress
 from trinity_sync.weights.layout import PartLayout
 
 _GRACE_S = 1.0
 """By then the kernel has closed the connections of a killed process."""
+
+
+class SenderAddress(NamedTuple):
+    """The address of a sender, and the secret that a receiver has to prove."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 class _Receiver:
@@ -48,7 +56,7 @@ class Hub:
 
         hub = Hub(host, timeout_s)                   # give hub.address to the receivers
         hub.meet(receivers)
-        hub.tell(Bucket(...))
+        hub.tell(BucketNotice(...))
         hub.wait_taken(0)
         hub.wait_done()
         hub.close()
@@ -133,31 +141,31 @@ class Hub:
         self._wait(lambda receiver: receiver.taken >= number, f"take bucket {number} of the weights", self._timeout_s)
 
     def wait_done(self) -> list[Done]:
-        """Wait until all receivers have handed on the version; return what they say of it."""
+        """Wait until all receivers have handed the version to their engines; return their reports."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
                 raise WaitTimeout(late[0].name, "go on to take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
-        """After an error of a transport: say which receiver is gone or has given up, if that is why."""
+        """After an error of a transport: raise that of a receiver that is gone or has given up, if any."""
         with contextlib.suppress(WaitTimeout):
             self._wait(lambda receiver: receiver.done is not None, "end", _GRACE_S)
 
     def interrupt(self) -> None:
-        """From another thread: end what is waited for here, with an error."""
+        """End the wait of another thread here, with an error."""
         self._connected.put(None)
         for receiver in tuple(self._receivers):
             receiver.connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell whoever is still there that the version does not come, and let them go."""
+        """Tell the receivers that the version does not come, and disconnect them."""
         for receiver in self._receivers:
             _say(receiver.connection, Failed(why))
         self.close()
 
     def close(self) -> None:
-        """Let the receivers go. May be called again."""
+        """Disconnect the receivers. May be called again."""
         self._stop_listening()
         for receiver in self._receivers:
             receiver.connection.close()
@@ -170,11 +178,11 @@ class Hub:
                 raise WaitTimeout(late[0].name, what, timeout_s)
 
     def _read(self, timeout_s: float) -> bool:
-        """Read one message of each receiver that says something in that time; return whether one does."""
-        # of all that are not through, so that a death is noticed whoever is waited for
-        open_ones = [receiver for receiver in self._receivers if receiver.done is None]
-        ready = wait([receiver.connection.socket for receiver in open_ones], timeout_s)
-        for receiver in open_ones:
+        """Read one message of each receiver that sends one in that time; return whether any does."""
+        # of all that are not done, so that each death is noticed, also in the wait for another receiver
+        undone = [receiver for receiver in self._receivers if receiver.done is None]
+        ready = wait([receiver.connection.socket for receiver in undone], timeout_s)
+        for receiver in undone:
             if receiver.connection.socket in ready:
                 self._read_from(receiver)
         return bool(ready)
@@ -245,22 +253,22 @@ class Spoke:
             raise RunError(f"{self.sender} is gone ({error})") from error
 
     def check(self) -> None:
-        """After an error of a transport: say whether the sender is gone or has given up, if that is why."""
+        """After an error of a transport: raise the sender's error, if it is gone or has given up."""
         until = time.monotonic() + _GRACE_S
         while wait([self._connection.socket], max(until - time.monotonic(), 0.0)):
             self.receive("send all weights")
 
     def interrupt(self) -> None:
-        """From another thread: end what is waited for here, with an error."""
+        """End the wait of another thread here, with an error."""
         self._connection.end_reading()
 
     def give_up(self, why: str) -> None:
-        """Tell the sender, if it is there, that this receiver does not take the version; and let it go."""
+        """Tell the sender that this receiver does not take the version, and disconnect."""
         _say(self._connection, Failed(why))
         self.close()
 
     def close(self) -> None:
-        """Let the sender go. May be called again."""
+        """Disconnect. May be called again."""
         self._connection.close()
 
 
