@@ -18,11 +18,15 @@ from trinity_sync.config.saved_config import (
     only_trusted,
     only_trusted_places,
 )
-<<<<<<< HEAD
-from trinity_sync.config.schema import SCHEMA, Config, build_policy, register, retention_policies, typed
-=======
-from trinity_sync.config.schema import FORMER_MODULES, SCHEMA, Config, register, typed
->>>>>>> 2090ab32bce7dc03f7802f73f28af2c95a05007f
+from trinity_sync.config.schema import (
+    FORMER_MODULES,
+    SCHEMA,
+    Config,
+    build_policy,
+    register,
+    retention_policies,
+    typed,
+)
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
 __all__ = [

@@ -27,13 +27,8 @@ class ExplorerSpec:
     """
 
     member: RoundMember
-<<<<<<< HEAD
-    engine: dict[str, object]
-    task: Settings
-=======
     engine: Mapping[str, object]
-    task: Mapping[str, object]
->>>>>>> 2090ab32bce7dc03f7802f73f28af2c95a05007f
+    task: Settings
     seed: int
     deterministic: bool
     sync: Mapping[str, object]

@@ -21,12 +21,8 @@ from trinity_sync.checkpoint.folder import recovery
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
 from trinity_sync.config import Config, RunConfig
-<<<<<<< HEAD
 from trinity_sync.config.composition import section
-from trinity_sync.config.lora_settings import adapter_of
-=======
 from trinity_sync.config.lora_settings import Adapter, adapter_of
->>>>>>> 2090ab32bce7dc03f7802f73f28af2c95a05007f
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until

@@ -198,13 +198,8 @@ class MegatronOption(MegatronConfig, BackendOption):
             _OF_TRANSFORMER: {**transformer, **section(overrides, _OF_TRANSFORMER)},
         }
 
-<<<<<<< HEAD
-    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
-        trainer, ddp = cfg.trainer, section(cfg.backend.overrides, "override_ddp_config")
-=======
     def optimizer_fields(self, cfg: Config) -> ConfigFields:
-        trainer, ddp = cfg.trainer, cfg.backend.overrides.get("override_ddp_config", {})
->>>>>>> 2090ab32bce7dc03f7802f73f28af2c95a05007f
+        trainer, ddp = cfg.trainer, section(cfg.backend.overrides, "override_ddp_config")
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,
