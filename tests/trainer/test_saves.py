@@ -134,7 +134,7 @@ class Run:
 
     def wait_no_longer_than(self, timeout_s: float) -> None:
         """From now on."""
-        settings = replace(self.saves._settings, timeout_s=timeout_s)
+        settings = replace(self.saves._settings, save_timeout_s=timeout_s)
         self.saves._settings = self.weights._settings = settings
 
     def staged(self, step: int) -> list[Path]:

@@ -369,7 +369,7 @@ _FILE = "version.json"
 
 class PublishedState:
     """Saves and restores the newest published version. `agents`: the agents of the nodes that hold parts, by Ray node
-    id. `timeout_s`: limit of each wait, seconds.
+    id. `sync_timeout_s`: limit of each wait, seconds.
     """
 
     def __init__(
