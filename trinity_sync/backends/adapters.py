@@ -243,8 +243,8 @@ class MergedSources:
         odd = sorted(name for name in self._pairs if name not in saved or not _is_plain(saved[name]))
         if odd:
             raise ConfigError(
-                f"sync.what=merged: the adapter is for {listed(odd)}, which the model saves in another form than it "
-                "holds; choose sync.what=adapter"
+                f"sync.what=merged: the adapter is for {listed(odd)}, which the model saves in another form; "
+                "choose sync.what=adapter"
             )
         self._transposed = bool(config.fan_in_fan_out)
         self._base = base

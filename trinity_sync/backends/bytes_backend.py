@@ -82,8 +82,8 @@ class BytesBackend:
         made = sorted(name for name, tensor in self._saved.items() if tensor.held is None)
         if made:
             raise ConfigError(
-                f"model.shapes: transformers saves {listed(made)} in another form than it holds them, made of several "
-                "or copied; choose another model"
+                f"model.shapes: transformers saves {listed(made)} in another form (several "
+                "combined, or copied); choose another model"
             )
         parts = SavedParts(self._saved)
         wanted = set(parts.held)

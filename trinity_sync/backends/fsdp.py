@@ -163,8 +163,8 @@ def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:
     if copies:
         raise ConfigError(
             f"backend={'fsdp' if fsdp_version(module) == 1 else 'fsdp2'} cannot publish this model: transformers saves "
-            f"{len(copies)} of its {len(saved)} tensors in another form than the model holds them, made of several or "
-            f"copied: {listed(copies, 4)}; choose another model or backend"
+            f"{len(copies)} of its {len(saved)} tensors in another form (several combined, or copied): "
+            f"{listed(copies, 4)}; choose another model or backend"
         )
 
 

@@ -121,7 +121,9 @@ class FsdpState:
             found = [f"no {listed(missing)}"] if missing else []
             found += [f"{listed(unknown)}, which {what} does not have"] if unknown else []
             kind = _kind(saved)
-            raise RunError(f"{path} holds {kind}, and is not of {what} that is trained: it has {', and '.join(found)}")
+            raise RunError(
+                f"{path} holds {kind}, which does not fit {what} that is trained: it has {', and '.join(found)}"
+            )
         for name, value in wanted.items():
             ours, theirs = _shape(value), _shape(saved[name])
             if ours != theirs:

@@ -161,7 +161,7 @@ class RankMeeting:
             yield _Stage(self, store, f"{self._prefix}{self._stage}/", f"{what} ({self._what})", awaited)
         except dist.DistError as error:
             raise RunError(
-                f"rank 0, through which the ranks {what} together ({self._what}), is gone: {error}"
+                f"rank 0, through which the ranks {what} together ({self._what}), has died: {error}"
             ) from error
 
 

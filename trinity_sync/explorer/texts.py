@@ -295,9 +295,9 @@ class VLLMResponse:
 def joined(responses: Sequence[VLLMResponse]) -> Responses:
     """Return the responses as arrays, in the same order."""
     if odd := {str(one.finish_reason) for one in responses} - {"stop", "length"}:
-        raise RunError(f"vLLM ended requests by {', '.join(sorted(odd))}, so they are no samples")
+        raise RunError(f"vLLM ended requests by {', '.join(sorted(odd))}, so they are not samples")
     if not all(one.tokens for one in responses):
-        raise RunError("vLLM ended a request without a token, so it is no sample")
+        raise RunError("vLLM ended a request without a token, so it is not a sample")
     return Responses(
         TokenRows.of([one.tokens for one in responses]),
         np.array([value for one in responses for value in one.log_probs], np.float32),

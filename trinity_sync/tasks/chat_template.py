@@ -64,7 +64,7 @@ class ChatTemplate:
             if read is not None and name not in read:
                 known = ", ".join(sorted(read - taken.keys() - {"messages"} - set(tokenizer.special_tokens_map)))
                 raise ConfigError(
-                    f"task.chat_template.{name} is nothing that the tokenizer's chat template reads; "
+                    f"task.chat_template.{name} is not an argument that the tokenizer's chat template reads; "
                     f"it reads: {known or 'no argument at all'}"
                 )
 

@@ -88,7 +88,7 @@ def check_function_file(path: Path, name: str, arguments: Collection[str]) -> No
     except OSError as error:
         raise ConfigError(f"task.reward.function_path is {path}, which cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"task.reward.function_path is {path}, which is no Python: {error}") from error
+        raise ConfigError(f"task.reward.function_path is {path}, which is not Python: {error}") from error
     defined = [node for node in module.body if _defines(node, name)]
     if not defined:
         if any(_may_bind(node, name) for node in ast.walk(module)):

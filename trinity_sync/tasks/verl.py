@@ -121,8 +121,8 @@ def _reward(settings: Mapping[str, Any]) -> VerlReward:
     known = VerlReward.__dataclass_fields__
     if unknown := sorted(settings.keys() - known):
         raise ConfigError(
-            f"task.reward.{unknown[0]} is no key; there is: {', '.join(known)}. Arguments of the function go below "
-            "task.reward.reward_kwargs"
+            f"task.reward.{unknown[0]} is not a key; the keys are: {', '.join(known)}. Arguments of the function go "
+            "below task.reward.reward_kwargs"
         )
     reward = VerlReward(**settings)
     reward.check()

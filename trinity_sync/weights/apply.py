@@ -100,7 +100,7 @@ class Receiver:
         if moved:
             raise MismatchError(
                 f"{listed(sorted(moved))} moved to other memory since the destinations were given, so the model would "
-                "not hold the loaded weights; give the destinations anew"
+                "not hold the loaded weights; call it with the new destinations"
             )
         self._book = RowBook()
 

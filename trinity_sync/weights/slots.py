@@ -165,7 +165,7 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate:
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise SegmentError(f"segment {path} is gone: its node agent ended or was replaced") from None
+        raise SegmentError(f"segment {path} no longer exists: its node agent ended or was replaced") from None
     try:
         size = os.fstat(descriptor).st_size
         if size < max(nbytes, 1):

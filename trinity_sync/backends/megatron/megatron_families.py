@@ -66,7 +66,7 @@ def check_layout(backend: Layout, checkpoint: Path) -> str | None:
             f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the "
             f"random generators belong to the old ranks; set backend.restore_rng=false to continue with new ones"
         )
-    return f"{checkpoint} was saved with {there}, this run has {here}: the random generators begin anew"
+    return f"{checkpoint} was saved with {there}, this run has {here}: the random generators start from new seeds"
 
 
 def saved_layout(actor: Path) -> dict[str, int | str] | None:

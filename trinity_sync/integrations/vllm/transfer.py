@@ -145,7 +145,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- requests over the link
 
     def _expect(
-        self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
+        self, name: str, node: str, tensors: Shapes, sync: Mapping[str, object], verify: str, timeout_s: float
     ) -> bool:
         """Prepare for versions of these tensors; return whether their parts are mapped."""
         self._check_dtypes(tensors)
@@ -169,8 +169,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         ]
         if rounded:
             raise ConfigError(
-                f"vLLM would round {listed(sorted(rounded))}, which come in fp32 and which it holds in {own}; set "
-                "explorer.dtype=fp32, or leave them out of sync.keep_fp32"
+                f"vLLM would round {listed(sorted(rounded))}: they are sent in fp32, and the worker holds them in "
+                f"{own}; set explorer.dtype=fp32, or leave them out of sync.keep_fp32"
             )
 
     def _take(self, arrival: Arrival) -> Arrived:
