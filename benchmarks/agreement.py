@@ -132,9 +132,9 @@ def _measured(
 
 
 def _trainer(spec: WorkerSpec) -> Any:
-    from trinity_sync.backends import log_probs
+    from trinity_sync.backends import lean_verl
 
-    log_probs.install()
+    lean_verl.install()
     engine = verl_engine(spec)
     if spec.temperature != 1:
         spec.backend.divide_in_fp32(engine)

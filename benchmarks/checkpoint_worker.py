@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from trinity_sync.backends.base import Backend
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.weights.snapshot import plan
 
@@ -24,7 +25,7 @@ class BenchWorker(TrinityWorker):
 
     def state_bytes(self) -> int:
         """Of this rank."""
-        return plan(self._backend.state("verl")).nbytes
+        return plan(cast("Backend", self._backend).state("verl")).nbytes
 
     def set_lazy(self, lazy: bool) -> None:
         """Whether the next saves copy beside the next step."""
@@ -48,7 +49,7 @@ class BenchWorker(TrinityWorker):
     def save_inline(self, folder: str) -> float:
         """`torch.save` of the same state, with fsync."""
         began = time.perf_counter()
-        for name, value in self._backend.state("verl").items():
+        for name, value in cast("Backend", self._backend).state("verl").items():
             torch.save(value, Path(folder) / name)
             _sync_file(Path(folder) / name)
         return time.perf_counter() - began
@@ -70,7 +71,7 @@ class BenchWorker(TrinityWorker):
         if not hasattr(self, "_dcp_group"):
             self._dcp_group = dist.new_group(backend="gloo")
         self._dcp: Any = dcp.async_save(
-            cast("dict[str, Any]", self._backend.state("dcp")["dcp"]),
+            cast("dict[str, Any]", cast("Backend", self._backend).state("dcp")["dcp"]),
             storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True),
             async_checkpointer_type=AsyncCheckpointerType(kind),
             process_group=self._dcp_group,

@@ -95,7 +95,7 @@ def _steps(model: Path) -> dict[str, Callable[[], None]]:
     by_sequences: Batching = {"micro_batch": 64, "global_mini_batch": 128}
     by_length: Batching = {"micro_batch": 16, "global_mini_batch": 128}
     by_tokens: Batching = {"micro_batch": 128, "global_mini_batch": 128, "max_tokens": MAX_TOKENS, "packed": True}
-    from trinity_sync.backends.log_probs import log_probs
+    from trinity_sync.backends.lean_verl import log_probs
 
     return {
         "default/verl": _step(engines["never"], default, padded, BY_TOKEN),

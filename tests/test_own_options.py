@@ -148,8 +148,8 @@ def test_a_value_that_a_class_of_ones_own_cannot_take_is_told_with_its_key(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("KeepOdd", "it is no dotted name"),
-        ("of_mine.1st", "it is no dotted name"),
+        ("KeepOdd", "it is not a dotted name"),
+        ("of_mine.1st", "it is not a dotted name"),
         ("nowhere.KeepOdd", "there is no module nowhere"),
         ("of_mine.KeepOdd", "of_mine has no KeepOdd"),
         ("of_mine.policies.KeepEven", "of_mine.policies has no KeepEven"),
@@ -271,7 +271,9 @@ def test_a_class_that_is_no_policy_is_refused_with_its_key(keep_odd: Path) -> No
     cfg = composed(keep_odd, "retention=[keep_odd]", "retention.policies.keep_odd._target_=of_mine.policies.NoPolicy")
     config.check(cfg)
     key = "retention.policies.keep_odd._target_"
-    assert refused(cfg, config.check_inputs).startswith(f"{key} is of_mine.policies.NoPolicy, which is no subclass of")
+    assert refused(cfg, config.check_inputs).startswith(
+        f"{key} is of_mine.policies.NoPolicy, which is not a subclass of"
+    )
 
 
 def test_a_saved_retention_policy_of_ones_own_has_to_be_allowed(
@@ -403,7 +405,7 @@ def test_a_mode_in_whose_loads_the_ranks_take_part_needs_lockstep(rdma: Path) ->
     [
         ("of_mine.rdma.Rdma", "of_mine.rdma has no Rdma"),
         ("of_theirs.Rdma", "there is no module of_theirs"),
-        ("rdma", "it is no dotted name"),
+        ("rdma", "it is not a dotted name"),
         ("trinity_sync.sync.memory.MemoryModus", "trinity_sync.sync.memory has no MemoryModus"),
     ],
 )
@@ -416,7 +418,7 @@ def test_a_sync_mode_that_is_not_there_is_refused_with_its_key(rdma: Path, targe
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("of_mine.policies.KeepOdd", "which is no subclass of trinity_sync.sync.base.SyncMode"),
+        ("of_mine.policies.KeepOdd", "which is not a subclass of trinity_sync.sync.base.SyncMode"),
         ("of_mine.rdma.HalfAMode", "which cannot be used: Can't instantiate abstract class HalfAMode"),
     ],
 )
@@ -615,7 +617,7 @@ def test_a_class_that_is_no_backend_is_refused_with_its_key(tiny: Path) -> None:
     cfg = composed(tiny, "backend=tiny", "backend._target_=of_mine.tiny.BackendConfig")
     config.check(cfg)
     assert refused(cfg, config.check_inputs).startswith(
-        "backend._target_ is of_mine.tiny.BackendConfig, which is no subclass of trinity_sync.backends.option"
+        "backend._target_ is of_mine.tiny.BackendConfig, which is not a subclass of trinity_sync.backends.option"
     )
 
 
@@ -696,7 +698,7 @@ def test_an_engine_of_ones_own_is_an_option_and_only_explorers_import_it(parrot:
 def test_a_class_that_is_no_engine_is_refused_with_its_key(parrot: Path) -> None:
     cfg = composed(parrot, "explorer=parrot", "explorer._target_=of_mine.parrot.Mute")
     config.check(cfg)
-    with pytest.raises(ConfigError, match=r"^explorer\._target_ is of_mine\.parrot\.Mute, which is no subclass of"):
+    with pytest.raises(ConfigError, match=r"^explorer\._target_ is of_mine\.parrot\.Mute, which is not a subclass of"):
         explorer_of(cfg).start()
 
 
@@ -808,7 +810,7 @@ def test_a_class_that_is_no_algorithm_is_refused_with_its_key(raft: Path) -> Non
     cfg = composed(raft, "algorithm=raft", "algorithm._target_=of_mine.raft.Other")
     config.check(cfg)
     assert refused(cfg, config.check_inputs).startswith(
-        "algorithm._target_ is of_mine.raft.Other, which is no subclass"
+        "algorithm._target_ is of_mine.raft.Other, which is not a subclass"
     )
 
 
@@ -817,7 +819,7 @@ def test_a_class_of_ours_that_is_for_something_else_is_refused_with_its_key(grou
     target = "trinity_sync.protocol.retention.KeepLast"
     cfg = config.compose([f"{group}._target_={target}"])
     config.check(cfg)
-    assert refused(cfg, config.check_inputs).startswith(f"{group}._target_ is {target}, which is no subclass of")
+    assert refused(cfg, config.check_inputs).startswith(f"{group}._target_ is {target}, which is not a subclass of")
 
 
 @pytest.mark.parametrize(("name", "explores"), [("grpo", True), ("sft", False)])
@@ -892,4 +894,6 @@ def test_who_saves_is_checked_with_its_key(saving: Path, key: str) -> None:
     assert not imported(saving)
     cfg = composed(saving, "checkpoint=telling", f"{key}._target_=of_mine.saving.Other")
     config.check(cfg)
-    assert refused(cfg, config.check_inputs).startswith(f"{key}._target_ is of_mine.saving.Other, which is no subclass")
+    assert refused(cfg, config.check_inputs).startswith(
+        f"{key}._target_ is of_mine.saving.Other, which is not a subclass"
+    )

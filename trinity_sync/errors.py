@@ -46,4 +46,4 @@ def take_back(error: BaseException, undo: Callable[[], object]) -> None:
     try:
         undo()
     except Exception as second:
-        error.add_note(f"it could not be taken back either: {second}")
+        error.add_note(f"it could not be undone either: {second}")

@@ -111,7 +111,7 @@ def test_a_death_is_told_with_name_and_task_whether_the_call_came_before_it_or_a
 ) -> None:
     dying = mortal.die_when.remote(tmp_path)
     for call in (lambda: dying, lambda: mortal.answer.remote(1)):
-        with pytest.raises(MemberDied, match=r"^explorer-1 died while it was to load version 3 \(Worker") as caught:
+        with pytest.raises(MemberDied, match=r"^explorer-1 died before it could load version 3 \(Worker") as caught:
             Call(call(), "explorer-1", "load version 3").result(LIMIT)
         assert (caught.value.who, caught.value.what) == ("explorer-1", "load version 3")
 
@@ -198,7 +198,7 @@ def test_on_an_event_loop_a_call_says_the_same(member: Any, hanging: Any, mortal
     with pytest.raises(RunError, match=r"^rank 0 could not train step 2: GetTimeoutError: "):
         Call(member.fail.remote(GetTimeoutError("of a peer")), "rank 0", "train step 2").result(LIMIT)
     (tmp_path / "now").touch()
-    with pytest.raises(MemberDied, match=r"^rank 0 died while it was to train step 2 \(Worker .+\)$"):
+    with pytest.raises(MemberDied, match=r"^rank 0 died before it could train step 2 \(Worker .+\)$"):
         answer(mortal.die_when.remote(tmp_path / "now"))
 
 

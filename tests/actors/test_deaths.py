@@ -65,7 +65,7 @@ def test_a_death_is_told_with_what_ray_knows_of_it(cluster: None, die: Callable[
     ray.get(actor.pid.remote(), timeout=LIMIT)
     with pytest.raises(MemberDied) as caught:
         Call(die(actor), "explorer-1", "load version 3").result(LIMIT)
-    assert str(caught.value) == f"explorer-1 died while it was to load version 3 ({why})"
+    assert str(caught.value) == f"explorer-1 died before it could load version 3 ({why})"
     assert isinstance(caught.value.__cause__, RayActorError)
 
 
@@ -125,10 +125,10 @@ def test_who_was_ended_for_want_of_memory_has_died(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
     monkeypatch.setattr(module, "_failure", lambda call: (call, OutOfMemoryError("too much")))
     call: Call[None] = Call("reference", "explorer-1", "load")  # type: ignore[arg-type]
-    with pytest.raises(MemberDied, match=r"^explorer-1 died while it was to load \(too much\)$"):
+    with pytest.raises(MemberDied, match=r"^explorer-1 died before it could load \(too much\)$"):
         call.result(LIMIT)
 
 
 def test_a_death_travels_with_its_reason() -> None:
     told = pickle.loads(pickle.dumps(MemberDied("explorer-1", "load", "it was killed")))
-    assert (str(told), told.who) == ("explorer-1 died while it was to load (it was killed)", "explorer-1")
+    assert (str(told), told.who) == ("explorer-1 died before it could load (it was killed)", "explorer-1")

@@ -247,7 +247,7 @@ def test_before_the_actor_is_there_callers_wait_for_it_a_while(stack: ExitStack)
 def test_the_end_of_a_connection_fails_what_is_under_way_and_what_comes_after(handle: LocalHandle) -> None:
     waiting = call(handle, "wait")
     handle.close()
-    with pytest.raises(MemberDied, match=r"the actor died while it was to do wait \(the connection was closed here\)"):
+    with pytest.raises(MemberDied, match=r"the actor died before it could do wait \(the connection was closed here\)"):
         waiting.result(LIMIT)
     with pytest.raises(MemberDied, match="do add"):
         call(handle, "add", 1).result(LIMIT)

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.families import FAMILIES
 from trinity_sync.backends.adapters import adapter_targets
+from trinity_sync.config.lora_settings import Adapter
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import held_adapter, saved_name
 
@@ -22,8 +23,8 @@ def model_of(family: str, device: str = "meta", **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**FAMILIES[family] | changes))
 
 
-def asked(targets: Any = "all-linear", path: Path | None = None) -> dict[str, Any]:
-    return {"lora_rank": 4, "lora_alpha": 8, "target_modules": targets, "lora_adapter_path": path and str(path)}
+def asked(targets: Any = "all-linear", path: Path | None = None) -> Adapter:
+    return Adapter(4, 8, targets, path and str(path))
 
 
 def saved(folder: Path, family: str, targets: list[str]) -> Path:

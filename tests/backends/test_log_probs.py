@@ -6,7 +6,7 @@ import pytest
 import torch
 from verl.utils.torch_functional import logprobs_from_logits, logprobs_from_logits_v2
 
-from trinity_sync.backends import log_probs as ours
+from trinity_sync.backends import lean_verl as ours
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,12 @@ def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ran
     from trinity_sync.backends.fsdp_state import FsdpState
     from trinity_sync.backends.saved_tensors import meta_model
     from trinity_sync.checkpoint.reading import open_weights
+    from trinity_sync.config.lora_settings import Adapter
     from trinity_sync.errors import ConfigError
 
     torch.manual_seed(5)
     model = models / case["model"]
-    fields = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    fields: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     engine = _engine(str(model), case["strategy"], case["fsdp_size"], **fields)
     backend = FsdpBackend(engine, "BF16")
     facts: dict[str, Any] = {"refused": refused(backend, case["strategy"], ranks), "first": _digest(backend, ranks)}
@@ -60,15 +62,14 @@ def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ran
 
     def told(**other: Any) -> str:
         try:
-            adapter_targets(
-                meta_model(engine.model_config), {**fields, "lora_adapter_path": str(folder), **other}, "fsdp"
-            )
+            adapter = Adapter(4, 8, tuple(fields["target_modules"]), str(folder))
+            adapter_targets(meta_model(engine.model_config), replace(adapter, **other), "fsdp")
         except ConfigError as error:
             return str(error)
         return ""
 
     facts["fits"] = told()
-    facts["no_such_layer"] = told(lora_adapter_path=None, target_modules=["qq_proj"])
+    facts["no_such_layer"] = told(path=None, targets=("qq_proj",))
     facts["other_shapes"] = _with_other_shapes(folder, told) if rank == 0 else ""
     dist.barrier()
     again = _engine(str(model), case["strategy"], case["fsdp_size"], **{**fields, "lora_adapter_path": str(folder)})
@@ -99,7 +100,7 @@ def _with_other_shapes(folder: Path, told: Any) -> str:
     tensors = load_file(file)
     name = next(name for name in sorted(tensors) if "down_proj.lora_A" in name)
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file)
-    return str(told(lora_adapter_path=str(other)))
+    return str(told(path=str(other)))
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ class TestACheckpointOfAnAdapter:
 
     def test_does_not_go_into_another_model(self, facts: Any, case: int) -> None:
         for of_rank in facts[case]:
-            assert "holds a LoRA adapter, and is not of the model that is trained" in of_rank["into_full"]
+            assert "holds a LoRA adapter, which does not fit the model that is trained" in of_rank["into_full"]
             assert (
                 "lora_A.default.weight as [4, 64], the adapter that is trained has it as [2, 64]"
                 in (of_rank["into_other_rank"])

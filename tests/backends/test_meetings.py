@@ -267,5 +267,5 @@ def test_a_store_that_is_gone_is_said_to_be() -> None:
     group = Group()
     begun = [done.result(LIMIT) for done in group.begin(lambda meetings: meetings.begin("step 1"))]
     del group.store  # the ranks have clients of their own
-    with pytest.raises(RunError, match=r"rank 0, .* is gone"):
+    with pytest.raises(RunError, match=r"rank 0, .* has died"):
         begun[1].gather("write", lambda: None)

@@ -173,7 +173,7 @@ def test_a_first_commit_that_fails_is_not_visible(
         with pytest.raises(OSError, match="the disk fails") as told:
             commit(tmp_path, 20, {"model.pt": "w"}, partial=partial)
     assert list(getattr(told.value, "__notes__", [])) == (
-        [] if times == 1 else ["it could not be taken back either: [Errno 5] the disk fails"]
+        [] if times == 1 else ["it could not be undone either: [Errno 5] the disk fails"]
     )
     assert catalog.scan(tmp_path) == []
     commit(tmp_path, 20, {"model.pt": "w"}, partial=partial)

@@ -391,10 +391,10 @@ def test_a_monitor_that_is_gone_is_an_error_and_no_hang(make_actor: Callable[...
     monitor = make_actor()
     coordinator = CheckpointCoordinator(monitor, timeout_s=LIMIT)
     local_ray.kill(monitor)
-    with pytest.raises(RunError, match=r"^the checkpoint monitor died while it was to give a save of step 20"):
+    with pytest.raises(RunError, match=r"^the checkpoint monitor died before it could give a save of step 20"):
         coordinator.save_sync(lambda: None, 20)
     told = (
-        r"^the checkpoint monitor died while it was to take step 20 as one to commit \(it was killed by `ray\.kill`\)$"
+        r"^the checkpoint monitor died before it could take step 20 as one to commit \(it was killed by `ray\.kill`\)$"
     )
     with pytest.raises(RunError, match=told):
         monitor_step(coordinator, 20)

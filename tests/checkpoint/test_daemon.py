@@ -266,7 +266,7 @@ def test_a_monitor_that_is_told_to_end_commits_what_is_whole(root: Path, join: C
     handle.close()
     wait_until_let_go(root)
     assert read_manifest(step_dir(root, 1)).step == 1
-    assert "told to end (SIGTERM)" in (root / ".monitor.log").read_text()
+    assert "ended by SIGTERM" in (root / ".monitor.log").read_text()
 
 
 def finish_saves(handle: LocalHandle, timeout_s: float = LIMIT) -> None:

@@ -101,8 +101,8 @@ def test_a_file_of_peft_notes_no_base_and_one_that_is_damaged_is_refused(tmp_pat
     assert noted_base(tmp_path) is None
     check_base(tmp_path, None, Base("cd" * 16, "m"))
     save_file({"a": torch.ones(1)}, file, metadata={"trinity_base": '{"digest": 3}'})
-    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*the base that .* was trained on cannot be told"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*the base that .* was trained on cannot be determined"):
         noted_base(tmp_path)
     file.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*cannot be told"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*cannot be determined"):
         noted_base(tmp_path)

@@ -230,7 +230,7 @@ def test_a_new_run_begins_in_no_folder_whose_files_it_would_touch(
 
 def test_a_folder_without_a_mark_is_a_runs_whose_record_lists_its_checkpoints(root: Path, run: Path) -> None:
     manifest = of_run(root, 10, None)
-    with pytest.raises(ConfigError, match="has no record of"):
+    with pytest.raises(ConfigError, match="has no record"):
         owner.check(root, Owner.new(OURS, run), recorded=())
     owner.check(root, Owner.new(OURS, run), recorded=(), named=True)
     owner.check(root, Owner.new(OURS, run), recorded=recorded(manifest))
@@ -242,7 +242,7 @@ def test_one_checkpoint_that_is_not_in_the_record_shows_that_a_folder_is_another
 ) -> None:
     first, second = of_run(root, 10, None), of_run(root, 20, None)
     other = {"step": 20, "attempt": 0, "digest": second.digest, "bytes": second.bytes} | change
-    with pytest.raises(ConfigError, match=f"holds step 20, which {run} has no record of; give checkpoint.dir="):
+    with pytest.raises(ConfigError, match=f"holds step 20, of which {run} has no record; give checkpoint.dir="):
         owner.check(root, Owner.new(OURS, run), recorded=[*recorded(first), tuple(other.values())])
     owner.check(root, Owner.new(OURS, run), recorded=[*recorded(first), *recorded(second)])
 

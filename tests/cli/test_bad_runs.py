@@ -87,8 +87,11 @@ def setting(key: str, value: object) -> Callable[[Path], None]:
 EVIL = "evil: !!python/object/apply:os.mkdir [evil]"
 WRONG = {
     "no run": (shutil.rmtree, "{run}"),
-    "no record": (without("run.json"), "{run} is no folder of a run: {run}/run.json is missing"),
-    "no settings": (without(".hydra/overrides.yaml"), "{run} is no folder of a run: {run}/.hydra/overrides.yaml is"),
+    "no record": (without("run.json"), "{run} is not the folder of a run: {run}/run.json is missing"),
+    "no settings": (
+        without(".hydra/overrides.yaml"),
+        "{run} is not the folder of a run: {run}/.hydra/overrides.yaml is",
+    ),
     "record cut off": (half("run.json"), "{run}/run.json cannot be read as the record of a run: "),
     "settings cut off": (half(".hydra/hydra.yaml"), "{run}/.hydra/hydra.yaml cannot be read: "),
     "settings garbled": (saying(".hydra/config.yaml", "]"), "{run}/.hydra/config.yaml cannot be read: "),
@@ -205,7 +208,8 @@ def test_a_moved_run_goes_on_and_is_repeated_with_the_files_that_it_named(
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [(RESUME, "task.path is /gone/rows.jsonl"), (REPRODUCE, "rows.jsonl, which is not here: give")]
+    ("command", "told"),
+    [(RESUME, "task.path is /gone/rows.jsonl"), (REPRODUCE, "rows.jsonl, which does not exist here: give")],
 )
 def test_a_file_that_was_not_moved_along_is_named(
     launcher: Computing, run: Path, tmp_path: Path, capsys: Capture, command: list[str], told: str

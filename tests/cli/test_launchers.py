@@ -242,7 +242,7 @@ def test_a_search_takes_the_highest_reward_and_bears_jobs_that_fail(
     assert (SWEEP / "report.html").exists()
     capsys.readouterr()
     assert cli.main(["resume", str(SWEEP)]) == 2
-    assert "chooses values as it goes; name one of its jobs" in capsys.readouterr().err
+    assert "chooses values while it runs; name one of its jobs" in capsys.readouterr().err
 
 
 def test_a_search_in_a_folder_with_runs_is_refused(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:

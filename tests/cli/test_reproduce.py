@@ -75,7 +75,7 @@ def test_the_first_version_that_differs_is_told(launcher: Computing, capsys: pyt
     assert reproduce(run) == 1
     out = capsys.readouterr().out
     assert out.startswith("differs: version 4 is ")
-    assert "what was otherwise: nothing that is recorded" in out
+    assert "differences: none that is recorded" in out
     assert result(launcher)["first_version"]["step"] == 4
     assert not result(launcher)["equal"]
 
@@ -94,7 +94,7 @@ def test_what_is_changed_is_told_and_so_are_metrics(launcher: Computing, capsys:
     found = capsys.readouterr()
     assert "changed: seed: 0 -> 1" in found.err
     assert "metrics differ first at step 1: loss 1.0 -> 2.0, reward/mean 0.1 -> 0.11" in found.out
-    assert "what was otherwise: seed: 0 -> 1" in found.out
+    assert "differences: seed: 0 -> 1" in found.out
 
 
 def test_another_environment_is_warned_of_and_named(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,9 +373,7 @@ def test_settings_that_were_changed_at_a_resume_are_a_reason(
     assert cli.main(["resume", str(run), "trainer.steps=7"]) == 0
     launcher.spoilt = 6
     assert reproduce(run) == 1
-    assert (
-        "what was otherwise: settings: several, as the run was resumed with other settings" in capsys.readouterr().out
-    )
+    assert "differences: settings: several, as the run was resumed with other settings" in capsys.readouterr().out
 
 
 # where it is found
@@ -405,9 +403,9 @@ def test_a_repetition_that_was_cut_off_is_not_what_to_repeat(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("nothing", "no folder of a run, no bundle and no experiment"),
+        ("nothing", "not the folder of a run, a bundle or an experiment"),
         ("quick", "there is no run of experiment=quick"),
-        ("empty", "empty is no folder of a run"),
+        ("empty", "empty is not the folder of a run"),
         ("sweep", "sweep is a sweep; name one of its jobs"),
         ("file", "file cannot be read as a bundle"),
     ],
@@ -508,7 +506,7 @@ def test_too_few_or_too_many_repeats_are_refused(
     launcher: Computing, repeats: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert reproduce(first(), "--metrics-only", f"--repeats={repeats}") == 2
-    assert f"--repeats is {repeats}; it takes 2 to 11 runs" in capsys.readouterr().err
+    assert f"--repeats is {repeats}; give 2 to 11 runs" in capsys.readouterr().err
 
 
 def test_a_bundle_has_references_and_no_secrets(

@@ -122,14 +122,14 @@ def test_a_sweep_goes_on_as_it_was(launcher: Jobs, more: list[str], capsys: pyte
     launcher.ends = {1: "interrupt"}
     sweep()
     assert resume(*more) == 2
-    assert "is a sweep, which goes on as it was" in capsys.readouterr().err
+    assert "is a sweep, which resumes without changes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("subdir: ${hydra.job.num}", "subdir: ${hydra.job.override_dirname}", "folders of its own"),
-        ("basic_sweeper.BasicSweeper", "other.Sweeper", "chooses values as it goes"),
+        ("subdir: ${hydra.job.num}", "subdir: ${hydra.job.override_dirname}", "hydra.sweep.subdir"),
+        ("basic_sweeper.BasicSweeper", "other.Sweeper", "chooses values while it runs"),
         ("hydra:", "hydra: [", "multirun.yaml cannot be read"),
         ("- seed=1,2,3,4", "- seed=[1", "multirun.yaml: "),
     ],
@@ -157,7 +157,7 @@ def test_relative_paths_count_from_where_the_sweep_was_started(
     monkeypatch.chdir(there)
     assert cli.main(["resume", str(tmp_path / SWEEP)]) == 1
     assert launcher.done == [(3, True)]
-    assert f"paths that count from {tmp_path}" in capsys.readouterr().err
+    assert f"paths relative to {tmp_path}" in capsys.readouterr().err
 
 
 def test_option_files_are_found_where_the_sweep_had_looked(launcher: Jobs, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.Cap
         tmp_path / "none": "is not a folder",
         run / ".hydra": "neither a run (run.json) nor a sweep",
         tmp_path: f"is a sweep; name one of its jobs, such as {empty}",
-        empty: "has recorded nothing that could be traced. There is no run.json: the run did not start.",
+        empty: "has recorded no events to trace. There is no run.json: the run did not start.",
     }.items():
         assert cli.main(["trace", str(folder)]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

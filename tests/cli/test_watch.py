@@ -210,7 +210,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(
     for _ in range(5):
         next(script)
     assert watch(tmp_path / "run") == 130
-    assert "goes on" in capsys.readouterr().err
+    assert "continues" in capsys.readouterr().err
     for _ in script:
         pass
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"
@@ -258,7 +258,7 @@ def test_a_folder_that_goes_away_ends_the_watching(
 
     play(moved())
     assert watch(tmp_path / "run") == 1
-    assert "is gone" in capsys.readouterr().err
+    assert "no longer exists" in capsys.readouterr().err
 
 
 def test_damaged_lines_are_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

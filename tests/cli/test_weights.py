@@ -240,10 +240,10 @@ def test_two_models_are_called_that(run: Path, tmp_path: Path, capsys: Capture) 
 def test_an_export_looks_at_its_place_first(run: Path, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
     (tmp_path / "file").touch()
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "file" / "out")]) == 2
-    assert f"cannot be made: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+    assert f"cannot be created: {tmp_path / 'file'} is a file" in capsys.readouterr().err
     monkeypatch.setattr(leases.os, "access", lambda *_: False)  # root may write anywhere
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "new" / "out")]) == 2
-    assert f"cannot be made: nothing may be written to {tmp_path}" in capsys.readouterr().err
+    assert f"cannot be created: {tmp_path} is not writable" in capsys.readouterr().err
     monkeypatch.undo()
     usage = SimpleNamespace(total=100, free=10)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage)

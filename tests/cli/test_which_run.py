@@ -45,7 +45,7 @@ def test_where_none_was_cut_off_a_resume_says_so(here: Path, capsys: Capture) ->
     assert "neither outputs nor multirun" in capsys.readouterr().err
     leave("outputs/a/new")
     assert cli.main(["resume"]) == 2
-    assert "which run? Name its folder; none below outputs and multirun was cut off" in capsys.readouterr().err
+    assert "no run below outputs and multirun was cut off" in capsys.readouterr().err
 
 
 def test_what_a_resume_would_go_on_with_is_shown_and_nothing_begins(launcher: StandIn, capfd: Capture) -> None:

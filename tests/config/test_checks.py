@@ -301,7 +301,7 @@ def test_a_model_folder_whose_config_is_no_config_is_refused(tmp_path: Path, con
     (tmp_path / "config.json").write_text(content)
     message = refused(f"model.path={tmp_path}")
     assert message.startswith(f"model.path is {tmp_path}, whose config.json ")
-    assert "cannot be read" in message or "no JSON object" in message
+    assert "cannot be read" in message or "not a JSON object" in message
 
 
 @pytest.mark.parametrize("nested", [False, True])

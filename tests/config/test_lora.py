@@ -89,7 +89,7 @@ def test_what_is_given_beside_an_adapter_has_to_agree_with_it(tmp_path: Path, gi
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"peft_type": "IA3"}, "is of no LoRA adapter: peft_type IA3"),
+        ({"peft_type": "IA3"}, "is not that of a LoRA adapter: peft_type IA3"),
         ({"r": 0}, "r 0"),
         ({"use_dora": True}, "an adapter with use_dora, which is not trained here"),
         ({"layers_to_transform": 0}, "an adapter with layers_to_transform, which"),

@@ -72,7 +72,7 @@ def test_what_stands_in_a_file_of_validation_is_looked_at_before_the_start(tmp_p
     told = refusal("task=jsonl", f"task.path={trained}", f"task.validation.path={bad}")
     assert told.startswith(f"{bad}:2: there is no field 'prompt'")
     told = refusal("task=jsonl", f"task.path={trained}", "task.validation.path=nowhere.jsonl")
-    assert told == "task.validation.path is nowhere.jsonl, which is no file; name an existing one"
+    assert told == "task.validation.path is nowhere.jsonl, which is not a file; name an existing one"
     told = refusal("task=jsonl", f"task.path={trained}", ASKED)
     assert told == "task.validation.prompts is 4, but there is no file; give task.validation.path"
 

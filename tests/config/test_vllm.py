@@ -49,7 +49,7 @@ def test_without_vllm_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("version", ["0.30.1", "0.32.0", "0.310.0", "1.31.0"])
 def test_another_version_than_was_tested_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     installed(monkeypatch, vllm=version)
-    assert refusal() == f"explorer is vllm, of which {version} is installed; this works with 0.31"
+    assert refusal() == f"explorer is vllm, and vLLM {version} is installed; supported: 0.31"
 
 
 @pytest.mark.parametrize("how", ["keep", "abort"])

@@ -37,7 +37,7 @@ def test_without_a_url_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "ftp://host:1", "http://", "http://host:0"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    assert refusal(f"explorer.url='{url}'").startswith(f"explorer.url is {url}, which is no address of a server")
+    assert refusal(f"explorer.url='{url}'").startswith(f"explorer.url is {url}, which is not the address of a server")
 
 
 @pytest.mark.parametrize("url", ["http://host:port", "http://host:70000"])

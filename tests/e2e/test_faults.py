@@ -135,7 +135,7 @@ def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> No
     kill_at(started, "step 12/120", lambda run: run.pid_of("trainer-rank-1"))
     run = started.finish(limit_s=60)
     assert run.code == 1
-    assert "trainer rank 1 died while it was to" in run.output
+    assert "trainer rank 1 died before it could" in run.output
     assert "its process was ended by signal 9 (Killed)" in run.output
     assert run.record["status"] == "failed"
     assert "trainer rank 1 died" in run.record["error"]
@@ -166,7 +166,7 @@ def test_a_node_agent_that_dies_in_a_save_ends_the_run_and_the_save_is_reported_
     os.kill(agent, signal.SIGKILL)
     run = started.finish(limit_s=60)
     assert run.code == 1
-    named = r"the agent of node [0-9a-f]{56} died while it was to \w+ version \d+"
+    named = r"the agent of node [0-9a-f]{56} died before it could \w+ version \d+"
     assert re.search(named, run.output), run.output
     assert run.record["status"] == "failed"
     assert re.search(named, run.record["error"])
@@ -185,7 +185,7 @@ def test_an_explorer_that_dies_ends_the_run_and_says_how_to_have_it_restarted(fo
     kill_at(started, "step 40/400", lambda run: run.pid_of("explorer-0"))
     run = started.finish(limit_s=60)
     assert run.code == 1
-    assert "explorer-0 died while it was to" in run.output
+    assert "explorer-0 died before it could" in run.output
     assert "explorer.max_restarts" in run.output
     assert_ended_clean(run, started.process.pid)
 

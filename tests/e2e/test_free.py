@@ -75,7 +75,7 @@ def test_a_killed_explorer_costs_the_others_nothing_and_comes_back(folder: Path)
     assert_sound(run, 400)
     (fault,) = run.events("fault")
     assert fault["where"] == "explorer-0"
-    assert re.search(r"^explorer-0 died while it was to generate \(Worker .+\)$", fault["error"])
+    assert re.search(r"^explorer-0 died before it could generate \(Worker .+\)$", fault["error"])
     loads = [load for load in run.events("load") if load["explorer"] == "explorer-0"]
     assert any(load["time"] > fault["time"] for load in loads)
     alive = [line["samples/explorers"] for line in run.lines("metrics.jsonl")]

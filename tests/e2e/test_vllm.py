@@ -129,7 +129,7 @@ def test_a_model_that_vllm_cannot_run_is_refused_by_its_own_words(tmp_path: Path
     assert re.search(r"explorer=vllm cannot run model\.path=.*max_num_batched_tokens", " ".join(memory.output.split()))
     unknown = launch(tmp_path / "unknown", *VLLM, "explorer.engine.max_sequences=1")
     assert unknown.code == 2
-    assert "explorer.engine.max_sequences is no argument" in unknown.output
+    assert "explorer.engine.max_sequences is not an argument" in unknown.output
 
 
 @pytest.mark.all

@@ -230,7 +230,7 @@ def test_the_others_go_on_without_a_dead_one_and_make_its_groups_anew(runs: Runs
     assert members.replaced == ["a"]
     ((where, error),) = runs.faults
     assert where == "a"
-    assert error.startswith("a died while it was to generate; the run goes on with b. See logs/a.log")
+    assert error.startswith("a died before it could generate; the run goes on with b. See logs/a.log")
     assert rollout.metrics()["samples/explorers"] == 1
 
 
@@ -246,7 +246,7 @@ def test_the_last_one_ends_the_run_and_says_what_would_help(runs: Runs) -> None:
     members = Pretend("a", "b", restarts=0)
     members.orders = {"a": [dies("a")], "b": [dies("b")]}
     rollout = runs.start(members)
-    with pytest.raises(RunError, match=r"died while .*no other explorer is left.*explorer\.max_restarts"):
+    with pytest.raises(RunError, match=r"died before .*no other explorer is left.*explorer\.max_restarts"):
         rollout.take(1)
 
 

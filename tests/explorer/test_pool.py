@@ -207,7 +207,7 @@ def test_a_death_while_generating_changes_no_sample_where_restarts_are_allowed(
     assert list(pool.generate(7, PROMPTS, 2, watched)) == undisturbed
     ((where, error),) = pools.faults
     assert where == "explorer-1"
-    assert re.search(r"^explorer-1 died while it was to generate for step 7 \(Worker .+\)$", error)
+    assert re.search(r"^explorer-1 died before it could generate for step 7 \(Worker .+\)$", error)
     # The other one holds the version, and may still be busy with what it was asked for.
     assert loaded == ["explorer-1"]
 
@@ -223,7 +223,7 @@ def test_a_death_while_loading_is_made_good_and_all_have_the_version(
     assert {item.version for item in pool.generate(7, PROMPTS, 1, deliver)} == {SECOND}
     ((where, error),) = pools.faults
     assert where == "explorer-0"
-    assert re.search(rf"^explorer-0 died while it was to load version {SECOND} \(Worker .+\)$", error)
+    assert re.search(rf"^explorer-0 died before it could load version {SECOND} \(Worker .+\)$", error)
 
 
 def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_stay(
@@ -254,7 +254,7 @@ def test_a_death_ends_the_run_where_no_restart_is_left_and_says_what_would_allow
     pool.load(FIRST, deliver)
     pools.tell_to_die("explorer-0", "generate")
     expected = (
-        r"^explorer-0 died while it was to generate for step 3 \(Worker .+\)\. "
+        r"^explorer-0 died before it could generate for step 3 \(Worker .+\)\. "
         r"See logs/explorer-0\.log\..*explorer\.max_restarts"
     )
     with pytest.raises(RunError, match=expected):
@@ -266,7 +266,7 @@ def test_an_explorer_that_dies_again_while_it_starts_ends_the_run_with_its_name(
     pool = pools.make(replicas=1, max_restarts=1)
     pool.load(FIRST, deliver)
     pools.tell_to_die("explorer-0", "generate", "start")
-    with pytest.raises(RunError, match=r"^explorer-0 died while it was to start \(Worker .+\)$"):
+    with pytest.raises(RunError, match=r"^explorer-0 died before it could start \(Worker .+\)$"):
         pool.generate(3, PROMPTS, 1, deliver)
     assert [where for where, _ in pools.faults] == ["explorer-0"]
 

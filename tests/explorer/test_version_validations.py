@@ -187,7 +187,7 @@ def test_another_one_begins_anew_where_the_one_that_validates_dies(world: World)
     assert done.metrics["val/samples"] == 10
     (first, _), (second, _) = members.taken
     assert first != second
-    assert world.faults[0] == (first, f"version 0 is to be validated once more: {first} died while it was to generate")
+    assert world.faults[0] == (first, f"version 0 is to be validated once more: {first} died before it could generate")
 
 
 def test_it_is_lost_and_told_where_its_version_is_gone_and_nobody_waits_for_it(world: World) -> None:

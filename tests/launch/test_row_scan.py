@@ -112,7 +112,9 @@ def test_the_tokenizer_is_that_of_the_model(tmp_path: Path) -> None:
     assert scanned(tmp_path, chats, model, "task.prompt_length=99").counts == RowCounts(2, 0, 13, "refuse")
     quiet = "task.chat_template.enable_thinking=false"
     assert scanned(tmp_path, chats, model, "task.prompt_length=99", quiet).counts == RowCounts(2, 0, 15, "refuse")
-    with pytest.raises(ConfigError, match=r"^task\.chat_template\.enable_thinkin is nothing that .*: enable_thinking$"):
+    with pytest.raises(
+        ConfigError, match=r"^task\.chat_template\.enable_thinkin is not an argument that .*: enable_thinking$"
+    ):
         scanned(tmp_path, chats, model, "task.chat_template.enable_thinkin=false")
 
 
@@ -284,7 +286,7 @@ def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     start_child = row_scan.start_child
     monkeypatch.setattr(row_scan, "start_child", dying)
-    with pytest.raises(RunError, match=r"the process that looks through the rows of .*rows\.jsonl has ended \(-9\)"):
+    with pytest.raises(RunError, match=r"the process that checks the rows of .*rows\.jsonl has ended \(-9\)"):
         scanned(tmp_path, asked(SHORT))
 
 

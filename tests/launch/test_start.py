@@ -459,7 +459,7 @@ def test_a_run_that_does_not_go_on_makes_its_model_anew(
 def test_ranks_that_train_nothing_take_no_weights_of_an_engine(tmp_path: Path) -> None:
     folder = saved(tmp_path / "other", 10)
     asked = config(f"checkpoint.resume_from={folder}", "workload=bytes", "model.shapes=qwen3-0.6b")
-    with pytest.raises(ConfigError, match=r"saved by backend=fsdp2, of which backend=bytes takes nothing; go on with"):
+    with pytest.raises(ConfigError, match=r"saved by backend=fsdp2, which backend=bytes cannot read; resume with"):
         Start.find(asked, tmp_path / "own", resume=None)
 
 
@@ -481,7 +481,7 @@ def test_what_cannot_be_gone_on_from_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"checkpoint\.resume_from.*{text}"):
             Start.find(config(f"checkpoint.resume_from={folder}"), tmp_path / "own", resume=None)
 
-    refused(tmp_path / "nothing", "no step folder")
+    refused(tmp_path / "nothing", "not a step folder")
     (tmp_path / "global_step_1").mkdir()
     refused(tmp_path / "global_step_1", "neither manifest.json nor")
     folder = verls(tmp_path / "verl")

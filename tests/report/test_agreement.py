@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.report.agreement import agreement
 from trinity_sync.report.run_data import Run
+from trinity_sync.report.sweep_page import agreement
 
 DIGESTS = {"0": "aa", "1": "bb", "2": "cc"}
 

@@ -207,9 +207,9 @@ def test_a_killed_agent_is_named_at_once_and_what_it_left_is_removed_by_the_next
     synchronizer.client.begin(version, parts, LIMIT).result(LIMIT)
     waiting = synchronizer.actor.wait_sealed.remote(version, LIMIT * 10)
     os.kill(agent.memory().result(LIMIT)["pid"], signal.SIGKILL)
-    with pytest.raises(MemberDied, match=rf"^the agent of node {node_id()} died while it was to seal version 0$"):
+    with pytest.raises(MemberDied, match=rf"^the agent of node {node_id()} died before it could seal version 0$"):
         Call(waiting, "the synchronizer", "seal version 0").result(LIMIT)
-    with pytest.raises(MemberDied, match="died while it was to take version 1"):
+    with pytest.raises(MemberDied, match="died before it could take version 1"):
         synchronizer.client.begin(Version(0, 1), parts, LIMIT).result(LIMIT)
 
     assert abandoned <= set(files_in(tmp_path))

@@ -178,7 +178,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
         ray.get(explorer.attach.remote(trainer.agents, impatient, RoundMember.new(name)), timeout=LIMIT)
     mode = MemoryPublisher(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
     told, error = {
-        "dies": (r"died while it was to answer {} \(it was killed by `ray\.kill`\)", MemberDied),
+        "dies": (r"died before it could answer {} \(it was killed by `ray\.kill`\)", MemberDied),
         "hangs": ("did not answer {} within 1 s", WaitTimeout),
     }[how]
     if how == "dies":
@@ -192,7 +192,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
             mode.deliver(clients, sealed.version)
         if how == "hangs":  # while an explorer has its lease, whose own limit begins when it gives that back
             with pytest.raises(
-                WaitTimeout, match=r"^the synchronizer did not answer while explorer-7 was to load version"
+                WaitTimeout, match=r"^the synchronizer did not answer while explorer-7 tried to load version"
             ):
                 mode.deliver({"explorer-7": ExplorerClient(ray.remote(Loading).remote(), "explorer-7")}, sealed.version)
     finally:

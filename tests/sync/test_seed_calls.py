@@ -599,7 +599,7 @@ class Dying(Peer):
     ("peer", "why"),
     [
         (Failing, "could not answer setup_weight_sync_group: .*the store does not"),
-        (Dying, "died while it was to answer"),
+        (Dying, "died before it could answer"),
     ],
 )
 def test_one_that_cannot_enter_the_group_is_told(trinity: Synchronizer, namespace: str, peer: type, why: str) -> None:

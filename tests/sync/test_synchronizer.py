@@ -378,7 +378,7 @@ def test_an_agent_that_is_started_again_is_not_taken_for_the_dead_one(told: str)
         if told == "before":
             first.set_exception(RayActorError())
             await turns()
-            with pytest.raises(MemberDied, match="the agent of node 1 died while it was to take version 0"):
+            with pytest.raises(MemberDied, match="the agent of node 1 died before it could take version 0"):
                 await actor.begin(Version(0, 0), PARTS, LONG)
         watches.append(asyncio.ensure_future(actor.watch(successor, [lives])))
         await turns()

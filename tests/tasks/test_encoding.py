@@ -38,7 +38,7 @@ def test_a_chat_is_asked_for_an_answer_with_the_arguments_that_are_given() -> No
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("enable_thinkin", "is nothing that the tokenizer's chat template reads; it reads: enable_thinking"),
+        ("enable_thinkin", "is not an argument that the tokenizer's chat template reads; it reads: enable_thinking"),
         ("tools", "is set by the program itself"),
         ("add_generation_prompt", "is set by the program itself"),
     ],
@@ -61,7 +61,7 @@ def test_arguments_where_none_of_several_templates_is_the_default_are_refused() 
 def test_of_a_template_with_marks_arguments_are_refused_too() -> None:
     marked = chat_tokenizer("{%- generation %}{{ messages[0].content }}{{ mood }}{% endgeneration -%}")
     assert encoder(tokenizer=marked, chat_template={"mood": 1}).limit is None
-    with pytest.raises(ConfigError, match=r"^task\.chat_template\.anything is nothing that .* it reads: mood$"):
+    with pytest.raises(ConfigError, match=r"^task\.chat_template\.anything is not an argument that .* it reads: mood$"):
         encoder(tokenizer=marked, chat_template={"anything": 1})
 
 

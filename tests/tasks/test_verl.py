@@ -122,7 +122,7 @@ def test_a_row_that_is_not_verls_is_named_with_its_column(tmp_path: Path, change
     ("text", "said"),
     [
         ("def other(): pass", r"function_name is compute_score, which .*mine\.py does not have"),
-        ("def compute_score(:", r"function_path is .*mine\.py, which is no Python"),
+        ("def compute_score(:", r"function_path is .*mine\.py, which is not Python"),
         ("async def compute_score(**all): pass", r"mine\.py:1: compute_score is asynchronous"),
         ("def compute_score(data_source, solution_str, ground_truth): pass", "has no parameter extra_info"),
         (
@@ -149,5 +149,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task\.reward\.bonus is no key; there is: function_path"):
+    with pytest.raises(ConfigError, match=r"task\.reward\.bonus is not a key; the keys are: function_path"):
         task_of(tmp_path, "+task.reward.bonus=1")

@@ -91,8 +91,8 @@ def test_the_newest_fault_is_told_with_how_many_there_were() -> None:
 
 
 def test_who_failed_is_not_said_twice() -> None:
-    state = fed(event("fault", 1.0, where="explorer-1", error="explorer-1 died while it was to generate"))
-    assert str(state.fault) == "explorer-1 died while it was to generate"
+    state = fed(event("fault", 1.0, where="explorer-1", error="explorer-1 died before it could generate"))
+    assert str(state.fault) == "explorer-1 died before it could generate"
 
 
 def test_a_save_is_under_way_until_it_is_committed_or_a_later_one_is() -> None:

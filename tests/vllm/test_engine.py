@@ -662,7 +662,9 @@ def test_what_a_layer_lacks_is_not_made_up(engine: VLLMEngine, weights: list[Wei
 def test_a_tensor_that_vllm_would_round_is_refused(engine: VLLMEngine, weights: list[Weights]) -> None:
     own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
     mixed = {name: tensor if name == NORM else tensor.bfloat16() for name, tensor in weights[1].items()}
-    with pytest.raises(ConfigError, match=rf"vLLM would round {NORM}, which come in fp32 and which it holds in BF16"):
+    with pytest.raises(
+        ConfigError, match=rf"vLLM would round {NORM}: they are sent in fp32, and the worker holds them in BF16"
+    ):
         own.take(mixed, 1)
     own.close()
 

@@ -150,7 +150,7 @@ def test_a_server_that_somebody_else_gave_weights_is_never_sampled_from(
     theirs = server.get("/weight_info")["weight_version"]
     with pytest.raises(EngineDied, match=f"{server.url} says that it holds {theirs}, but it was given"):
         generated(engine)
-    with pytest.raises(EngineDied, match="somebody else has given it weights"):
+    with pytest.raises(EngineDied, match="another program has sent it weights"):
         loader.load(None)
     assert server.get("/weight_info")["weight_version"] == theirs
     engine.close()
@@ -332,7 +332,7 @@ def somebody() -> Iterator[str]:
 
 def test_another_server_at_the_url_is_refused(models: list[Path], tmp_path: Path) -> None:
     server = RealServer(models[0], tmp_path / "log")
-    with somebody() as server.url, pytest.raises(ConfigError, match=f"{server.url} is no vLLM server"):
+    with somebody() as server.url, pytest.raises(ConfigError, match=f"{server.url} is not a vLLM server"):
         engine_of(server, models[0])
 
 
@@ -343,7 +343,7 @@ def test_another_server_at_the_url_is_refused(models: list[Path], tmp_path: Path
 def test_a_server_without_dev_mode_is_refused(models: list[Path], tmp_path: Path) -> None:
     with (
         serving(models[0], tmp_path / "log", dev=False) as server,
-        pytest.raises(ConfigError, match=f"{server.url} takes no weights.*VLLM_SERVER_DEV_MODE=1"),
+        pytest.raises(ConfigError, match=f"{server.url} does not accept weights.*VLLM_SERVER_DEV_MODE=1"),
     ):
         engine_of(server, models[0])
 
@@ -359,12 +359,12 @@ def test_a_server_that_was_started_again_is_noticed(
         trainer.publish(weights[0])
         loader.load(None)
         server.kill()
-        with pytest.raises(EngineDied, match=rf"{server.url} is gone \(.*refused.*\)"):
+        with pytest.raises(EngineDied, match=rf"{server.url} disconnected \(.*refused.*\)"):
             generated(engine)
         server.start(wait=False)
         engine._lock.close()  # as the end of its process does; an explorer that lost its engine ends
         again = engine_of(server, models[0], start_timeout_s=240.0)
-        with pytest.raises(EngineDied, match=r"says that it holds default, but it was given .*: it was started again"):
+        with pytest.raises(EngineDied, match=r"says that it holds default, but it was given .*: it was restarted"):
             generated(engine)
         with pytest.raises(EngineDied):
             loader.load(None)

@@ -62,7 +62,7 @@ def test_a_segment_is_mapped_once_until_another_one_takes_its_place(root: Path) 
         arena.map(0, "rank-00000")[:3] = b"abc"
         assert segments.get(path, 10_000) is first
         assert first[:3] == b"abc"
-    with pytest.raises(SegmentError, match="is gone"):
+    with pytest.raises(SegmentError, match="no longer exists"):
         segments.get(path, 10_000)
     with SlotArena.create("run", 1, PARTS, root, fallback=root) as arena:  # the same names, by the next agent
         arena.map(0, "rank-00000")[:3] = b"xyz"
@@ -94,7 +94,7 @@ def test_close_leaves_nothing_may_be_repeated_and_ends_the_arena(root: Path) -> 
     arena.close()
     arena.close()
     assert list(root.iterdir()) == []
-    with pytest.raises(SegmentError, match=r"rank-00000 is gone: its node agent ended"):
+    with pytest.raises(SegmentError, match=r"rank-00000 no longer exists: its node agent ended"):
         map_segment(path, 10)
     with pytest.raises(SegmentError, match="is closed"):
         arena.map(0, "rank-00000")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from trinity_sync.actors.pending import CallTransport, Pending
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from trinity_sync.actors.calls import Call
 
+B = TypeVar("B")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -37,13 +38,13 @@ class RemoteMethod(Generic[P, R]):
     """
 
     @overload
-    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], what: str = ...) -> None: ...
+    def __init__(self, method: Callable[Concatenate[B, P], Coroutine[object, object, R]], what: str = ...) -> None: ...
 
     @overload
-    def __init__(self, method: Callable[Concatenate[Any, P], R], what: str = ...) -> None: ...
+    def __init__(self, method: Callable[Concatenate[B, P], R], what: str = ...) -> None: ...
 
-    def __init__(self, method: Any, what: str | None = None) -> None:
-        self.name: str = method
+    def __init__(self, method: object, what: str | None = None) -> None:
+        self.name = str(method)
         self.what = what or f"answer {method}"
 
     @overload
@@ -55,7 +56,7 @@ class RemoteMethod(Generic[P, R]):
     @overload
     def __get__(self, client: Client, owner: type) -> Callable[P, Pending[R]]: ...
 
-    def __get__(self, client: Client | None, owner: type) -> Any:
+    def __get__(self, client: Client | None, owner: type) -> object:
         return self if client is None else partial(self, client)
 
     def __call__(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:

@@ -393,7 +393,7 @@ async def _answer(current: _Current, body: object, method: str, arguments: bytes
         args, kwargs = pickle.loads(arguments)
         frame = pack((current.id, ANSWER, pickle.dumps(await _called(body, method, args, kwargs))))
     except TrinityError as error:
-        frame = pack((current.id, FORESEEN, _foreseen(error)))
+        frame = pack((current.id, FORESEEN, pickled_error(error)))
     except Exception as error:
         frame = pack((current.id, FAILED, pickle.dumps(_where(error))))
     with contextlib.suppress(OSError):  # the caller has ended
@@ -408,7 +408,8 @@ async def _called(body: object, method: str, args: Sequence[object], kwargs: Map
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def _foreseen(error: TrinityError) -> bytes:
+def pickled_error(error: TrinityError) -> bytes:
+    """Return the pickle of an error, or of its text where the class cannot be unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)  # fails for a class whose arguments are not those that it keeps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
@@ -19,7 +20,7 @@ else:
 MONITOR = "checkpoint_monitor"
 """Name of the actor in a run's Ray namespace."""
 
-EventLine = dict[str, object]
+EventLine = Mapping[str, object]
 """Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 
 

@@ -11,13 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
 
 T_co = TypeVar("T_co", covariant=True)
-P = TypeVar("P", bound="Pending[Any]")
+P = TypeVar("P", bound="Pending[object]")
 
 ANSWER_S = 5.0
 """Extra time of the caller's wait, seconds: an actor's own timeout error says more, and has to arrive first."""
@@ -37,7 +37,7 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
         self.who, self.what, self.why = who, what, why
 
     def __str__(self) -> str:
-        told = f"{self.who} died while it was to {self.what}"
+        told = f"{self.who} died before it could {self.what}"
         return f"{told} ({self.why})" if self.why else told
 
 

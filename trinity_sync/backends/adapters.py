@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from trinity_sync.backends.engine_types import EngineModel
+from trinity_sync.backends.base import EngineModel
 from trinity_sync.backends.saved_tensors import meta_model, travelling
+from trinity_sync.config.lora_settings import Adapter
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.adapter_layers import AdapterLayers, adapter_layers
 from trinity_sync.weights import lora
@@ -67,29 +68,28 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def adapter_targets(model: PreTrainedModel, fields: Mapping[str, Any], strategy: str) -> AdapterLayers:
-    """Return the layers of a model that get the requested adapter, before an engine is built.
-
-    Args:
-        model: on the meta device.
+def adapter_targets(model: PreTrainedModel, adapter: Adapter, strategy: str) -> AdapterLayers:
+    """Return the layers of a model that get the requested adapter, before an engine is built. `model`: on the meta
+    device.
     """
     from peft import LoraConfig
 
-    path = fields["lora_adapter_path"]
     try:
-        layers = adapter_layers(model, fields["target_modules"], saved=path is not None)
+        layers = adapter_layers(model, adapter.of_peft, saved=adapter.path is not None)
     except ConfigError as error:
-        raise error if path is None else ConfigError(f"model.lora.path={path}, {CONFIG_FILE}: {error}") from error
+        if adapter.path is None:
+            raise
+        raise ConfigError(f"model.lora.path={adapter.path}, {CONFIG_FILE}: {error}") from error
     if strategy == "fsdp2" and any(name.rpartition(".")[2] == "lm_head" for name in layers.shapes):
         raise ConfigError(
             "model.lora.targets includes lm_head, which verl wraps by itself with backend=fsdp2, and torch cannot do "
             "so with peft's layer: leave it out, or use backend=fsdp"
         )
-    if path is None:
-        _on_meta(model, LoraConfig(r=fields["lora_rank"], target_modules=list(layers.names)))
+    if adapter.path is None:
+        _on_meta(model, LoraConfig(r=adapter.rank, target_modules=list(layers.names)))
     else:
-        wanted = _on_meta(model, LoraConfig.from_pretrained(path))
-        check_shapes(Path(path), {saved_name(name): tuple(tensor.shape) for name, tensor in wanted.items()})
+        wanted = _on_meta(model, LoraConfig.from_pretrained(adapter.path))
+        check_shapes(Path(adapter.path), {saved_name(name): tuple(tensor.shape) for name, tensor in wanted.items()})
     return layers
 
 
@@ -166,11 +166,8 @@ class HeldPart:
 
 
 class HeldSources:
-    """The sources of a rank.
-
-    Args:
-        parts: of the rank's tensors.
-        keep: their storage stays. Else no reference is kept, so that the storage can be released.
+    """The sources of a rank. `parts`: of the rank's tensors. `keep`: their storage stays. Else no reference is kept, so
+    that the storage can be released.
     """
 
     def __init__(self, parts: Iterable[HeldPart], *, keep: bool) -> None:
@@ -226,9 +223,8 @@ class MergedSources:
     The constructor is collective. `device` returns the present device of the engine's parameters, the same on all
     ranks.
 
-    Raises:
-        ConfigError: the adapter is more than products of matrices, or the saved form of a weight differs from the
-            model's.
+    Raises ConfigError if the adapter is more than products of matrices, or the saved form of a weight differs from the
+    model's.
     """
 
     def __init__(
@@ -247,8 +243,8 @@ class MergedSources:
         odd = sorted(name for name in self._pairs if name not in saved or not _is_plain(saved[name]))
         if odd:
             raise ConfigError(
-                f"sync.what=merged: the adapter is for {listed(odd)}, which the model saves in another form than it "
-                "holds; choose sync.what=adapter"
+                f"sync.what=merged: the adapter is for {listed(odd)}, which the model saves in another form; "
+                "choose sync.what=adapter"
             )
         self._transposed = bool(config.fan_in_fan_out)
         self._base = base

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from trinity_sync.backends.adapters import HeldPart, HeldSources, SavedParts
 from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.meetings import RankMeeting
-from trinity_sync.backends.safe_loading import load_file
+from trinity_sync.backends.safe_loading import StateDict, load_file
 from trinity_sync.backends.saved_tensors import on_the_wire, travelling
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import CONFIG, ModelFiles
@@ -82,8 +82,8 @@ class BytesBackend:
         made = sorted(name for name, tensor in self._saved.items() if tensor.held is None)
         if made:
             raise ConfigError(
-                f"model.shapes: transformers saves {listed(made)} in another form than it holds them, made of several "
-                "or copied; choose another model"
+                f"model.shapes: transformers saves {listed(made)} in another form (several "
+                "combined, or copied); choose another model"
             )
         parts = SavedParts(self._saved)
         wanted = set(parts.held)
@@ -144,7 +144,7 @@ class BytesBackend:
         return changed / max(total, 1)
 
     def state(self, form: Format) -> Mapping[str, object]:
-        files: dict[str, object] = {
+        files: StateDict = {
             self._file("model"): {name: self._sharded(name, local) for name, local in self._held.items()},
             self._file("extra_state"): {"step": self._step.clone()},
         }

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, cast
+from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
 
-from trinity_sync.backends.option import BackendOption
+from trinity_sync.backends.option import BackendOption, ConfigFields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.config.schema import BackendConfig, BytesConfig, Config
@@ -17,7 +17,9 @@ from trinity_sync.host.hardware import available_memory
 from trinity_sync.models.shapes import SIZES, LoraShape, bytes_by_layers, cut, read_shapes, saved_shapes
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine
+    from trinity_sync.backends.base import Engine, View
+
+_NO_ENGINE = "backend=bytes has no engine; choose workload=bytes, or another backend"
 
 
 def _check_engine_keys(get: Get) -> Iterator[Problem]:
@@ -72,7 +74,7 @@ class BytesOption(BackendConfig, BackendOption):
     trains_adapters: ClassVar[bool] = True
     worker: ClassVar[str] = "trinity_sync.trainer.bytes_worker.BytesWorker"
 
-    def engine_fields(self, cfg: Config) -> dict[str, object]:
+    def engine_fields(self, cfg: Config) -> ConfigFields:
         workload = cfg.workload
         if not isinstance(workload, BytesConfig) or cfg.model.shapes is None:
             raise ConfigError("backend is bytes, a part of workload=bytes; choose that")
@@ -90,7 +92,7 @@ class BytesOption(BackendConfig, BackendOption):
         )
         return {**fields}
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
+    def optimizer_fields(self, cfg: Config) -> ConfigFields:
         return {}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -118,10 +120,10 @@ class BytesOption(BackendConfig, BackendOption):
         (folder / SIZES).write_text(json.dumps(sizes) + "\n")
 
     def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
-        raise ConfigError("backend=bytes has no engine; choose workload=bytes, or another backend")
+        raise ConfigError(_NO_ENGINE)
 
-    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
-        return engine
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> View:
+        raise ConfigError(_NO_ENGINE)
 
 
 def copies(engine: BytesFields) -> float:

@@ -29,8 +29,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from trinity_sync.backends import fsdp_state
 from trinity_sync.backends.adapters import HeldPart, HeldSources, MergedSources, SavedParts, adapter_by
-from trinity_sync.backends.base import Deadline, Format, HeldBase
-from trinity_sync.backends.engine_types import FsdpEngine
+from trinity_sync.backends.base import Deadline, Format, FsdpEngine, HeldBase
 from trinity_sync.backends.fsdp_state import FsdpState, adapter_fields, peft_config, write_adapter_config
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.saved_tensors import meta_model, on_the_wire
@@ -74,8 +73,7 @@ class FsdpBackend:
         adapter = peft_config(engine.module)
         trained = whole if adapter is None else adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
         held = HeldSources(
-            FsdpParts(engine.module, trained, self._name if adapter is None else adapter_name).find(),
-            keep=not offloads,
+            FsdpParts(engine.module, trained, self._name if adapter is None else adapter_name).find(), keep=not offloads
         )
         self._adapter = adapter
         self._whole = self._saved = whole
@@ -102,7 +100,7 @@ class FsdpBackend:
         held = self._base(keep=False)
         return HeldBase(self._whole, held.shards(), held.now())
 
-    def adapter_config(self) -> dict[str, object]:
+    def adapter_config(self) -> Mapping[str, object]:
         assert self._adapter is not None
         return adapter_fields(self._adapter)
 
@@ -165,8 +163,8 @@ def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:
     if copies:
         raise ConfigError(
             f"backend={'fsdp' if fsdp_version(module) == 1 else 'fsdp2'} cannot publish this model: transformers saves "
-            f"{len(copies)} of its {len(saved)} tensors in another form than the model holds them, made of several or "
-            f"copied: {listed(copies, 4)}; choose another model or backend"
+            f"{len(copies)} of its {len(saved)} tensors in another form (several combined, or copied): "
+            f"{listed(copies, 4)}; choose another model or backend"
         )
 
 
@@ -187,20 +185,13 @@ _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_S
 
 
 class FsdpParts:
-    """Finds a rank's contribution to versions, for both generations of FSDP. Replicas contribute nothing.
-
-    Args:
-        module: the engine's model, wrapped by FSDP or FSDP2.
-        saved: the tensors of a version, see `saved_by`.
-        name_of: maps a tensor's name in `module` to its name in `Saved.held`; None: not part of a version. Default: the
-            same name.
+    """Finds a rank's contribution to versions, for both generations of FSDP. Replicas contribute nothing. `module`: the
+    engine's model, wrapped by FSDP or FSDP2. `saved`: the tensors of a version, see `saved_by`. `name_of`: maps a
+    tensor's name in `module` to its name in `Saved.held`; None: not part of a version. Default: the same name.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        saved: Mapping[str, Saved],
-        name_of: Callable[[str], str | None] | None = None,
+        self, module: torch.nn.Module, saved: Mapping[str, Saved], name_of: Callable[[str], str | None] | None = None
     ) -> None:
         self._module = module
         self._rank = dist.get_rank()

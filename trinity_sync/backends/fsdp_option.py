@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from trinity_sync.backends.option import (
     PACKED,
     BackendOption,
+    ConfigFields,
     adam_fields,
     check_packing,
     check_sharing,
@@ -24,7 +25,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.models.families import IMAGES, auto_class
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine, FsdpEngine
+    from trinity_sync.backends.base import Engine, FsdpEngine
+    from trinity_sync.backends.fsdp import FsdpBackend
 
 
 def _check_fsdp_size(get: Get) -> Iterator[Problem]:
@@ -84,7 +86,7 @@ class FsdpOption(FsdpConfig, BackendOption):
     def compute_dtype(self) -> str:
         return self.param_dtype
 
-    def engine_fields(self, cfg: Config) -> dict[str, object]:
+    def engine_fields(self, cfg: Config) -> ConfigFields:
         return {
             "strategy": self.strategy,
             "fsdp_size": self.fsdp_size,
@@ -101,7 +103,7 @@ class FsdpOption(FsdpConfig, BackendOption):
             **cfg.backend.overrides,
         }
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
+    def optimizer_fields(self, cfg: Config) -> ConfigFields:
         return {**adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -125,7 +127,7 @@ class FsdpOption(FsdpConfig, BackendOption):
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
-    def reference_fields(self, engine: Mapping[str, object]) -> dict[str, object]:
+    def reference_fields(self, engine: Mapping[str, object]) -> ConfigFields:
         import torch
 
         # verl keeps a model for inference in pinned memory, which needs an accelerator. Without one the model gets an
@@ -147,7 +149,9 @@ class FsdpOption(FsdpConfig, BackendOption):
 
         logits_in_fp32(cast("FsdpEngine", engine))
 
-    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(
+        self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False
+    ) -> FsdpBackend:
         from trinity_sync.backends.fsdp import FsdpBackend
 
         return FsdpBackend(cast("FsdpEngine", engine), wire_dtype, keep_fp32, merged=merged)

@@ -44,8 +44,7 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_optimizer,
 )
 
-from trinity_sync.backends.base import DISTRIBUTED, Format
-from trinity_sync.backends.engine_types import FsdpEngine
+from trinity_sync.backends.base import DISTRIBUTED, Format, FsdpEngine
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.safe_loading import StateDict, load_file, nothing_runs
 from trinity_sync.errors import RunError
@@ -87,11 +86,7 @@ class FsdpState:
                 apart_from_buffers(self._engine.module, state["model"])
                 return {DISTRIBUTED: state, names["extra_state"]: extra}
             model, optimizer = live_state(self._engine.module, self._engine.optimizer)
-            return {
-                names["model"]: self._trained(model),
-                names["optim"]: optimizer,
-                names["extra_state"]: extra,
-            }
+            return {names["model"]: self._trained(model), names["optim"]: optimizer, names["extra_state"]: extra}
 
     def load(self, folder: Path) -> None:
         """Restore the state below `folder`, in either format, except the settings of optimizer and learning rate.
@@ -126,7 +121,9 @@ class FsdpState:
             found = [f"no {listed(missing)}"] if missing else []
             found += [f"{listed(unknown)}, which {what} does not have"] if unknown else []
             kind = _kind(saved)
-            raise RunError(f"{path} holds {kind}, and is not of {what} that is trained: it has {', and '.join(found)}")
+            raise RunError(
+                f"{path} holds {kind}, which does not fit {what} that is trained: it has {', and '.join(found)}"
+            )
         for name, value in wanted.items():
             ours, theirs = _shape(value), _shape(saved[name])
             if ours != theirs:
@@ -217,11 +214,11 @@ def peft_config(module: torch.nn.Module) -> LoraConfig | None:
     return config
 
 
-def adapter_fields(config: LoraConfig) -> dict[str, object]:
+def adapter_fields(config: LoraConfig) -> Mapping[str, object]:
     """Return the fields that peft writes into an ``adapter_config.json``, with names in order."""
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        fields: dict[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
+        fields: Mapping[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
     if isinstance(targets := fields["target_modules"], list):
         targets.sort()
     return fields
@@ -255,11 +252,7 @@ def write(
 
     Collective, on any thread.
 
-    Args:
-        meeting: the meeting of the save's ranks.
-
-    Raises:
-        RunError: on all ranks, if one fails.
+    Raises RunError: on all ranks, if one fails.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
     planner = _Planner(copied)

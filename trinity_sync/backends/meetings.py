@@ -56,11 +56,8 @@ class Store(Protocol):
 
 
 class Meetings:
-    """One rank's part in the meetings. All ranks begin the same ones, in the same order.
-
-    Args:
-        store: reached by all ranks, and served by rank 0.
-        timeout_s: of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
+    """One rank's part in the meetings. All ranks begin the same ones, in the same order. `store`: reached by all ranks,
+    and served by rank 0. `timeout_s`: of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float) -> None:
@@ -86,12 +83,8 @@ class Meetings:
 
     def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> RankMeeting:
         """Begin the next one, on the training thread. On return all ranks are here, so collective calls are safe.
-
-        Args:
-            what: names the save, such as ``"step 20"``.
-
-        Raises:
-            RunError: on all ranks, if one fails to prepare or does not come; names the rank and the error.
+        `what`: names the save, such as ``"step 20"``. Raises RunError: on all ranks, if one fails to prepare or does
+        not come; names the rank and the error.
         """
         self._number += 1
         meeting = RankMeeting(self, f"{self._number}/", what, self._foreground, self._background)
@@ -124,13 +117,8 @@ class RankMeeting:
 
     def gather(self, what: str, work: Callable[[], T]) -> list[T]:
         """Do something on every rank; return the results of all ranks on rank 0, in rank order, and nothing on the
-        others.
-
-        Args:
-            what: for errors, such as ``"write its share"``.
-
-        Raises:
-            RunError: on all ranks, if one fails or does not come; names the rank and the error.
+        others. `what`: for errors, such as ``"write its share"``. Raises RunError: on all ranks, if one fails or does
+        not come; names the rank and the error.
         """
         with self._next(self._background, what, range(self.ranks)) as stage:
             stage.put(self.rank, stage.do(work))
@@ -173,7 +161,7 @@ class RankMeeting:
             yield _Stage(self, store, f"{self._prefix}{self._stage}/", f"{what} ({self._what})", awaited)
         except dist.DistError as error:
             raise RunError(
-                f"rank 0, through which the ranks {what} together ({self._what}), is gone: {error}"
+                f"rank 0, through which the ranks {what} together ({self._what}), has died: {error}"
             ) from error
 
 
@@ -183,11 +171,8 @@ class _Client:
     torch's own calls wait without limit for a server that hangs, and block the client for as long. Such a client is
     dropped, and the next call has another one.
 
-    Args:
-        store: is cloned for each client. On rank 0 its server ends with it.
-
-    Raises:
-        WaitTimeout: the server does not answer.
+    `store`: is cloned for each client. On rank 0 its server ends with it. Raises WaitTimeout if the server does not
+    answer.
     """
 
     def __init__(self, store: Store) -> None:

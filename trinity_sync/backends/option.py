@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
@@ -21,7 +21,10 @@ from trinity_sync.config.schema import BackendConfig, Config
 from trinity_sync.host.package_source import dataclass_fields
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine
+    from trinity_sync.backends.base import Engine, View
+
+ConfigFields: TypeAlias = dict[str, object]
+"""Fields of one of verl's config classes."""
 
 _BATCH_KEYS = {
     "micro_batch_size_per_gpu": "trainer.micro_batch_size",
@@ -99,11 +102,11 @@ class BackendOption(ABC):
         yield from ((name, named.get(name)) for name in map(str, backend.overrides))
 
     @abstractmethod
-    def engine_fields(self, cfg: Config) -> dict[str, object]:
+    def engine_fields(self, cfg: Config) -> ConfigFields:
         """Return the fields of verl's engine config for `engine_configs`, from the whole configuration."""
 
     @abstractmethod
-    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
+    def optimizer_fields(self, cfg: Config) -> ConfigFields:
         """Return the fields of verl's optimizer config for `engine_configs`, from the whole configuration."""
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -170,7 +173,7 @@ class BackendOption(ABC):
     def engine_configs(self, engine: Mapping[str, object], optimizer: Mapping[str, object]) -> tuple[object, object]:
         """Return verl's configs of the engine and of its optimizer."""
 
-    def reference_fields(self, engine: Mapping[str, object]) -> dict[str, object]:
+    def reference_fields(self, engine: Mapping[str, object]) -> ConfigFields:
         """Return the fields of verl's engine config for an additional model that only infers, from `engine_fields`."""
         return {**engine, "forward_only": True}
 
@@ -187,9 +190,9 @@ class BackendOption(ABC):
         return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
     @abstractmethod
-    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
-        """Return the rank's view of the initialised engine: a `trinity_sync.backends.base.Backend`, with the saving of
-        `SelfWritingBackend` instead if it `writes_own_files`.
+    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> View:
+        """Return the rank's view of the initialised engine: a `trinity_sync.backends.base.Backend`, or a
+        `SelfWritingBackend` if it `writes_own_files`.
 
         Args:
             wire_dtype: of floating parameters, as safetensors names it.
@@ -241,7 +244,7 @@ def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:
             )
 
 
-def shared_fields(cfg: Config) -> dict[str, object]:
+def shared_fields(cfg: Config) -> ConfigFields:
     """Return the common fields of verl's engine configs."""
     return {
         "param_offload": cfg.backend.param_offload,
@@ -252,7 +255,7 @@ def shared_fields(cfg: Config) -> dict[str, object]:
     }
 
 
-def adam_fields(cfg: Config) -> dict[str, object]:
+def adam_fields(cfg: Config) -> ConfigFields:
     """Return the common fields of verl's optimizer configs."""
     trainer = cfg.trainer
     return {

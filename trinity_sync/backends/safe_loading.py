@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ _LOADING = threading.RLock()
 
 # The types of numpy's RNG state, under the names of numpy 1 and 2; torch's own list has the rest. They stay on the
 # list: megatron-core adds them too, so a removal would affect it.
-_RECONSTRUCT = np.ndarray(0).__reduce__()[0]
-_NUMPY: list[Any] = [
+_RECONSTRUCT = cast("Callable[..., object]", np.ndarray(0).__reduce__()[0])
+_NUMPY: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
     np.ndarray,
     np.dtype,
     type(np.dtype(np.uint32)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trinity_sync.backends.engine_types import EngineModel
+from trinity_sync.backends.base import EngineModel
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.families import auto_class, class_problem

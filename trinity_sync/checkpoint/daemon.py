@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer
+from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer, pickled_error
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.folder import recovery
@@ -93,7 +93,8 @@ def serve(given: bytes, report: Report) -> None:
             finally:
                 _forget_log(settings, failures)
     except Exception as error:
-        report(_pickled(error))
+        known = error if isinstance(error, TrinityError) else None
+        report(pickled_error(known or RunError(f"the checkpoint monitor failed: {error_text(error)}")))
 
 
 class _MonitorProcess:
@@ -153,7 +154,7 @@ class _MonitorProcess:
             attempt = start.attempt
             lock.sign(self._word(attempt))
         else:
-            story.warning("goes on with attempt %d, in the place of a monitor that is gone", attempt)
+            story.warning("continues with attempt %d, in place of a monitor that has ended", attempt)
         config = replace(settings.config, attempt=attempt, log_dir=None, writer=writer_of(settings.root))
         body = failures_logged(CheckpointMonitor)(
             settings.save_strategy, str(settings.root), None, config, host=LocalHost(restarted=restarted)
@@ -177,7 +178,7 @@ class _MonitorProcess:
         told.cancel()
         if gone.done():
             return lifetime.end_s
-        story.warning("told to end (SIGTERM)")
+        story.warning("ended by SIGTERM")
         gone.cancel()
         until = time.monotonic() + _KILL_S
         with contextlib.suppress(TimeoutError):
@@ -236,18 +237,6 @@ def _forget_log(settings: DaemonSettings, failures: _Failures) -> None:
 
 def _log(settings: DaemonSettings) -> Path:
     return settings.root / f"{_LOG}.log"
-
-
-def _pickled(error: Exception) -> bytes:
-    foreseen = (
-        error if isinstance(error, TrinityError) else RunError(f"the checkpoint monitor failed: {error_text(error)}")
-    )
-    try:
-        data = pickle.dumps(foreseen)
-        pickle.loads(data)
-    except Exception:
-        return pickle.dumps(RunError(str(foreseen)))
-    return data
 
 
 # The program's side: find the monitor, or start it.
@@ -481,7 +470,7 @@ def publish(root: Path, program: str, address: str, port: int, secret: bytes) ->
     finally:
         os.umask(before)
     if find(root) != said:
-        raise ConfigError(f"{root / _NAME} is not what was written to it a moment ago")
+        raise ConfigError(f"{root / _NAME} was changed by another program just after it was written")
     return said
 
 

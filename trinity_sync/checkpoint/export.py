@@ -310,8 +310,8 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
         return expected
     raise RunError(
         f"the weights in {weights.folder} have the digest {wire_digest} in {wires[0].dtype}, but its manifest "
-        f"says {expected}: they are not what was committed, and nothing was exported; `trinity-sync ckpt verify` tells "
-        "which file was changed"
+        f"says {expected}: they differ from the committed ones, and nothing was exported; `trinity-sync ckpt verify` "
+        "names the changed file"
     )
 
 

@@ -23,8 +23,8 @@ from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.tracking import units
-from trinity_sync.tracking.afterwards import note_prunes
 from trinity_sync.tracking.run_record import read_record, recorded_checkpoints
+from trinity_sync.tracking.summary import note_prunes
 from trinity_sync.tracking.units import Progress, progress_bar
 
 _VERDICTS = {
@@ -51,10 +51,10 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
         return added
 
     add("list", _list, "list the checkpoints, oldest first", "this step only")
-    add("inspect", _inspect, "show what one checkpoint holds", "the step; the newest if left out")
+    add("inspect", _inspect, "show the contents of one checkpoint", "the step; the newest if left out")
     add("verify", _verify, "check every file against its digest; exit code 1 where one differs", "this step only")
     pruning = add("prune", _prune, "delete the checkpoints that no retention policy keeps, and say why", "")
-    pruning.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    pruning.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     pruning.add_argument(
         "--keep",
         action="append",
@@ -177,7 +177,7 @@ def _prune(options: argparse.Namespace) -> int:
         try:
             _tell_run(options.path, root, deleted)
         except (OSError, TrinityError) as error:
-            warnings.append(f"the run's events do not tell of this: {error}")
+            warnings.append(f"the run's events do not record this: {error}")
     gone = {item["step"] for item in deleted}
     code = 1 if problems else 0
     if options.json:

@@ -89,7 +89,7 @@ class Invocation:
         ]
         if lacking:
             raise ConfigError(
-                f"{folder} is no folder of a run: {lacking[0]} is missing; name the folder that holds run.json"
+                f"{folder} is not the folder of a run: {lacking[0]} is missing; name the folder that has run.json"
             )
         with readable(saved / "overrides.yaml") as path:
             # unresolved: references point into the composed configuration
@@ -175,7 +175,7 @@ class Invocation:
     def _misfit(self, told: str) -> ConfigError:
         return ConfigError(
             f"the saved settings of {self.place} do not fit this version: {' '.join(told.split())}; install the "
-            "version that the run was made with (packages in run.json), or give the setting anew"
+            "version that the run was made with (packages in run.json), or give the setting again"
         )
 
     def _composes(self, overrides: Sequence[str], trust: config.Trust) -> bool:

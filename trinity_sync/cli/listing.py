@@ -28,7 +28,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     listing.add_argument(
         "folder", type=Path, nargs="?", metavar="DIR", help="the folder (default: outputs and multirun, here)"
     )
-    listing.add_argument("--jobs", action="store_true", help="also list the jobs of sweeps, with what tells them apart")
+    listing.add_argument(
+        "--jobs", action="store_true", help="also list the jobs of sweeps, with the settings in which they differ"
+    )
     listing.add_argument("--json", action="store_true", help="print one JSON document")
     listing.set_defaults(command=_list)
 
@@ -122,7 +124,7 @@ def _roots(folder: Path | None) -> list[Path]:
             raise ConfigError(f"there is neither outputs nor multirun in {Path.cwd()}; name a folder with runs")
         return roots
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name one with runs below it")
+        raise ConfigError(f"{folder} is not a folder; name one with runs below it")
     return [folder.absolute()]
 
 

@@ -148,7 +148,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `trinity-sync`."""
-    explain = commands.add_parser("explain", help="what a setting does, its type and its default; or what a group has")
+    explain = commands.add_parser(
+        "explain", help="print what a setting does, its type and its default; or the settings of a group"
+    )
     explain.add_argument("key", metavar="KEY", help="a setting such as sync.interval, or a group such as sync")
     explain.set_defaults(command=_explain)
 
@@ -204,7 +206,7 @@ def _unknown(key: str, known: Sequence[str]) -> str:
 def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `trinity-sync`."""
     trace = commands.add_parser(
-        "trace", help="write who did what when in a run, for ui.perfetto.dev or chrome://tracing"
+        "trace", help="write a timeline of a run's processes, for ui.perfetto.dev or chrome://tracing"
     )
     trace.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, which may be going on")
     trace.add_argument(
@@ -224,7 +226,7 @@ def _trace(options: argparse.Namespace) -> int:
     if isinstance(run, Sweep):
         raise ConfigError(f"{run.path} is a sweep; name one of its jobs, such as {run.runs[0].path}")
     if not run.metrics and not run.events:
-        raise ConfigError(" ".join([f"{run.path} has recorded nothing that could be traced.", *run.notes]))
+        raise ConfigError(" ".join([f"{run.path} has recorded no events to trace.", *run.notes]))
     for note in run.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.output == "-":

@@ -152,7 +152,7 @@ def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
     for key in NAMED_BY_PATH:  # only the name of a file counted
         old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
         if isinstance(old, str) and not os.path.exists(old):  # noqa: PTH110 - also where it may not be reached
-            missing += [f"{key} is {old}, which is not here: give it anew"] if old == new else []
+            missing += [f"{key} is {old}, which does not exist here: give it again"] if old == new else []
             # a file under another name: the old name counted
             same = isinstance(new, str) and Path(new).name == Path(old).name
             OmegaConf.update(saved, key, new if same else Path(old).name)
@@ -197,7 +197,9 @@ def find_source(name: str) -> Path:
         return Path(name).absolute()
     runs = [run for run in _runs_here() if _experiment_of(run) == name]
     if not runs and not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
-        raise ConfigError(f"{name} is no folder of a run, no bundle and no experiment; name the folder with run.json")
+        raise ConfigError(
+            f"{name} is not the folder of a run, a bundle or an experiment; name the folder with run.json"
+        )
     if not runs:
         raise ConfigError(
             f"there is no run of experiment={name} below {Path.cwd()}/outputs or multirun; start one: "

@@ -45,7 +45,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "for runs that are not reproducible bit for bit",
     )
     reproduce.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of --metrics-only (default 3)")
-    reproduce.add_argument("--bundle", action="store_true", help="run nothing: write what it takes to one file")
+    reproduce.add_argument(
+        "--bundle", action="store_true", help="run nothing: write the settings and inputs to one file"
+    )
     reproduce.add_argument("--output", type=Path, metavar="FILE", help="of --bundle (default: NAME.bundle.json)")
     reproduce.set_defaults(command=reproduce_command)
 
@@ -55,7 +57,9 @@ def reproduce_command(options: argparse.Namespace) -> int:
     from trinity_sync.cli.replay import find_source, read_source
 
     if options.bundle and (options.overrides or options.steps is not None):
-        raise ConfigError("--bundle writes a run as it was; give what is to change where it is reproduced")
+        raise ConfigError(
+            "--bundle writes an unchanged run; give the changed settings to the command that reproduces it"
+        )
     given, folder = _split_folder(options.overrides)
     source = read_source(find_source(options.run), options.config_dir, given)
     if options.bundle:
@@ -124,14 +128,14 @@ def _check_comparable(source: ReplaySource, *, metrics_only: bool, repeats: int)
     from trinity_sync.reproduction.outcome import MOST, judged
 
     if metrics_only and not 2 <= repeats <= MOST:
-        raise ConfigError(f"--repeats is {repeats}; it takes 2 to {MOST} runs to tell how far they spread")
+        raise ConfigError(f"--repeats is {repeats}; give 2 to {MOST} runs, from which the spread is computed")
     if metrics_only and judged(source.outcome) is None:
         raise ConfigError(f"{source.place} has no metrics to compare: there is no metrics.jsonl, or nothing in it")
     if not metrics_only and not source.record.get("reproducible", True):
         raise ConfigError(
-            f"{source.place} is not reproducible bit for bit: who was faster decided what its updates were made of "
-            "(trainer.schedule=free), or which kernels a GPU chose (trainer.deterministic=false). Compare how it ended "
-            "with a few runs of other seeds: --metrics-only"
+            f"{source.place} is not reproducible bit for bit: its updates depend on timing (trainer.schedule=free), or "
+            "on the kernels that a GPU chose (trainer.deterministic=false). Compare its results with those of a few "
+            "runs with other seeds: --metrics-only"
         )
     _check_known(source)
 
@@ -150,7 +154,7 @@ def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
     for text in overrides:
         key = text.lstrip("+").partition("=")[0]
         if key == "hydra.mode":
-            raise ConfigError(f"{text}: what is reproduced is one run, not a sweep")
+            raise ConfigError(f"{text}: only a single run can be reproduced, not a sweep")
         if key != _RUN_DIR:
             given.append(text)
         else:
@@ -179,7 +183,7 @@ def _steps(asked: int | None, source: ReplaySource, settings: Replay) -> int:
     if asked is not None and not 1 <= asked <= last:
         raise ConfigError(f"--steps is {asked}; {source.place} has steps 1 to {last}")
     if asked is not None and not source.outcome.up_to(asked):
-        raise ConfigError(f"--steps is {asked}; {source.place} has nothing to compare up to there, only of later steps")
+        raise ConfigError(f"--steps is {asked}; {source.place} has nothing to compare up to there, only later steps")
     return min(asked or max(last, 1), planned)
 
 
@@ -281,12 +285,12 @@ def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[Environ
             [*shown, *more]
         )
     if comparison.absent:
-        yield f"differs: the repetition has nothing of step {comparison.absent[0]}"
+        yield f"differs: the repetition has no values of step {comparison.absent[0]}"
     if not (version or metrics or comparison.absent):
         yield "nothing could be compared"
     yield f"compared: {compared}; {len(comparison.unequal)} differ"
     reasons = [f"{one.key}: {one.old} -> {one.new}" for one in settings.changed] + [str(one) for one in differs]
-    yield f"what was otherwise: {'; '.join(reasons) or 'nothing that is recorded'}"
+    yield f"differences: {'; '.join(reasons) or 'none that is recorded'}"
 
 
 def _told(one: Unequal | None) -> dict[str, object] | None:

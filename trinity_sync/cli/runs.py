@@ -31,21 +31,19 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     run = commands.add_parser("run", help="run with a configuration, or a sweep; see `trinity-sync run --help`")
     run.add_argument("overrides", nargs="*", help="group=option and key=value")
 
-    resume = commands.add_parser(
-        "resume", help="go on with a run, in place, from its newest good checkpoint; or a sweep"
-    )
+    resume = commands.add_parser("resume", help="resume a run in place, from its newest good checkpoint; or a sweep")
     resume.add_argument(
         "run",
         type=Path,
         nargs="?",
         metavar="RUN_DIR",
-        help="folder of the run, or of a sweep that was cut off; without it you are told which there are",
+        help="folder of the run, or of a sweep that was cut off; without it, the newest such run is printed",
     )
     resume.add_argument("overrides", nargs="*", help="settings to change, key=value; for instance trainer.steps=200")
     resume.add_argument(
         "--skip-unreadable",
         action="store_true",
-        help="go on from an older checkpoint though newer ones cannot be read now, or are gone",
+        help="resume from an older checkpoint even if newer ones are unreadable or missing",
     )
     resume.add_argument(
         "--from-scratch",
@@ -60,7 +58,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=ALLOW_TARGET_HELP,
     )
     resume.add_argument(
-        "--cfg", choices=("job", "hydra", "all"), help="print the settings that it would go on with, and stop"
+        "--cfg", choices=("job", "hydra", "all"), help="print the settings of the resumed run, and stop"
     )
     resume.add_argument("--resolve", action="store_true", help="with --cfg: with the values of interpolations")
     resume.set_defaults(command=resume_run_or_sweep)
@@ -108,8 +106,8 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
         return resume_run(folder, options.overrides, options.allow_target, resume)
     if options.overrides or options.from_scratch:
         raise ConfigError(
-            f"{folder} is a sweep, which goes on as it was; to change a setting or begin again, name one of its jobs, "
-            f"such as {folder / '0'}"
+            f"{folder} is a sweep, which resumes without changes; to change a setting or start again at step 1, "
+            f"name one of its jobs, such as {folder / '0'}"
         )
     from trinity_sync.cli.sweep_jobs import SweepJob, resume_sweep
     from trinity_sync.launch.own_ray import ray_kept
@@ -135,10 +133,12 @@ def _which_run() -> str:
     runs = [run for line in runs_below(None) for run in (line.jobs if isinstance(line, SweepLine) else [line])]
     cut_off = [run for run in runs if run.status in ("interrupted", "failed")]
     if not cut_off:
-        return "which run? Name its folder; none below outputs and multirun was cut off: see trinity-sync list"
+        return (
+            "name the folder of the run to resume; no run below outputs and multirun was cut off: see trinity-sync list"
+        )
     newest = cut_off[-1]
     return (
-        f"which run? The newest that was cut off ({newest.status} after {newest.steps} steps) is gone on with by: "
+        f"name the run to resume. The newest that was cut off ({newest.status} after {newest.steps} steps): "
         f"{resume_command(newest.path.absolute(), shorten(newest.path))}; trinity-sync list shows all"
     )
 
@@ -215,7 +215,7 @@ def _tell_changes(changes: Sequence[Difference]) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder} is no folder; name the folder of a run or of a sweep")
+        raise ConfigError(f"{options.folder} is not a folder; name the folder of a run or of a sweep")
     from trinity_sync.report import load, render_json, render_table, write_report
 
     found = load(options.folder)

@@ -36,7 +36,9 @@ class SweepJob:
         found = self.invocation.recompose((), allowed)
         place = self.invocation.started_in
         if config.anchored(found.cfg, place) != found.cfg:
-            raise ConfigError(f"it has paths that count from {place}, where the sweep was started; go on with it there")
+            raise ConfigError(
+                f"its settings have paths relative to {place}, where the sweep was started; resume it there"
+            )
         return found
 
     @property
@@ -95,7 +97,7 @@ def read_jobs(sweep: Path) -> list[SweepJob]:
     except Exception as error:
         raise ConfigError(f"{path} cannot be read: {error}; name the folder of a sweep") from error
     if jobs is None:
-        raise ConfigError(f"{sweep} has a sweeper that chooses values as it goes; name one of its jobs to go on with")
+        raise ConfigError(f"{sweep} has a sweeper that chooses values while it runs; name one of its jobs to resume")
     if own_folders:
-        raise ConfigError(f"{sweep} has folders of its own for jobs (hydra.sweep.subdir); name one to go on with")
+        raise ConfigError(f"{sweep} names its jobs' folders by hydra.sweep.subdir; name one of them to resume")
     return [SweepJob(folder=sweep / str(number), invocation=one) for number, one in enumerate(found)]

@@ -17,7 +17,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to the parser of `trinity-sync`."""
     verl = commands.add_parser("verl", help="look whether a program of verl's would save and sync through us")
     doctor = verl.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "doctor", help="say what would be ours, what is in the way, and the lines to add; exit code 1: something is"
+        "doctor",
+        help="print what would be ours, what prevents it, and the lines to add; exit code 1 if something does",
     )
     doctor.add_argument(
         "--config",
@@ -44,7 +45,7 @@ def _doctor(options: argparse.Namespace) -> int:
         print(f"{one.state:<6} {one.subject:<{width}}  {one.text}")
     lines = list(dict.fromkeys(line for one in found for line in one.add))
     if lines:
-        print("\nto add, what begins with export before verl's command, the rest behind it:")
+        print("\nto add (export lines before verl's command, the rest at its end):")
         print("\n".join(f"  {line if line.startswith('export ') else shlex.quote(line)}" for line in lines))
     stopping = any(one.state == "stops" for one in found)
     print("\nsomething is in the way" if stopping else "\nthis program would use us")

@@ -18,7 +18,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to the parser of `trinity-sync`."""
     watch = commands.add_parser(
         "watch",
-        help="show a run or a sweep as it goes on, until it ends; exit 1 where it did not complete",
+        help="show a run or a sweep live, until it ends; exit 1 if it did not complete",
     )
     watch.add_argument(
         "folder",
@@ -51,7 +51,7 @@ def _watch(options: argparse.Namespace) -> int:
 
     folder = options.folder.absolute() if options.folder is not None else _newest()
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name the folder of a run or of a sweep")
+        raise ConfigError(f"{folder} is not a folder; name the folder of a run or of a sweep")
     if is_run(folder):
         from trinity_sync.cli.watchers import watch_run as watch
     else:
@@ -62,7 +62,7 @@ def _watch(options: argparse.Namespace) -> int:
         with contextlib.closing(view):
             return watch(folder, view, once=options.once, wait_s=options.wait)
     except KeyboardInterrupt:
-        print("no longer watched; what was watched goes on", file=sys.stderr)
+        print("no longer watched; the run or sweep continues", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -46,7 +46,7 @@ def watch_run(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int
         if now.stand != "not begun":
             patience.renew()
         elif once:
-            raise RunError(f"the run in {folder} has not begun: nobody works in it, and there is no run.json in it")
+            raise RunError(f"the run in {folder} has not begun: no process holds the folder, and it has no run.json")
         elif patience.over:
             raise WaitTimeout(f"the run in {folder}", "begin", patience.waited_s)
         if once:
@@ -103,7 +103,7 @@ class RunWatch:
         """Show new lines, and return the run's state. Raises RunError if the folder is gone or cannot be read."""
 
         if not self.folder.is_dir():
-            raise RunError(f"{self.folder} is gone: somebody has moved or deleted it")
+            raise RunError(f"{self.folder} no longer exists: it was moved or deleted")
         now = standing(self.folder)  # before the lines: a run that has ended writes no more
         begun = (now.record["attempt"] if now.record is not None else None, _changed(self.folder))
         try:
@@ -147,7 +147,7 @@ def pause(view: LiveView) -> None:
     if output_ended():
         raise BrokenPipeError
     if view.failure is not None:
-        raise RunError(f"it cannot be shown here: {view.failure}; what was watched goes on") from view.failure
+        raise RunError(f"the view cannot be shown here: {view.failure}; the run or sweep continues") from view.failure
     sleep(_POLL_S)
 
 

@@ -170,7 +170,7 @@ def _diff(options: argparse.Namespace) -> int:
         if a.adapter != b.adapter:
             adapter, whole = folders if a.adapter else folders[::-1]
             raise ConfigError(
-                f"{adapter} holds a LoRA adapter and {whole} whole weights, which have nothing in common; merge the "
+                f"{adapter} holds a LoRA adapter and {whole} whole weights, which cannot be compared; merge the "
                 "adapter first: trinity-sync ckpt export PATH --merged --output DIR"
             )
         compared = compare(a, b, dtype=DTYPES[options.dtype], progress=report)
@@ -239,7 +239,7 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)?", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 0)) if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected one such as 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected one such as 5GB or 500MB")
     return size
 
 
@@ -309,5 +309,5 @@ def _summary(compared: list[TensorDifference], differing: list[TensorDifference]
         text += f"; {changed} of {elements} elements ({changed / elements:.2%})"
     both = [found for found in differing if found.a is not None and found.b is not None]
     if not cast and any(found.a.dtype != found.b.dtype for found in both if found.a and found.b):
-        text += "; dtypes differ: --dtype bf16 compares what explorers would hold"
+        text += "; dtypes differ: --dtype bf16 compares them as explorers would hold them"
     return text

@@ -336,7 +336,7 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
     if folder is None:
         return
     if folder.startswith("~"):
-        yield Problem(key, f"is {folder}, but '~' is nobody's home here; write the whole path")
+        yield Problem(key, f"is {folder}, but '~' cannot be expanded here; write the whole path")
         return
     nearest = Path(folder).absolute()
     while not os.access(nearest, os.F_OK):
@@ -361,7 +361,7 @@ def _check_task(get: Get) -> Iterator[Problem]:
         return
     path = task.get("path")
     if isinstance(path, str) and not Path(path).is_file():
-        yield Problem("task.path", f"is {path}, which is no file; name an existing one")
+        yield Problem("task.path", f"is {path}, which is not a file; name an existing one")
 
 
 _CHECKS: tuple[Check, ...] = (

@@ -61,7 +61,7 @@ def missing(name: str) -> str | None:
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return "it is no dotted name, such as my_package.my_module.MyClass"
+        return "it is not a dotted name such as my_package.my_module.MyClass"
     module: ModuleSpec | None = None
     for depth in range(1, len(parts) + 1):
         place = None if module is None else module.submodule_search_locations
@@ -108,7 +108,7 @@ def load_class(key: str, name: str, kind: type[T]) -> type[T]:
     """Import a subclass of `kind`, as `load` does. Raises ConfigError if it is not one."""
     found = load(key, name)
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"{key} is {name}, which is no subclass of {kind.__module__}.{kind.__name__}")
+        raise ConfigError(f"{key} is {name}, which is not a subclass of {kind.__module__}.{kind.__name__}")
     return found
 
 

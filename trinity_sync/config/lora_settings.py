@@ -131,8 +131,8 @@ def _read(path: str) -> Adapter:
         raise ConfigError(f"model.lora.path is {path}, whose {CONFIG_FILE} cannot be used: {error!r}") from error
     if kind != "LORA" or not all(type(one) is int and one > 0 for one in (rank, alpha)) or not targets:
         raise ConfigError(
-            f"model.lora.path is {path}, whose {CONFIG_FILE} is of no LoRA adapter: peft_type {kind}, r {rank}, "
-            f"lora_alpha {alpha}, target_modules {targets}"
+            f"model.lora.path is {path}, whose {CONFIG_FILE} is not that of a LoRA adapter: peft_type {kind}, r "
+            f"{rank}, lora_alpha {alpha}, target_modules {targets}"
         )
     if odd := not_plain(body):
         raise ConfigError(f"model.lora.path is {path}, an adapter with {', '.join(odd)}, which is not trained here")

@@ -143,7 +143,7 @@ def _folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Probl
         yield Problem("model.path", f"is {folder}, whose config.json cannot be read: {error}")
         return
     if not isinstance(config, Mapping):
-        yield Problem("model.path", f"is {folder}, whose config.json is no JSON object; it must be a model's config")
+        yield Problem("model.path", f"is {folder}, whose config.json is not a JSON object; name the folder of a model")
         return
     for name, fields in (("", config), ("text_config.", config.get("text_config"))):
         key = "max_position_embeddings"
@@ -250,7 +250,7 @@ def check_validation(get: Get) -> Iterator[Problem]:
         return
     path = task.validation.get("path")
     if path is not None and not Path(path).is_file():
-        yield Problem(f"{KEY}.path", f"is {path}, which is no file; name an existing one")
+        yield Problem(f"{KEY}.path", f"is {path}, which is not a file; name an existing one")
     many, temperature = get(f"{KEY}.samples_per_prompt"), get(f"{KEY}.temperature")
     if not by_loss and many > 1 and temperature == 0:
         yield Problem(
@@ -330,7 +330,7 @@ def check_vllm(get: Get) -> Iterator[Problem]:
             "are GPUs, make install EXTRAS=vllm in a checkout where there are none",
         )
     elif not installed.startswith(f"{TESTED}."):
-        yield Problem("explorer", f"is vllm, of which {installed} is installed; this works with {TESTED}")
+        yield Problem("explorer", f"is vllm, and vLLM {installed} is installed; supported: {TESTED}")
     for name in get("explorer.engine"):
         if name in OURS:
             yield Problem(f"explorer.engine.{name}", f"follows from {OURS[name]}; set that instead")
@@ -400,7 +400,7 @@ def _wrong_url(url: str | None) -> str | None:
     except ValueError as error:
         return f"is {url}: {error}; name the vLLM server, {_SUCH_AS}"
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        return f"is {url}, which is no address of a server; name one {_SUCH_AS}"
+        return f"is {url}, which is not the address of a server; name one {_SUCH_AS}"
     if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
         return f"is {url}; name the server's address only, {_SUCH_AS}"
     return None
@@ -490,7 +490,7 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
             if not 0 < length <= size - _LENGTH_BYTES:
-                raise _DamagedError(f"{file.name} is no safetensors file, or was cut: it has {size} bytes")
+                raise _DamagedError(f"{file.name} is not a safetensors file, or is truncated: it has {size} bytes")
             header = json.loads(opened.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         wanted = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)

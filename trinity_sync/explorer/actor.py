@@ -144,10 +144,8 @@ class Explorer:
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Load the newest version, unless it is loaded, then generate for prompts of several steps. An engine with
-        `takes_beside` loads further versions at the same time.
-
-        Raises:
-            LoadFailed: a load failed and the version before is lost; the next call repeats the load.
+        `takes_beside` loads further versions at the same time. Raises LoadFailed if a load failed and the version
+        before is lost; the next call repeats the load.
         """
         report = self._take_newest()
         if not self._engine.takes_beside:
@@ -279,10 +277,8 @@ class Follower:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for a running load and prevent the next in the block.
-
-        Raises:
-            LoadFailed: a load has destroyed the weights.
+        """Wait for a running load and prevent the next in the block. Raises LoadFailed if a load has destroyed the
+        weights.
         """
         with self._loading:
             if self._error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity_sync.config.lora_settings import adapter_of, travels
@@ -25,11 +26,11 @@ class ExplorerSpec:
     """
 
     member: RoundMember
-    engine: dict[str, object]
-    task: dict[str, object]
+    engine: Mapping[str, object]
+    task: Mapping[str, object]
     seed: int
     deterministic: bool
-    sync: dict[str, object]
+    sync: Mapping[str, object]
     verify: str
     timeout_s: float
     log_dir: str | None
@@ -42,9 +43,7 @@ class ExplorerSpec:
 
 def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
     """Make the spec that all explorers share, without a `member`."""
-    engine: dict[str, object] = {
-        name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL
-    } | {
+    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
         "model_path": model_path,
         "response_length": cfg.task["response_length"],
         "prompt_length": cfg.task.get("prompt_length"),

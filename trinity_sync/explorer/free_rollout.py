@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +25,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.metrics import Line, excerpt
-from trinity_sync.samples.position import GroupId
+from trinity_sync.samples.position import GroupId, SavedPosition
 from trinity_sync.samples.queue import GroupQueue, QueueRules, ReadyGroup, UpdateGroups
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import prompts_of
@@ -69,7 +69,7 @@ class FreeRollout:
         samples_per_prompt: int,
         judge: Judge,
         first: int,
-        position: Mapping[str, object] | None,
+        position: SavedPosition | None,
         timeout_s: float,
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
@@ -161,7 +161,7 @@ class FreeRollout:
                 "samples/explorers": float(len(self._alive)),
             }
 
-    def position(self) -> Mapping[str, object]:
+    def position(self) -> SavedPosition:
         """Return the position in the task's prompts, for a checkpoint of the last step."""
         with self._changed:
             return self._queue.position()

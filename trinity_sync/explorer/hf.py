@@ -217,10 +217,8 @@ def held_model(
     keep_fp32: Sequence[str] | None,
     weights: str | None,
 ) -> PreTrainedModel:
-    """Build the model that an engine holds.
-
-    Raises:
-        OSError, ValueError: transformers has no such model, or there are no weights.
+    """Build the model that an engine holds. Raises OSError, ValueError if transformers has no such model, or there are
+    no weights.
     """
     if weights is None:
         model = unfilled_model(
@@ -289,13 +287,8 @@ CHUNK_ELEMENTS = 1 << 23
 
 
 def uniforms(keys: torch.Tensor, position: int) -> torch.Tensor:
-    """Return one number per key, uniform in the open interval (0, 1): the middles of 2**52 equal cells.
-
-    Args:
-        keys: int64 of any shape and device, from `sequence_keys`.
-
-    Returns:
-        float64 of the same shape, on the same device.
+    """Return one number per key, uniform in the open interval (0, 1): the middles of 2**52 equal cells. `keys`: int64
+    of any shape and device, from `sequence_keys`. Returns float64 of the same shape, on the same device.
     """
     value = keys + _signed((position + 1) * GAMMA)
     for shift, factor in MIX:
@@ -316,13 +309,8 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 def inverse_cdf(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Return the token at which the cumulative softmax passes a number. Tokens of probability 0 are never chosen.
-
-    Args:
-        logits: float32 of shape (sequences, vocabulary); -inf for excluded tokens.
-        numbers: float64 of shape (sequences,), in (0, 1).
-
-    Returns:
-        int64 of shape (sequences,).
+    `logits`: float32 of shape (sequences, vocabulary); -inf for excluded tokens. `numbers`: float64 of shape
+    (sequences,), in (0, 1). Returns int64 of shape (sequences,).
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
@@ -358,11 +346,8 @@ class SeededSampler(LogitsProcessor):
         self._log_probs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores that are 0 for the chosen token and -inf for the others.
-
-        Args:
-            input_ids: int64 of shape (sequences, length so far).
-            scores: the model's logits, of shape (sequences, vocabulary).
+        """Return scores that are 0 for the chosen token and -inf for the others. `input_ids`: int64 of shape
+        (sequences, length so far). `scores`: the model's logits, of shape (sequences, vocabulary).
         """
         logits = scores.float()
         if self._temperature:

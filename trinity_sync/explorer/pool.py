@@ -174,11 +174,8 @@ class ExplorerPool:
             return SampleBatch.concatenate(batches).sorted()
 
     def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
-        """Have one explorer load the newest version and generate; see `Explorer.produce`. Any thread.
-
-        Raises:
-            LoadFailed: it could not load the newest version.
-            MemberDied: it is dead.
+        """Have one explorer load the newest version and generate; see `Explorer.produce`. Any thread. Raises
+        LoadFailed: it could not load the newest version. Raises MemberDied if it is dead.
         """
         began = time.time()
         try:
@@ -209,10 +206,8 @@ class ExplorerPool:
         self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
 
     def replace(self, name: str, why: Exception) -> bool:
-        """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on.
-
-        Returns:
-            False: no restart is left; the explorer is gone for good.
+        """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on. Returns False: no
+        restart is left; the explorer is gone for good.
         """
         while self._may_restart():
             self._on_fault(name, str(why))

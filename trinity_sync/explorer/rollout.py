@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 class RolloutData:
-    """The `Data` of a run whose explorers generate each step's batch from the task's prompts.
-
-    Args:
-        mode: the sync mode, by which they load.
-        group_filter: leaves out groups, in place of which further prompts are answered; None: keeps all.
+    """The `Data` of a run whose explorers generate each step's batch from the task's prompts. `mode`: the sync mode, by
+    which they load. `group_filter`: leaves out groups, in place of which further prompts are answered; None: keeps all.
     """
 
     def __init__(
@@ -93,10 +90,8 @@ class RolloutData:
 
 
 class NoData:
-    """The `Data` of `workload=bytes`: empty batches, and explorers that load each version.
-
-    Args:
-        mode: the sync mode, by which they load.
+    """The `Data` of `workload=bytes`: empty batches, and explorers that load each version. `mode`: the sync mode, by
+    which they load.
     """
 
     def __init__(self, pool: ExplorerPool, mode: Publisher) -> None:

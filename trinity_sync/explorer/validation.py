@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationSettings:
-    """When validations take place, and how samples are drawn.
-
-    Attributes:
-        temperature: 0 takes the most likely tokens.
-        at_a_time: samples of one request to all explorers together: as many as of a training step, so that
-            `explorer.timeout_s` fits both.
+    """When validations take place, and how samples are drawn. `temperature`: 0 takes the most likely tokens.
+    `at_a_time`: samples of one request to all explorers together: as many as of a training step, so that
+    `explorer.timeout_s` fits both.
     """
 
     times: ValidationTimes
@@ -53,12 +50,9 @@ def in_pieces(prompts: Sequence[Prompt], samples_per_prompt: int, at_a_time: int
 
 
 class Validation:
-    """Has all explorers answer the prompts, each its share, while training waits.
-
-    Args:
-        prompts: all of them, at least one.
-        pool: the explorers, which hold the version to be validated.
-        mode: the sync mode, by which a restarted explorer loads.
+    """Has all explorers answer the prompts, each its share, while training waits. `prompts`: all of them, at least one.
+    `pool`: the explorers, which hold the version to be validated. `mode`: the sync mode, by which a restarted explorer
+    loads.
     """
 
     def __init__(
@@ -163,11 +157,7 @@ class VersionValidations:
             return done
 
     def wait(self) -> None:
-        """Wait until no validation is open.
-
-        Raises:
-            BaseException: the error given to `fail`.
-        """
+        """Wait until no validation is open. Raises the error given to `fail`."""
         with self._changed:
             self._progress = time.monotonic()
             while self._waiting or self._running:
@@ -210,10 +200,8 @@ class VersionValidations:
             return step
 
     def run(self, name: str, step: int, progress: Callable[[], None]) -> None:
-        """Have an explorer validate the version that `hand_out` gave it; calls `progress` after each request.
-
-        Raises:
-            MemberDied, WaitTimeout: the explorer is lost; the validation waits for another.
+        """Have an explorer validate the version that `hand_out` gave it; calls `progress` after each request. Raises
+        MemberDied, WaitTimeout: the explorer is lost; the validation waits for another.
         """
         version, began = Version(self._attempt, step), time.monotonic()
         try:

@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.explorer.texts import Responses, SampleRequest, TextSettings
-from trinity_sync.explorer.vllm_base import VLLMBase, VLLMResponse, joined, sample_rows
+from trinity_sync.explorer.texts import (
+    Responses,
+    SampleRequest,
+    TextSettings,
+    VLLMBase,
+    VLLMResponse,
+    joined,
+    sample_rows,
+)
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.logs import OwnOutput
 from trinity_sync.host.origin import error_text
@@ -247,7 +254,7 @@ class VLLMEngine(VLLMBase):
 
         unknown = arguments.keys() - AsyncEngineArgs.__dataclass_fields__.keys()
         if unknown:
-            raise ConfigError(f"explorer.engine.{min(unknown)} is no argument of vLLM's AsyncEngineArgs")
+            raise ConfigError(f"explorer.engine.{min(unknown)} is not an argument of vLLM's AsyncEngineArgs")
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -14,8 +14,15 @@ from transformers import AutoConfig
 
 from trinity_sync.config.model_checks import TESTED
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.explorer.texts import Responses, SampleRequest, TextSettings
-from trinity_sync.explorer.vllm_base import VLLMBase, VLLMResponse, joined, sample_rows
+from trinity_sync.explorer.texts import (
+    Responses,
+    SampleRequest,
+    TextSettings,
+    VLLMBase,
+    VLLMResponse,
+    joined,
+    sample_rows,
+)
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.server import HttpControl, Json, Server, lock_server
@@ -199,7 +206,7 @@ class VLLMServerEngine(VLLMBase):
         return ConfigError(f"explorer.url: {self._server.who} {what}")
 
 
-def _important(config: Mapping[str, object]) -> dict[str, object]:
+def _important(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the fields of a model's config, and of the configs in it, that change what it computes."""
     return {
         str(name): _important(value) if isinstance(value, Mapping) else value

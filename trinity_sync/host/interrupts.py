@@ -25,10 +25,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object]
-_Replaced: TypeAlias = _Handler | int | None
+SignalHandler: TypeAlias = _Handler | int | None
 
 _seen = threading.Event()
-_replaced: list[tuple[object, dict[int, _Replaced]]] = []
+_replaced: list[tuple[object, dict[int, SignalHandler]]] = []
 """Our handlers, each with the replaced ones by signal."""
 _stop: threading.Event | None = None
 _wake: int | None = None

@@ -21,7 +21,7 @@ def place_problem(place: str) -> str | None:
     if not place.strip():
         return "is empty; name a folder or a URL, or null for none"
     if place.startswith("~"):
-        return f"is {place}, but '~' stands for nothing here; write the whole path"
+        return f"is {place}, but '~' is not expanded here; write the whole path"
     if "::" in place:
         return f"is {shown(place)}, a chain of file systems; name the one that keeps the files"
     protocol, separator, rest = place.partition("://")

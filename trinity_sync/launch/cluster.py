@@ -149,7 +149,7 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
-        raise ConfigError(f"cluster.address={address}: nobody answers there ({error})") from error
+        raise ConfigError(f"cluster.address={address}: there is no answer ({error})") from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.folder import recovery
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
 from trinity_sync.config import Config, RunConfig
-from trinity_sync.config.lora_settings import adapter_of
+from trinity_sync.config.lora_settings import Adapter, adapter_of
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until
@@ -46,15 +46,14 @@ from trinity_sync.launch.start import (
     run_mirror,
     written_places,
 )
-from trinity_sync.models.characters import check_vocabulary
 from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
 from trinity_sync.models.hub import check_named
+from trinity_sync.models.tokens import check_vocabulary
 from trinity_sync.tracking.events import RowsEvent
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder, holds_run, run_id
 from trinity_sync.tracking.trackers import Tracker, build_trackers
 from trinity_sync.trainer.algorithms.base import algorithm_of
-from trinity_sync.trainer.worker_spec import lora_fields
 from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE
 from trinity_sync.weights.slots import remove_stale
 
@@ -313,7 +312,7 @@ def check_beforehand(cfg: Config) -> None:
                 f"the adapter at model.lora.path has lora_dropout={adapter.dropout}: log-probs that are trained on "
                 f"differ from those of the explorers; 0 in its {CONFIG_FILE} turns it off"
             )
-        _check_adapter(cfg, lora_fields(adapter))
+        _check_adapter(cfg, adapter)
 
 
 def needed_processors(cfg: Config) -> int:
@@ -325,7 +324,7 @@ def _replicas(cfg: Config) -> int:
     return cfg.explorer.replicas if algorithm_of(cfg.algorithm).explores else 0
 
 
-def _check_adapter(cfg: Config, lora: Mapping[str, object]) -> None:
+def _check_adapter(cfg: Config, adapter: Adapter) -> None:
     """Check that the model, made without weights, has the layers for the adapter; print the layers that `all-linear`
     leaves out. Imports libraries that take seconds to load.
     """
@@ -353,7 +352,7 @@ def _check_adapter(cfg: Config, lora: Mapping[str, object]) -> None:
     except Exception as error:  # the config makes no sense, or the model's own code fails
         what, reason = "model.architecture" if path is None else f"model.path={path}", " ".join(str(error).split())
         raise ConfigError(f"{what}: no model can be made of it: {type(error).__name__}: {reason}") from error
-    layers = adapter_targets(model, lora, cfg.backend.strategy)
+    layers = adapter_targets(model, adapter, cfg.backend.strategy)
     if layers.left_out:
         _say(
             f"model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "

@@ -1,12 +1,12 @@
-"""A look at all rows of a task's file before a run starts: whether each has tokens, all of its characters do, and how
-many. What becomes of rows that are too long is `task.too_long`:
+"""Checks all rows of a task's file before a run starts: each row and each of its characters must have tokens.
+`task.too_long` decides about rows that are too long:
 
-- ``refuse``: the run does not start, and is told where the first is, how many there are, and how long the longest is;
+- ``refuse``: the run does not start; the error has the place of the first, their number, and the longest length;
 - ``filter``: they are left out;
 - ``truncate``: prompts lose their left end, pairs and conversations their right one.
 
-Rows that cannot be learnt from at all are always refused. A process of its own tokenises, so that the driver's need not
-load transformers; torch is not loaded there either.
+Rows without any trained token are always refused. A child process tokenises, so that the driver does not load
+transformers; the child does not load torch.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _LIMIT_S = 600.0
 
 
 class RowCounts(NamedTuple):
-    """What was found in the rows of a task.
+    """Counts of the rows of a task.
 
     Attributes:
-        rows: how many there are.
-        too_long: how many have more tokens than the settings or the model allow.
-        longest: tokens of the longest.
+        rows: number of rows.
+        too_long: number of rows with more tokens than the settings or the model allow.
+        longest: tokens of the longest row.
         policy: `task.too_long`.
     """
 
@@ -62,13 +62,12 @@ class RowCounts(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A task whose rows were looked through.
+    """A task whose rows were checked.
 
     Attributes:
-        task: of the run; None: it has none.
-        counts: what was found; None where its rows were not looked through: it has no file, or the model's tokenizer is
-            not to be had here.
-        validation: the prompts or rows that the run validates on, looked through likewise.
+        task: the run's task, if it has one.
+        counts: None if the rows were not checked: there is no file, or the tokenizer is not available here.
+        validation: the validation's prompts or rows, checked as well.
     """
 
     task: Any
@@ -94,15 +93,15 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScanRequest:
-    """What the child is to look at.
+    """The child's input.
 
     Attributes:
         task: the keys of `task`.
-        prompts: the rows are prompts; else pairs or conversations.
-        model_path: of the model; None: it is made from `architecture`.
+        prompts: whether the rows are prompts; otherwise pairs or conversations.
+        model_path: the model's folder; None: it is created from `architecture`.
         trust_remote_code: whether code that comes with the model may run.
         attention: as transformers names it.
-        vllm_on_cpu: whether explorers that are vLLM run there, as far as this machine can tell; None: there are none.
+        vllm_on_cpu: whether vLLM's explorers run on a CPU, judged by this machine; None: there are none.
         rows: places and rows.
     """
 
@@ -117,7 +116,7 @@ class _ScanRequest:
 
 
 class _Found(NamedTuple):
-    """The child's answer: numbers of the rows that are too long, from 0; and what is to be said of the model."""
+    """The child's answer: numbers of the rows that are too long, from 0, and notes about the model."""
 
     counts: RowCounts | None
     too_long: list[int]
@@ -147,14 +146,14 @@ def scanned_task(cfg: Config) -> Scanned:
 
 
 def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
-    """Tell where rows that are validated on are trained on, too."""
+    """Print a note about validation rows that are also trained on."""
     if not hasattr(task, "all_rows"):
         return
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         _note(
-            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are in the "
-            f"task{_named(cfg.task)}, too, the first of them {shared[0]}: the validation is not of new ones alone"
+            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are also in "
+            f"the task{_named(cfg.task)}, the first of them {shared[0]}: the validation does not use new rows only"
         )
 
 
@@ -164,9 +163,7 @@ def _named(node: Any) -> str:
 
 
 def _look_through(settings: Config, task: Any, path: str | None) -> RowCounts | None:
-    """Look at the model, look through the rows of a task that was built of the settings, with the file at a path, and
-    have it leave out what it is to.
-    """
+    """Check the model and the rows of a task with a file, and let the task leave out rows by its policy."""
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     explores = algorithm_of(settings.algorithm).explores
@@ -241,7 +238,7 @@ def _ask(request: _ScanRequest, path: str) -> _Found | _UnreadableModel:
             return _answer(child.channel, path, len(request.rows))
         except (EOFError, OSError) as error:
             status = child.status(1)
-            raise RunError(f"the process that looks through the rows of {path} has ended ({status})") from error
+            raise RunError(f"the process that checks the rows of {path} has ended ({status})") from error
 
 
 def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel:
@@ -255,7 +252,7 @@ def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel
         if time.monotonic() - told > _TELL_S and message < rows:
             told = time.monotonic()
             _note(f"looking through {path}: {message} of {rows} rows")
-    raise RunError(f"the process that looks through the rows of {path} said nothing for {_LIMIT_S:.0f} s")
+    raise RunError(f"the process that checks the rows of {path} did not report for {_LIMIT_S:.0f} s")
 
 
 # ---- the child
@@ -371,7 +368,7 @@ def _tokens(request: _ScanRequest) -> ModelTokens:
 
 
 def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
-    """What the policy makes of rows of so many tokens."""
+    """Apply the policy to rows with these lengths in tokens."""
     policy = request.task.get("too_long", "refuse")
     limit = encoder.limit
     too_long = [number for number, length in enumerate(lengths) if limit is not None and length > limit]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trinity_sync.samples.advantages import GroupFilter, Judge
     from trinity_sync.samples.batch import PairBatch
     from trinity_sync.samples.metrics import ValidationTimes
-    from trinity_sync.samples.position import Numbering
+    from trinity_sync.samples.position import Numbering, SavedPosition
     from trinity_sync.samples.record import Prompt
     from trinity_sync.sync.base import Publisher
     from trinity_sync.tasks.encoding import PairEncoder
@@ -293,11 +293,11 @@ def _numbering(start: Start, count: int, key: str, task: object, by_number: str)
     return going_on.numbering
 
 
-def _saved(start: Start) -> Mapping[str, Any] | None:
+def _saved(start: Start) -> SavedPosition | None:
     """Return the position in the data that the first checkpoint of the run has saved, if any."""
     from trinity_sync.trainer.full_saves import driver_state
 
-    return None if start.folder is None else driver_state(start.folder, "data")
+    return None if start.folder is None else cast("SavedPosition | None", driver_state(start.folder, "data"))
 
 
 def _tell_inexact(start: Start, before: int, key: str, task: object, by_number: str) -> None:

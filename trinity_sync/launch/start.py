@@ -216,7 +216,7 @@ def _advised() -> Iterator[None]:
         ) from error
     except NewerFormatError as error:
         raise ConfigError(
-            f"{error}. Nothing was changed. Go on with that version, or start a new run from an older checkpoint: "
+            f"{error}. Nothing was changed. Use that version, or start a new run from an older checkpoint: "
             "checkpoint.resume_from=.../global_step_N"
         ) from error
 
@@ -240,7 +240,7 @@ def _check_given(cfg: Config, folder: Path) -> tuple[int, bool]:
     key = "checkpoint.resume_from"
     step = step_of(folder.resolve().name)
     if not folder.is_dir() or step is None:
-        raise ConfigError(f"{key}={folder} is no step folder; name one such as RUN/checkpoints/global_step_20")
+        raise ConfigError(f"{key}={folder} is not a step folder; name one such as RUN/checkpoints/global_step_20")
     report = catalog.verify(folder)
     if report.state == "no_manifest":
         with _as_config_error(key):
@@ -284,13 +284,14 @@ def _check_engine(cfg: Config, path: Path, backend: str, world_size: int) -> boo
     option = backend_option(cfg.backend)
     if backend not in option.reads and not option.takes_weights:
         raise ConfigError(
-            f"{path} was saved by backend={backend}, of which backend={option.strategy} takes nothing; go on with "
-            f"backend={backend}, or with a checkpoint that backend={option.strategy} saved"
+            f"{path} was saved by backend={backend}, which backend={option.strategy} cannot read; resume with "
+            f"backend={backend}, or from a checkpoint that backend={option.strategy} saved"
         )
     if backend not in option.reads:
         print(
             f"note: {path} was saved by backend={backend}, this run goes on with backend={option.strategy}: with the "
-            "same weights and at the same place in the learning-rate schedule, but the optimizer's averages begin anew",
+            "same weights and at the same place in the learning-rate schedule, but the optimizer's averages start at "
+            "zero",
             file=sys.stderr,
         )
         return False

@@ -43,11 +43,7 @@ class AdapterLayers:
 
 
 def adapter_layers(model: PreTrainedModel, targets: str | Sequence[str], *, saved: bool = False) -> AdapterLayers:
-    """Return the layers of a model that get an adapter.
-
-    Args:
-        model: of transformers; may be on the meta device.
-    """
+    """Return the layers of a model that get an adapter. `model`: of transformers; may be on the meta device."""
     found, left_out = _Modules(model), list[str]()
     if targets == ALL_LINEAR:
         chosen, left_out = found.default()

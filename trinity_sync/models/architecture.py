@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.characters import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 from trinity_sync.models.families import auto_class
+from trinity_sync.models.tokens import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 
 if TYPE_CHECKING:
     import torch

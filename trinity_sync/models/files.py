@@ -102,7 +102,7 @@ class ModelFiles:
         return replace(self, contents={**self.contents, CONFIG: text.encode()})
 
     @property
-    def config(self) -> dict[str, object]:
+    def config(self) -> Mapping[str, object]:
         """The contents of config.json; a `ConfigError` if it is missing or not a JSON object."""
         try:
             body = json.loads(self.contents[CONFIG].decode())

@@ -18,8 +18,8 @@ INDEX = "model.safetensors.index.json"
 class IndexedFile:
     """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`."""
 
-    def __init__(self, path: str | os.PathLike[str], *settings: Any, **named: Any) -> None:
-        self._opened = safe_open(path, *settings, **named)
+    def __init__(self, path: str | os.PathLike[str], framework: str, **settings: str) -> None:
+        self._opened = safe_open(path, framework, **settings)
         self._name = Path(path).name
         try:
             files = index_of(Path(path).parent) or {}
@@ -43,10 +43,8 @@ class IndexedFile:
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by the folder's index; None: there is no index.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
+    """Return the file of each tensor by the folder's index; None: there is no index. Raises OSError, ValueError: it
+    cannot be read.
     """
     try:
         found = (folder / INDEX).stat()

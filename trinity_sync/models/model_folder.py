@@ -34,10 +34,8 @@ class LeftOutNames(NamedTuple):
 
 
 def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -> LeftOutNames:
-    """Return names of the tensors of a folder that are in no version.
-
-    Args:
-        model: made from the folder's config, on the meta device.
+    """Return names of the tensors of a folder that are in no version. `model`: made from the folder's config, on the
+    meta device.
     """
     stored = _stored(folder)
     frozen = tower(model)

@@ -40,7 +40,7 @@ _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-def read_shapes(shapes: str) -> dict[str, object]:
+def read_shapes(shapes: str) -> Mapping[str, object]:
     """Read a model's config, given a name in `published/` or the path of a config.json (`model.shapes`)."""
     published = {file.stem: file for file in _PUBLISHED.glob("*.json")}
     path = published.get(shapes, Path(shapes))
@@ -58,12 +58,9 @@ def read_shapes(shapes: str) -> dict[str, object]:
     return fields
 
 
-def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, object], dict[str, object]]:
+def cut(fields: Mapping[str, object], layers: int | None) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Complete the fields of a config (from `read_shapes`), and cut its language model to the first `layers` (None:
-    all).
-
-    Returns:
-        The fields of the whole model and of the cut one.
+    all). Returns the fields of the whole model and of the cut one.
     """
     from transformers import CONFIG_MAPPING
 
@@ -76,7 +73,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, obj
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
-    whole: dict[str, object] = config.to_dict()
+    whole = config.to_dict()
     whole.pop("auto_map", None)
     if (architecture := made_class(whole)) is None:
         raise ConfigError(
@@ -135,11 +132,8 @@ def lora_of(folder: Path) -> LoraShape | None:
 
 
 def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrainedModel:
-    """Make a model with unfilled weights from the config.json in a folder.
-
-    Args:
-        dtype: of its weights, None for the config's own.
-        device: of its weights; ``"meta"`` for none.
+    """Make a model with unfilled weights from the config.json in a folder. `dtype`: of its weights, None for the
+    config's own. `device`: of its weights; ``"meta"`` for none.
     """
     return _made(model_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
 

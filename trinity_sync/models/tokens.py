@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 
 _FILES = ("generation_config.json", "config.json")
 _PROBES = ("0", "a", " a")
@@ -72,23 +74,25 @@ class ModelTokens:
 
 
 def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
-    """Read the tokens of a model: a folder in Hugging Face format, or a hub id.
-
-    Raises:
-        OSError, ValueError: it is not here, and the hub does not give it.
+    """Read the tokens of a model: a folder in Hugging Face format, or a hub id. Raises OSError, ValueError if it is not
+    here, and the hub does not give it.
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    def read(kind: Any, file: str) -> Any:
+    @contextmanager
+    def reading(file: str) -> Iterator[None]:
         try:
-            return kind.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            yield
         except Exception as error:
             if isinstance(error, OSError | ValueError) and not Path(model_path).is_dir():
                 raise
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path}: its {file} cannot be read: {reason}") from error
 
-    config, tokenizer = read(AutoConfig, "config.json"), read(AutoTokenizer, "tokenizer")
+    with reading("config.json"):
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    with reading("tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if tokenizer.is_fast and not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
         # without files transformers makes one of the special tokens of the model's family
         raise ConfigError(f"model.path={model_path}: its tokenizer has no tokens; copy all of its files there")
@@ -130,7 +134,7 @@ def _appended(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _fields(model_path: str, name: str) -> dict[str, object]:
+def _fields(model_path: str, name: str) -> Mapping[str, object]:
     """Return the fields of a file of the model; empty if it is missing or cannot be read."""
     from transformers.utils.hub import cached_file
 
@@ -147,3 +151,23 @@ def _ends(fields: Mapping[str, object]) -> Iterator[object]:
     for part in (fields, text if isinstance(text, Mapping) else {}):
         ends = part.get("eos_token_id")
         yield from ends if isinstance(ends, list) else [ends]
+
+
+# The characters of the tokenizer of a model made from `model.architecture`.
+
+
+SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
+"""Tokens 0, 1 and 2; one character each, so that a response always has as many characters as tokens."""
+CHARACTERS = "0123456789=+-*,;<>?:#%"
+"""Tokens 3 and following."""
+UNUSED = 0xE000
+"""Tokens after the characters are private-use characters: this code point plus the token's number."""
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Raise a `ConfigError` if a vocabulary has no room for the characters."""
+    needed = len(SPECIAL) + len(CHARACTERS)
+    if vocab_size < needed:
+        raise ConfigError(
+            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {needed}"
+        )

@@ -40,26 +40,16 @@ def write_report(folder: str | os.PathLike[str] | Run | Sweep) -> Path:
 
 
 def render_table(folder: str | os.PathLike[str] | Run | Sweep, width: int | None = None) -> str:
-    """Render the main figures of a run, or the comparison of a sweep, as plain text.
-
-    Args:
-        folder: the folder of the run or sweep, or what `load` read from it.
-        width: columns; those of the terminal by default.
-
-    Raises:
-        ConfigError: the folder has neither a run nor a sweep.
+    """Render the main figures of a run, or the comparison of a sweep, as plain text. `folder`: the folder of the run or
+    sweep, or what `load` read from it. `width`: columns; those of the terminal by default. Raises ConfigError: the
+    folder has neither a run nor a sweep.
     """
     return terminal_tables.render(_read(folder), width)
 
 
 def render_json(folder: str | os.PathLike[str] | Run | Sweep) -> str:
-    """Render the summary of a run, or the comparison of a sweep, as indented JSON.
-
-    Args:
-        folder: the folder of the run or sweep, or what `load` read from it.
-
-    Raises:
-        ConfigError: the folder has neither a run nor a sweep.
+    """Render the summary of a run, or the comparison of a sweep, as indented JSON. `folder`: the folder of the run or
+    sweep, or what `load` read from it. Raises ConfigError if the folder has neither a run nor a sweep.
     """
     return json.dumps(plain(terminal_tables.to_json(_read(folder))), indent=2, ensure_ascii=False, allow_nan=False)
 

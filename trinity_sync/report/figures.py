@@ -199,17 +199,9 @@ COLUMNS = (
     ),
     _column("not_training", "Not training", "share of a step that is not training", _not_training, text=_percent),
     _column(
-        "blocked_s",
-        "Blocked",
-        "the trainer, per version published",
-        _each(PublishEvent, lambda event: event.blocked_s),
+        "blocked_s", "Blocked", "the trainer, per version published", _each(PublishEvent, lambda event: event.blocked_s)
     ),
-    _column(
-        "publish_s",
-        "Publish",
-        "until a version is committed",
-        _each(PublishEvent, lambda event: event.total_s),
-    ),
+    _column("publish_s", "Publish", "until a version is committed", _each(PublishEvent, lambda event: event.total_s)),
     _column(
         "load_s",
         "Load",
@@ -223,12 +215,7 @@ COLUMNS = (
         "the trainer, per checkpoint",
         _each(CommitEvent, lambda event: event.blocked_s),
     ),
-    _column(
-        "save_s",
-        "Save",
-        "until a checkpoint is committed",
-        _each(CommitEvent, lambda event: event.total_s),
-    ),
+    _column("save_s", "Save", "until a checkpoint is committed", _each(CommitEvent, lambda event: event.total_s)),
     _column(
         "bytes_moved",
         "Moved",

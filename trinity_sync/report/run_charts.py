@@ -153,30 +153,10 @@ def latencies(run: Run) -> Markup:
     """Draw the times of each publish and load."""
     return charts.line_chart(
         [
-            Series(
-                name="publish: trainer blocked",
-                points=run.measured(PublishEvent, lambda event: event.blocked_s),
-                colour=0,
-                style="dots",
-            ),
-            Series(
-                name="publish: until committed",
-                points=run.measured(PublishEvent, lambda event: event.total_s),
-                colour=2,
-                style="dots",
-            ),
-            Series(
-                name="load: explorer paused",
-                points=run.measured(LoadEvent, lambda event: event.paused_s),
-                colour=1,
-                style="dots",
-            ),
-            Series(
-                name="load: until checked",
-                points=run.measured(LoadEvent, lambda event: event.total_s),
-                colour=3,
-                style="dots",
-            ),
+            _dots("publish: trainer blocked", run.measured(PublishEvent, lambda event: event.blocked_s), 0),
+            _dots("publish: until committed", run.measured(PublishEvent, lambda event: event.total_s), 2),
+            _dots("load: explorer paused", run.measured(LoadEvent, lambda event: event.paused_s), 1),
+            _dots("load: until checked", run.measured(LoadEvent, lambda event: event.total_s), 3),
         ],
         label="Seconds of each publish and load by version",
         x_label="version",
@@ -189,16 +169,10 @@ def latencies(run: Run) -> Markup:
 
 def moved(run: Run) -> Markup:
     """Draw the bytes of each version, whole and as moved."""
+    whole = run.measured(PublishEvent, lambda event: event.bytes_full)
+    sent = run.measured(PublishEvent, lambda event: event.bytes_moved)
     return charts.line_chart(
-        [
-            Series(
-                name="whole version",
-                points=run.measured(PublishEvent, lambda event: event.bytes_full),
-                colour=6,
-                dash=1,
-            ),
-            Series(name="moved", points=run.measured(PublishEvent, lambda event: event.bytes_moved), colour=0),
-        ],
+        [Series(name="whole version", points=whole, colour=6, dash=1), Series(name="moved", points=sent, colour=0)],
         label="Bytes of each version",
         x_label="version",
         y_format=units.size,
@@ -211,18 +185,8 @@ def saves(run: Run) -> Markup:
     """Draw the times of each checkpoint."""
     return charts.line_chart(
         [
-            Series(
-                name="trainer blocked",
-                points=run.measured(CommitEvent, lambda event: event.blocked_s),
-                colour=0,
-                style="dots",
-            ),
-            Series(
-                name="until committed",
-                points=run.measured(CommitEvent, lambda event: event.total_s),
-                colour=2,
-                style="dots",
-            ),
+            _dots("trainer blocked", run.measured(CommitEvent, lambda event: event.blocked_s), 0),
+            _dots("until committed", run.measured(CommitEvent, lambda event: event.total_s), 2),
         ],
         label="Seconds of each checkpoint by step",
         y_format=units.seconds,

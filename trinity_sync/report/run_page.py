@@ -104,77 +104,45 @@ def _chosen(run: Run, group: str) -> str | None:
 def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
     """Return the key figures: label, value, and a line of detail."""
     summary, sync, saved = run.summary, run.summary["sync"], run.summary["checkpoint"]
-    total = run.total_steps
-    reached = steps_to(run)
-    wrong = sync["mismatched"]
-    step_times = _gaps(run)
+    step_times, reached, wrong = _gaps(run), steps_to(run), sync["mismatched"]
+    done = str(summary["steps"]) if run.total_steps is None else f"{summary['steps']} of {run.total_steps}"
+    each = f"{units.seconds(sorted(step_times)[len(step_times) // 2])} each, median" if step_times else None
+    course = f"from {units.number(summary['reward_first'])}"
+    course += f", {TARGET_REWARD} at step {reached}" if reached is not None else ""
     items: list[tuple[str, str, str | None]] = [
-        (
-            "Steps",
-            f"{summary['steps']} of {total}" if total is not None else str(summary["steps"]),
-            f"{units.seconds(sorted(step_times)[len(step_times) // 2])} each, median" if step_times else None,
-        ),
-        (
-            "Reward",
-            units.number(summary["reward_last"], "none"),
-            f"from {units.number(summary['reward_first'])}"
-            + (f", {TARGET_REWARD} at step {reached}" if reached is not None else "")
-            if summary["reward_last"] is not None
-            else None,
-        ),
-        *(
-            [
-                (
-                    "Validation",
-                    units.number(validated["last"]),
-                    f"from {units.number(validated['first'])}, {units.number(validated['best'])} at step "
-                    f"{validated['best_step']}",
-                )
-            ]
-            if (validated := summary["validation"]) is not None
-            else []
-        ),
-        *(
-            [("Failed rewards", str(failed), "responses that could not be judged")]
-            if (failed := summary["failed_rewards"])
-            else []
-        ),
-        (
-            "Versions",
-            str(sync["versions"]),
-            f"{sync['loads']} loads by {units.plural(len(sync['explorers']), 'explorer')}",
-        ),
+        ("Steps", done, each),
+        ("Reward", units.number(summary["reward_last"], "none"), None if summary["reward_last"] is None else course),
+    ]
+    if (validated := summary["validation"]) is not None:
+        first, best = units.number(validated["first"]), units.number(validated["best"])
+        course = f"from {first}, {best} at step {validated['best_step']}"
+        items.append(("Validation", units.number(validated["last"]), course))
+    if failed := summary["failed_rewards"]:
+        items.append(("Failed rewards", str(failed), "responses that could not be judged"))
+    whole = None if sync["bytes_full"] is None else f"of {units.size(sync['bytes_full'])}{_saving(sync)}"
+    loads = f"{sync['loads']} loads by {units.plural(len(sync['explorers']), 'explorer')}"
+    items += [
+        ("Versions", str(sync["versions"]), loads),
         ("Blocked by publish", *_spread(sync["publish"]["blocked_s"])),
         ("Load", *_spread(sync["load"]["total_s"])),
-        (
-            "Moved per version",
-            units.size(sync["bytes_moved"], "none"),
-            f"of {units.size(sync['bytes_full'])}{_saving(sync)}" if sync["bytes_full"] is not None else None,
-        ),
-        *(
-            [
-                (
-                    "Mismatch",
-                    units.number(mismatch["k3_kl"]),
-                    f"nats a token (k3); log-probs differ by {units.number(mismatch['log_prob_abs_diff'])}, "
-                    f"{units.number(mismatch['log_prob_abs_diff_max'])} at most",
-                )
-            ]
-            if (mismatch := summary["mismatch"])["k3_kl"] is not None
-            else []
-        ),
-        *(
-            [("Share of the model", f"{100 * shapes['share']:.3g} %", f"{shapes['gb_s'] or 0:.3g} GB/s")]
-            if (shapes := summary["shapes"]) is not None
-            else []
-        ),
+        ("Moved per version", units.size(sync["bytes_moved"], "none"), whole),
+    ]
+    if (mismatch := summary["mismatch"])["k3_kl"] is not None:
+        mean, most = (units.number(mismatch[name]) for name in ("log_prob_abs_diff", "log_prob_abs_diff_max"))
+        detail = f"nats a token (k3); log-probs differ by {mean}, {most} at most"
+        items.append(("Mismatch", units.number(mismatch["k3_kl"]), detail))
+    if (shapes := summary["shapes"]) is not None:
+        items.append(("Share of the model", f"{100 * shapes['share']:.3g} %", f"{shapes['gb_s'] or 0:.3g} GB/s"))
+    compared = "all match" if not wrong else f"{wrong} wrong"
+    return [
+        *items,
         ("Checkpoints kept", str(len(saved["kept"])), f"{saved['commits']} saved, {saved['pruned']} pruned"),
         ("Blocked by save", *_spread(saved["blocked_s"])),
-        ("Digests", "all match" if not wrong else f"{wrong} wrong", "trainer, explorers, checkpoints")
+        ("Digests", compared, "trainer, explorers, checkpoints")
         if summary["digests"]
         else ("Digests", "not checked", None),
+        *((f"Peak, {role}", units.size(peak), None) for role, peak in summary["peak_memory"].items()),
     ]
-    return items + [(f"Peak, {role}", units.size(peak), None) for role, peak in summary["peak_memory"].items()]
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:

@@ -9,13 +9,12 @@ from dataclasses import asdict
 from itertools import zip_longest
 
 from trinity_sync.report import run_charts
-from trinity_sync.report.agreement import agreement
 from trinity_sync.report.charts import RULE, Mark, thin
 from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail
 from trinity_sync.report.run_charts import Point
 from trinity_sync.report.run_data import TARGET_REWARD, Run, Sweep, steps_to
 from trinity_sync.report.run_page import facts
-from trinity_sync.report.sweep_page import SweepRow, compare
+from trinity_sync.report.sweep_page import SweepRow, agreement, compare
 from trinity_sync.tracking import units
 from trinity_sync.tracking.run_end import closing_lines, lay_out
 
@@ -146,7 +145,7 @@ def to_json(found: Run | Sweep) -> Mapping[str, object]:
     }
 
 
-def _row(row: SweepRow) -> dict[str, object]:
+def _row(row: SweepRow) -> Mapping[str, object]:
     return {
         "settings": row.settings,
         "jobs": row.jobs,
@@ -158,7 +157,7 @@ def _row(row: SweepRow) -> dict[str, object]:
     }
 
 
-def _job(row: SweepRow) -> dict[str, object]:
+def _job(row: SweepRow) -> Mapping[str, object]:
     (run,) = row.runs
     return {
         "job": run.path.name,
@@ -175,7 +174,7 @@ def _job(row: SweepRow) -> dict[str, object]:
     }
 
 
-def _figure_json(key: str, one: Figure) -> dict[str, object]:
+def _figure_json(key: str, one: Figure) -> Mapping[str, object]:
     values = asdict(one)
     tail = values.pop("tail")
     return values if tail is None else {**values, BY_KEY[key].tail: tail}

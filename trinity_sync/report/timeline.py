@@ -167,11 +167,8 @@ def _notes(run: Run) -> list[str]:
 
 
 def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) -> Iterator[Window]:
-    """Choose the steps to show: the last ones, and the slowest one before them.
-
-    Args:
-        since: the beginning of the newest attempt, in Unix seconds. A window shows one attempt only, since days may lie
-            between two.
+    """Choose the steps to show: the last ones, and the slowest one before them. `since`: the beginning of the newest
+    attempt, in Unix seconds. A window shows one attempt only, since days may lie between two.
     """
     steps = [span for span in lanes.get(TRAINER, []) if span.what == "step"]
     if not steps:
@@ -457,7 +454,7 @@ def _times(event: Event, took: float | None, began: float | None = None) -> Iter
         yield (event.time - took if began is None else began), took
 
 
-def _facts(**values: object) -> dict[str, object]:
+def _facts(**values: object) -> Mapping[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -21,12 +21,8 @@ _EPSILON = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
     """The penalty on long responses (Yu et al., "DAPO", 2025), as in verl's reward manager of that name: 0 up to
-    `longest - buffer` tokens, then linear, and `penalty` at `longest`.
-
-    Attributes:
-        longest: tokens of the longest response.
-        buffer: tokens over which the penalty grows, at least 1.
-        penalty: of a response of `longest` tokens.
+    `longest - buffer` tokens, then linear, and `penalty` at `longest`. `longest`: tokens of the longest response.
+    `buffer`: tokens over which the penalty grows, at least 1. `penalty`: of a response of `longest` tokens.
     """
 
     longest: int
@@ -48,11 +44,8 @@ def group_advantages(
     `torch.std` and verl. A group of equal rewards, or of one sample, gets exactly 0. A sample without a reward gets
     exactly 0 and does not count for its group.
 
-    Args:
-        normalise: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025).
-
-    Returns:
-        float64 of shape (samples,), in the order of the batch.
+    `normalise`: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025). Returns
+    float64 of shape (samples,), in the order of the batch.
     """
     if overlong is not None:
         batch = replace(batch, rewards=batch.rewards - overlong.penalties(batch.response_lengths))
@@ -68,9 +61,7 @@ def group_advantages(
 
 def relative_rewards(batch: SampleBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
     """Subtract the reward of one sample of each group, so that equal rewards give exact zeros, without rounding.
-
-    Returns:
-        For each sample the difference (0 without a reward), whether it has a reward, and the number of its group.
+    Returns for each sample the difference (0 without a reward), whether it has a reward, and the number of its group.
     """
     _, group = batch.groups()
     judged = ~np.isnan(batch.rewards)
@@ -88,11 +79,8 @@ KEYS = "algorithm.filter_groups"
 
 @dataclass(frozen=True)
 class Drawn:
-    """Everything drawn for a step that trains on a part of it.
-
-    Attributes:
-        samples: of all groups, those of the batch included.
-        surplus: other groups that are not in the batch.
+    """Everything drawn for a step that trains on a part of it. `samples`: of all groups, those of the batch included.
+    `surplus`: other groups that are not in the batch.
     """
 
     samples: SampleBatch
@@ -104,10 +92,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice among the groups drawn for a step.
-
-    Attributes:
-        used: prompts used up; the next step answers those after them again.
+    """The choice among the groups drawn for a step. `used`: prompts used up; the next step answers those after them
+    again.
     """
 
     batch: SampleBatch
@@ -159,10 +145,8 @@ class GroupFilter:
         return batch.rewards
 
     def choose(self, step: int, drawn: SampleBatch) -> Chosen | None:
-        """Choose the first groups with a difference, in the order of their prompts.
-
-        Returns:
-            None: there are too few, and more may be drawn.
+        """Choose the first groups with a difference, in the order of their prompts. Returns None: there are too few,
+        and more may be drawn.
         """
         _, group = drawn.groups()
         differs = self.differing(drawn)

@@ -18,11 +18,8 @@ from trinity_sync.samples.record import Sample
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Token sequences of different lengths, end to end.
-
-    Attributes:
-        ids: int32, all tokens.
-        offsets: int64 of shape (rows + 1,); row i is ``ids[offsets[i]:offsets[i + 1]]``.
+    """Token sequences of different lengths, end to end. `ids`: int32, all tokens. `offsets`: int64 of shape (rows +
+    1,); row i is ``ids[offsets[i]:offsets[i + 1]]``.
     """
 
     ids: NDArray[np.int32]
@@ -226,10 +223,8 @@ class SampleBatch:
         return self.prompt_rows.lengths[self.prompt_of] + self.responses.lengths
 
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Group the samples by step and prompt.
-
-        Returns:
-            The first sample of each group, in the order of step and prompt, and each sample's group in that order.
+        """Group the samples by step and prompt. Returns the first sample of each group, in the order of step and
+        prompt, and each sample's group in that order.
         """
         pairs = np.stack([self.steps, self.prompts], axis=1)
         _, firsts, group = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
@@ -251,11 +246,8 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Prompts and responses of supervised training, by column.
-
-    Attributes:
-        prompt_rows, responses: tokens, one row per pair.
-        learnt: bool, marks the tokens of `responses` that count.
+    """Prompts and responses of supervised training, by column. `prompt_rows`, `responses`: tokens, one row per pair.
+    `learnt`: bool, marks the tokens of `responses` that count.
     """
 
     prompt_rows: TokenRows
@@ -325,11 +317,8 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class VersionSpans:
-    """The spans of many samples, those of one sample end to end; at least one each.
-
-    Attributes:
-        rows: int64 of shape (spans, 3), see `Span`.
-        offsets: int64 of shape (samples + 1,); sample i has ``rows[offsets[i]:offsets[i + 1]]``.
+    """The spans of many samples, those of one sample end to end; at least one each. `rows`: int64 of shape (spans, 3),
+    see `Span`. `offsets`: int64 of shape (samples + 1,); sample i has ``rows[offsets[i]:offsets[i + 1]]``.
     """
 
     rows: NDArray[np.int64]

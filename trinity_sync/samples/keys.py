@@ -21,14 +21,8 @@ _MASK = (1 << 64) - 1
 
 
 def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
-    """Compute children of keys in the tree.
-
-    Args:
-        key: unsigned 64-bit keys.
-        number: the number of the child of each key, at least 0; broadcast against `key`.
-
-    Returns:
-        uint64 keys of the broadcast shape, at least one-dimensional.
+    """Compute children of keys in the tree. `key`: unsigned 64-bit keys. `number`: the number of the child of each key,
+    at least 0; broadcast against `key`. Returns uint64 keys of the broadcast shape, at least one-dimensional.
     """
     state = np.atleast_1d(np.asarray(key, np.uint64))
     value: NDArray[np.uint64] = state + (np.atleast_1d(np.asarray(number, np.uint64)) + np.uint64(1)) * np.uint64(GAMMA)
@@ -39,13 +33,9 @@ def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
 
 
 def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]:
-    """Compute the keys at the ends of paths through the tree, from a root that the seed gives.
-
-    Args:
-        numbers: the further steps of the path, each an integer or an array of integers, broadcast against each other.
-
-    Returns:
-        uint64 keys of the broadcast shape, at least one-dimensional.
+    """Compute the keys at the ends of paths through the tree, from a root that the seed gives. `numbers`: the further
+    steps of the path, each an integer or an array of integers, broadcast against each other. Returns uint64 keys of the
+    broadcast shape, at least one-dimensional.
     """
     key = child(np.uint64(seed & _MASK), int(purpose))
     for number in numbers:

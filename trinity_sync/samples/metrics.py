@@ -134,12 +134,9 @@ def excerpt(
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTimes:
-    """The steps whose versions are validated.
-
-    Attributes:
-        interval: steps between validations, 0 for the last step only.
-        last: the run's last step, which is always validated.
-        at_start: whether the weights at the start of the run are validated.
+    """The steps whose versions are validated. `interval`: steps between validations, 0 for the last step only. `last`:
+    the run's last step, which is always validated. `at_start`: whether the weights at the start of the run are
+    validated.
     """
 
     interval: int

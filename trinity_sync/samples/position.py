@@ -4,9 +4,9 @@ on with the next ones. For both schedules, and for pairs as for prompts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 
 class GroupId(NamedTuple):
@@ -17,11 +17,7 @@ class GroupId(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """The prompts of each step.
-
-    Attributes:
-        first: number of its first prompt in the order of the data, from 0.
-    """
+    """The prompts of each step. `first`: number of its first prompt in the order of the data, from 0."""
 
     step: int
     first: int
@@ -45,13 +41,18 @@ class Numbering(NamedTuple):
         return self if used == self.per_step else Numbering(step + 1, self.first_of(step) + used, self.per_step)
 
 
+class SavedPosition(TypedDict):
+    """A `Position` as JSON values."""
+
+    groups_per_step: int
+    next: Sequence[int]
+    waiting: Sequence[Sequence[int]]
+    numbered_from: NotRequired[Sequence[int]]  # earlier releases did not save it
+
+
 @dataclass(frozen=True)
 class Position:
-    """The position of a run in its data.
-
-    Attributes:
-        waiting: prompts given out before and not trained on yet, ascending.
-    """
+    """The position of a run in its data. `waiting`: prompts given out before and not trained on yet, ascending."""
 
     numbering: Numbering
     next: GroupId
@@ -63,7 +64,7 @@ class Position:
         return cls(Numbering(1, 0, count), GroupId(step, 0))
 
     @classmethod
-    def of_json(cls, saved: Mapping[str, Any]) -> Position:
+    def of_json(cls, saved: SavedPosition) -> Position:
         """Read the JSON values of `to_json`, also of releases that did not save the numbering."""
         step, first = saved.get("numbered_from", (1, 0))
         return cls(
@@ -72,7 +73,7 @@ class Position:
             sorted(GroupId(*group) for group in saved["waiting"]),
         )
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> SavedPosition:
         """Return JSON values, for a checkpoint."""
         step, first, count = self.numbering
         return {
@@ -92,11 +93,9 @@ class Position:
         return Position(new, new.group(following), sorted(map(new.group, waiting)))
 
     def in_step(self, step: int, count: int) -> tuple[Position, int, int]:
-        """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only.
-
-        Returns:
-            The position, the number of prompts that it misses, and the number trained on twice. Both are 0 unless
-            `trainer.schedule=free` saved this position.
+        """Return the position for `trainer.schedule=lockstep`, whose steps have their own prompts only. Returns the
+        position, the number of prompts that it misses, and the number trained on twice. Both are 0 unless
+        `trainer.schedule=free` saved this position.
         """
         old = self.numbering
         first, following = old.first_of(step), old.number(self.next)

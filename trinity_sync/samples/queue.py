@@ -14,12 +14,12 @@ teaches nothing: it is put aside, and is used only if the next update finds too 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from trinity_sync.samples.batch import staleness
-from trinity_sync.samples.position import GroupId, Position
+from trinity_sync.samples.position import GroupId, Position, SavedPosition
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class GroupQueue(Generic[T]):
     """
 
     def __init__(
-        self, rules: QueueRules, step: int, clock: Callable[[], float], position: Mapping[str, Any] | None = None
+        self, rules: QueueRules, step: int, clock: Callable[[], float], position: SavedPosition | None = None
     ) -> None:
         self._rules = rules
         self._clock = clock
@@ -183,7 +183,7 @@ class GroupQueue(Generic[T]):
         first = min(max(out.since, self._starved_since) for out in self._out.values())
         return max(0.0, first + self._rules.overdue_s - self._clock())
 
-    def position(self) -> dict[str, object]:
+    def position(self) -> SavedPosition:
         """Return the position in the task's groups as JSON values; see `Position`."""
         return Position(self.numbering, self._next, sorted([*self._waiting, *self._out, *self._ready])).to_json()
 

@@ -92,11 +92,8 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """The settings of one request for samples.
-
-    Attributes:
-        purpose: separates the random numbers of training and validation.
-        temperature: None: `explorer.temperature`.
+    """The settings of one request for samples. `purpose`: separates the random numbers of training and validation.
+    `temperature`: None: `explorer.temperature`.
     """
 
     purpose: Purpose = Purpose.SAMPLING

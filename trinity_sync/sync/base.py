@@ -337,5 +337,5 @@ def _check_synchronizer(synchronizer: SynchronizerClient, late: WaitTimeout) -> 
     try:
         synchronizer.newest().result(ANSWER_S)
     except WaitTimeout:
-        what = f"answer while {late.who} was to {late.what}"
+        what = f"answer while {late.who} tried to {late.what}"
         raise WaitTimeout("the synchronizer", what, late.seconds) from late

@@ -296,7 +296,7 @@ class VersionFolder:
         """Where the folder is now; RunError: it is gone."""
         for found in self._root.glob(f"*-{self._token}"):
             return found
-        raise RunError(f"the version {self._token} in {self._root} is gone: somebody else has removed it")
+        raise RunError(f"the version {self._token} in {self._root} was deleted by another program")
 
     def write_bucket(self, number: int, layout: PartLayout, data: Segment) -> None:
         """Write a bucket to its file, durably; RunError: it cannot be written."""

@@ -134,7 +134,7 @@ class Hub:
                 raise WaitTimeout(receiver.name, "read a message about the weights", self._timeout_s) from None
             except OSError as error:
                 self.check()
-                raise RunError(f"{receiver.name} is gone ({error})") from error
+                raise RunError(f"{receiver.name} disconnected ({error})") from error
 
     def wait_taken(self, number: int) -> None:
         """Wait until all receivers have a bucket."""
@@ -144,7 +144,7 @@ class Hub:
         """Wait until all receivers have handed the version to their engines; return their reports."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
-                raise WaitTimeout(late[0].name, "go on to take and load the weights", self._timeout_s)
+                raise WaitTimeout(late[0].name, "take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
@@ -191,9 +191,9 @@ class Hub:
         try:
             message: FromReceiver = receiver.connection.receive(self._timeout_s)
         except TimeoutError:
-            raise WaitTimeout(receiver.name, "end what it began to say", self._timeout_s) from None
+            raise WaitTimeout(receiver.name, "finish the message that it began", self._timeout_s) from None
         except (EOFError, OSError) as error:
-            raise RunError(f"{receiver.name} is gone, before it had all weights") from error
+            raise RunError(f"{receiver.name} disconnected before it had all weights") from error
         if isinstance(message, Failed):
             raise RunError(f"{receiver.name} did not take the weights: {message.why}")
         if isinstance(message, BucketReceipt):
@@ -237,7 +237,7 @@ class Spoke:
         except TimeoutError:
             raise WaitTimeout(self.sender, what, self._timeout_s) from None
         except (EOFError, OSError) as error:
-            raise RunError(f"{self.sender} is gone, before it could {what}") from error
+            raise RunError(f"{self.sender} disconnected before it could {what}") from error
         if isinstance(message, Failed):
             raise RunError(f"{self.sender} gave the weights up: {message.why}")
         return message
@@ -250,7 +250,7 @@ class Spoke:
             raise WaitTimeout(self.sender, "read a message about the weights", self._timeout_s) from None
         except OSError as error:
             self.check()
-            raise RunError(f"{self.sender} is gone ({error})") from error
+            raise RunError(f"{self.sender} disconnected ({error})") from error
 
     def check(self) -> None:
         """After an error of a transport: raise the sender's error, if it is gone or has given up."""

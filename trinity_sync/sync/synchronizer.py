@@ -173,7 +173,7 @@ class SynchronizerActor(Handover):
     async def drop_reader(self, reader: Hashable) -> None:
         """End the leases of a reader that died; its earlier calls that are still under way get none."""
         self._book.drop_reader(reader)
-        story.warning("%s is gone, its leases end", reader)
+        story.warning("%s has ended; its leases are released", reader)
         self._changes.announce()
 
     async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:

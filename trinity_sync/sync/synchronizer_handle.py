@@ -241,7 +241,7 @@ class Synchronizer:
                 if serves is None or serves.location is None
                 else f"the checkpoint of step {serves.version.step} in {serves.location} serves from now on"
             )
-            raise RunError(f"{error}, the process that published them is gone; {instead}") from error
+            raise RunError(f"{error}, the process that published them has ended; {instead}") from error
         found = tensors, newest.version.step
         return _own(found) if copy else found
 

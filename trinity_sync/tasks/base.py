@@ -119,12 +119,8 @@ class Response(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of judging a response.
-
-    Attributes:
-        reward: plain float; NaN: none, so the response is not trained on.
-        exact: as in `RewardResult`.
-        error: why it could not be judged, with function, prompt and step; empty: it was judged.
+    """The result of judging a response. `reward`: plain float; NaN: none, so the response is not trained on. `exact`:
+    as in `RewardResult`. `error`: why it could not be judged, with function, prompt and step; empty: it was judged.
     """
 
     reward: float
@@ -140,20 +136,15 @@ class Judge(Protocol):
         ...
 
     def judge(self, responses: Sequence[Response], *, step: int) -> list[Verdict]:
-        """Judge responses to prompts of a step, in their order.
-
-        Raises:
-            RunError: one could not be judged, and the settings end the run then.
+        """Judge responses to prompts of a step, in their order. Raises RunError if one could not be judged, and the
+        settings end the run then.
         """
         ...
 
 
 class Failure(NamedTuple):
-    """Why a response could not be judged.
-
-    Attributes:
-        what: the predicate after the function's name, as in ``returned nan; it must return a finite number``.
-        origin: place in the user's code, if known.
+    """Why a response could not be judged. `what`: the predicate after the function's name, as in ``returned nan; it
+    must return a finite number``. `origin`: place in the user's code, if known.
     """
 
     what: str
@@ -206,9 +197,10 @@ def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError
     return error
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> Any:
     """Return a numpy scalar or a tensor of one value as a Python number."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    item = getattr(value, "item", None)
+    return item() if getattr(value, "shape", None) == () and callable(item) else value
 
 
 def _is_finite(value: object) -> bool:

@@ -9,22 +9,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 class MarkedText(NamedTuple):
-    """A text with marked parts, which are trained on.
-
-    Attributes:
-        learnt: begin and end character of each part, in order.
-    """
+    """A text with marked parts, which are trained on. `learnt`: begin and end character of each part, in order."""
 
     text: str
     learnt: list[tuple[int, int]]
@@ -68,16 +64,12 @@ class ChatTemplate:
             if read is not None and name not in read:
                 known = ", ".join(sorted(read - taken.keys() - {"messages"} - set(tokenizer.special_tokens_map)))
                 raise ConfigError(
-                    f"task.chat_template.{name} is nothing that the tokenizer's chat template reads; "
+                    f"task.chat_template.{name} is not an argument that the tokenizer's chat template reads; "
                     f"it reads: {known or 'no argument at all'}"
                 )
 
     def render(self, messages: Sequence[Mapping[str, object]], *, ask: bool, **more: object) -> str:
-        """Return the text of a chat.
-
-        Args:
-            messages: with ``role`` and ``content``.
-        """
+        """Return the text of a chat. `messages`: with ``role`` and ``content``."""
         chat = [dict(message) for message in messages]
         with _refusals():
             text = str(self._apply(chat, add_generation_prompt=ask, tokenize=False, **more))
@@ -88,10 +80,7 @@ class ChatTemplate:
 
     def marked(self, messages: Sequence[Mapping[str, object]], **more: object) -> MarkedText | None:
         """Return the text of a chat with the parts between the template's ``{% generation %}`` marks; None: it has
-        none.
-
-        Args:
-            messages, more: as for `render`. Of `more`, ``tools`` chooses among several templates.
+        none. `messages`, `more`: as for `render`. Of `more`, ``tools`` chooses among several templates.
         """
         tools = more.pop("tools", None)
         template = self._tokenizer.get_chat_template(None, tools)
@@ -129,7 +118,7 @@ class ChatTemplate:
             found.append((list(ids), learnt))
         return found
 
-    def _token_at(self, rows: Any, row: int, text: str, place: int) -> int:
+    def _token_at(self, rows: BatchEncoding, row: int, text: str, place: int) -> int:
         """Return the number of the first token with a character at a place or after it."""
         ids = rows["input_ids"][row]
         if not getattr(rows, "is_fast", False):  # tokenizers in Python do not give the places of tokens

@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.base import RewardFunction, RewardResult
 from trinity_sync.tasks.reward_processes import RewardProcesses
 from trinity_sync.tasks.rewards import FunctionReward, Judging, RewardNumber
-from trinity_sync.tasks.rows import FilePrompts, Row, RowFile
+from trinity_sync.tasks.rows import Row, RowFile
+
+
+class FilePrompts(ABC):
+    """A task of a file with one prompt per row, judged by a reward of a name. A subclass adds the answer."""
+
+    def __init__(
+        self,
+        file: RowFile,
+        prompt_key: str,
+        reward: RewardFunction,
+        reward_name: str,
+        judging: Judging | None,
+        prompt_length: int | None,
+        response_length: int | None,
+    ) -> None:
+        self.prompt_length, self.response_length = prompt_length, response_length
+        self._reward = reward
+        self.reward_name = reward_name
+        self.reward_judge = RewardProcesses(reward, judging or Judging(), reward_name)
+        self._file = file
+        self.unread = file.unread
+        self._prompt_key = prompt_key
+        for row in file.rows:
+            self._prompt(0, row)
+
+    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        """Call the reward in this process."""
+        return self._reward(prompt, text, finished)
+
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        return self.prompts_from((step - 1) * count, count)
+
+    def prompts_from(self, first: int, count: int) -> list[Prompt]:
+        """Return prompts by their number in the order of the data, from 0; `Prompt.index` counts from 0, too."""
+        return [self._prompt(index, row) for index, row in enumerate(self._file.following(first, count))]
+
+    def all_rows(self) -> list[tuple[str, Prompt]]:
+        """Return the prompt of each row, with its place."""
+        return [(self._file.where(row), self._prompt(0, row)) for row in self._file.rows]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Remove prompts by their index in `all_rows`."""
+        self._file.leave_out(rows)
+
+    def validation_prompts(self, count: int | None) -> list[Prompt]:
+        """Return the prompts of the first rows, all for None."""
+        return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
+
+    @abstractmethod
+    def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
+        """Return a row's answer and the further fields for the reward."""
+
+    def _prompt(self, index: int, row: Row) -> Prompt:
+        prompt = self._file.text_or_messages(row, self._prompt_key)
+        answer, fields = self._answer(row)
+        if isinstance(prompt, str):
+            return Prompt(index=index, text=prompt, answer=answer, fields=fields)
+        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=fields)
 
 
 class JsonlTask(FilePrompts):
@@ -45,17 +104,9 @@ class JsonlTask(FilePrompts):
         too_long: str = "refuse",
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
-        self.prompt_length = prompt_length
-        self.response_length = response_length
-        self._function = FunctionReward(reward)
-        self.reward_name = self._function.name
-        self.reward_judge = RewardProcesses(self._function, judging or Judging(), self.reward_name)
         self._answer_key = answer_key
-        super().__init__(RowFile(path, seed=seed, shuffle=shuffle), prompt_key)
-
-    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Call the reward function in this process."""
-        return self._function(prompt, text, finished)
+        file, function = RowFile(path, seed=seed, shuffle=shuffle), FunctionReward(reward)
+        super().__init__(file, prompt_key, function, function.name, judging, prompt_length, response_length)
 
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
         rest = {key: value for key, value in row.values.items() if key not in (self._prompt_key, self._answer_key)}

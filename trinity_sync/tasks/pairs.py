@@ -13,11 +13,8 @@ from trinity_sync.tasks.rows import FileExamples, Row, RowFile
 
 
 class TextPair(NamedTuple):
-    """A prompt and its response.
-
-    Attributes:
-        prompt: a text, or a list of chat messages.
-        where: place in the file, as in ``train.jsonl:17``.
+    """A prompt and its response. `prompt`: a text, or a list of chat messages. `where`: place in the file, as in
+    ``train.jsonl:17``.
     """
 
     prompt: str | list[Message]

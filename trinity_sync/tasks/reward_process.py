@@ -15,12 +15,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from multiprocessing.connection import Connection
-from typing import Any
 
 from trinity_sync.host.child_process import go_on_kept
-from trinity_sync.host.interrupts import ENDING
+from trinity_sync.host.interrupts import ENDING, SignalHandler
 from trinity_sync.host.origin import ASK, Origin, end_text, keep_origin, tell_stack
-from trinity_sync.tasks.base import Failure, RewardResult, judged
+from trinity_sync.tasks.base import Failure, RewardFunction, RewardResult, judged
 
 Answer = RewardResult | Failure | None
 """Of a response; None: the function is imported."""
@@ -49,13 +48,13 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
             _flush()
             number, response = connection.recv()
             with _ended_by_signals(counted):
-                answer = judged(reward, response)
+                answer = reward if isinstance(reward, Failure) else judged(reward, response)
     _flush()
     os._exit(0)  # also ends threads of the function
 
 
 @contextlib.contextmanager
-def _ended_by_signals(counted: Mapping[signal.Signals, Any]) -> Iterator[None]:
+def _ended_by_signals(counted: Mapping[signal.Signals, SignalHandler]) -> Iterator[None]:
     """Let signals end this process in the block, and after it while a program of the function runs: the signals may end
     that program, too, and make a verdict wrong. Otherwise the process survives them, which saves importing the function
     again.
@@ -68,7 +67,7 @@ def _ended_by_signals(counted: Mapping[signal.Signals, Any]) -> Iterator[None]:
         _exchange(dict.fromkeys(counted, signal.SIG_DFL), counted)
 
 
-def _exchange(before: Mapping[signal.Signals, Any], after: Mapping[signal.Signals, Any]) -> None:
+def _exchange(before: Mapping[signal.Signals, SignalHandler], after: Mapping[signal.Signals, SignalHandler]) -> None:
     for signum, handler in before.items():
         if signal.getsignal(signum) == handler:
             signal.signal(signum, after[signum])
@@ -93,10 +92,10 @@ def decoded(data: bytes) -> tuple[str, Answer]:
     raise ValueError("not an answer")
 
 
-def _loaded(pickled: bytes) -> Any:
+def _loaded(pickled: bytes) -> RewardFunction | Failure:
     """Return the function, or a `Failure`."""
     try:
-        reward = pickle.loads(pickled)
+        reward: RewardFunction = pickle.loads(pickled)
         getattr(reward, "warm_up", lambda: None)()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return Failure(end_text(error), keep_origin(error))

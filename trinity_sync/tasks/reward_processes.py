@@ -152,12 +152,7 @@ _MOST_BYTES = 1 << 19
 
 class RewardWorker:
     """Starts a keeper process, which starts the one that judges. Both end with this object, and with this process.
-
-    Args:
-        start_s: limit of its import, seconds.
-
-    Attributes:
-        current: index of the response that it is judging; None: there is none.
+    `start_s`: limit of its import, seconds. `current`: index of the response that it is judging; None: there is none.
     """
 
     def __init__(self, reward: bytes, start_s: float) -> None:
@@ -209,11 +204,7 @@ class RewardWorker:
         return self._channel.descriptors
 
     def ask(self, place: int, response: Response, limit: float) -> None:
-        """Have it judge a response.
-
-        Args:
-            limit: of the answer, seconds.
-        """
+        """Have it judge a response. `limit`: of the answer, seconds."""
         self.current = place
         self._send(response, limit)
 

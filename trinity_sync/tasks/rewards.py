@@ -88,7 +88,7 @@ def check_function_file(path: Path, name: str, arguments: Collection[str]) -> No
     except OSError as error:
         raise ConfigError(f"task.reward.function_path is {path}, which cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"task.reward.function_path is {path}, which is no Python: {error}") from error
+        raise ConfigError(f"task.reward.function_path is {path}, which is not Python: {error}") from error
     defined = [node for node in module.body if _defines(node, name)]
     if not defined:
         if any(_may_bind(node, name) for node in ast.walk(module)):
@@ -135,11 +135,8 @@ RewardNumber = Callable[..., float]
 
 
 class FunctionReward:
-    """Judges by a function.
-
-    Raises:
-        ConfigError: the function is asynchronous, does not take these arguments, or has a parameter with the name of
-            one of our keys.
+    """Judges by a function. Raises ConfigError if the function is asynchronous, does not take these arguments, or has a
+    parameter with the name of one of our keys.
     """
 
     def __init__(self, function: RewardNumber) -> None:
@@ -227,13 +224,8 @@ KEYS = ("on_error", "timeout_s", "processes")
 
 
 class Judging:
-    """The settings of reward processes.
-
-    Args:
-        timeout_s: limit of one response, seconds.
-
-    Raises:
-        ConfigError: a value is not allowed; names its key.
+    """The settings of reward processes. `timeout_s`: limit of one response, seconds. Raises ConfigError if a value is
+    not allowed; names its key.
     """
 
     def __init__(self, on_error: str = "stop", timeout_s: float = 30.0, processes: int = 1) -> None:
@@ -248,7 +240,7 @@ class Judging:
         self.processes = processes
 
     @classmethod
-    def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, dict[str, Any]]:
+    def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, Mapping[str, object]]:
         """Read our keys of a node `task.reward`; also return the function's keys."""
         judging = cls(**{key: value for key, value in reward.items() if key in KEYS})
         return judging, {key: value for key, value in reward.items() if key not in KEYS}
@@ -259,10 +251,8 @@ def _is_number(value: object) -> bool:
 
 
 def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdict]:
-    """Have a task judge responses: by its `reward_judge` if it has one, else in this process.
-
-    Returns:
-        One verdict for each response, in their order.
+    """Have a task judge responses: by its `reward_judge` if it has one, else in this process. Returns one verdict for
+    each response, in their order.
     """
     reward_judge: Judge | None = getattr(task, "reward_judge", None)
     if reward_judge is not None:

@@ -7,17 +7,20 @@ import io
 import json
 import re
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.keys import child, path
-from trinity_sync.samples.record import Message, Prompt, Purpose
+from trinity_sync.samples.record import Message, Purpose
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyarrow import parquet
 
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
@@ -35,11 +38,7 @@ _ONE_PER_LINE = "; where the file is one JSON document: jq -c '.[]' FILE writes 
 
 
 class Row(NamedTuple):
-    """One object of the file.
-
-    Attributes:
-        number: its line (JSON Lines) or row (Parquet), from 1.
-    """
+    """One object of the file. `number`: its line (JSON Lines) or row (Parquet), from 1."""
 
     number: int
     values: Mapping[str, object]
@@ -111,7 +110,7 @@ class RowFile:
         for place in range(count):
             yield Row(place + 1, {name: values[place] for name, values in readable.items()})
 
-    def _column(self, table: Any, name: str) -> list[Any]:
+    def _column(self, table: parquet.ParquetFile, name: str) -> list[object]:
         """Return the values of a column; None for an unreadable one, with its error in `unread`."""
         try:
             column = table.read(columns=[name]).column(name)
@@ -123,7 +122,7 @@ class RowFile:
         except Exception:  # one at a time, to name the wrong one
             return [self._cell(row, name, value) for row, value in enumerate(column, start=1)]
 
-    def _cell(self, row: int, name: str, value: Any) -> Any:
+    def _cell(self, row: int, name: str, value: pyarrow.Scalar) -> object:
         try:
             return value.as_py(maps_as_pydicts="strict")
         except Exception as error:
@@ -206,7 +205,7 @@ class RowFile:
         return tuple(chat_message(message) for message in value)
 
 
-def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def chat_message(message: Message) -> Message:
     """Return a chat message without null values. Tool calls without a text get an empty one: few chat templates take
     null or no content.
     """
@@ -272,16 +271,13 @@ def _check_depth(text: str) -> None:
             raise ValueError(f"more than {_DEEPEST} lists and objects within one another at column {one.start() + 1}")
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the field {repeated!r} is there twice")
     return found
-
-
-# Bases of the tasks whose prompts or examples are the rows of a file.
 
 
 class Example(Protocol):
@@ -297,10 +293,8 @@ E = TypeVar("E", bound=Example)
 
 
 class FileExamples(Generic[E]):
-    """The `SupervisedTask` of a file with one example per row.
-
-    Args:
-        example: makes the example of a row; called for all at once.
+    """The `SupervisedTask` of a file with one example per row. `example`: makes the example of a row; called for all at
+    once.
     """
 
     def __init__(self, file: RowFile, example: Callable[[Row], E]) -> None:
@@ -326,54 +320,3 @@ class FileExamples(Generic[E]):
     def leave_out(self, rows: Collection[int]) -> None:
         """Remove examples by their index in `all_rows`."""
         self._file.leave_out(rows)
-
-
-class FilePrompts(ABC):
-    """A task of a file with one prompt per row. A subclass adds the answer and `reward`.
-
-    Args:
-        prompt_key: field of the prompt, a text or a list of chat messages.
-
-    Attributes:
-        unread: the errors of unreadable values, which rewards do not get; see `RowFile`.
-
-    Raises:
-        ConfigError: a row is not as described; names file and line.
-    """
-
-    def __init__(self, file: RowFile, prompt_key: str) -> None:
-        self._file = file
-        self.unread = file.unread
-        self._prompt_key = prompt_key
-        for row in file.rows:
-            self._prompt(0, row)
-
-    def prompts(self, step: int, count: int) -> list[Prompt]:
-        return self.prompts_from((step - 1) * count, count)
-
-    def prompts_from(self, first: int, count: int) -> list[Prompt]:
-        """Return prompts by their number in the order of the data, from 0; `Prompt.index` counts from 0, too."""
-        return [self._prompt(index, row) for index, row in enumerate(self._file.following(first, count))]
-
-    def all_rows(self) -> list[tuple[str, Prompt]]:
-        """Return the prompt of each row, with its place."""
-        return [(self._file.where(row), self._prompt(0, row)) for row in self._file.rows]
-
-    def leave_out(self, rows: Collection[int]) -> None:
-        """Remove prompts by their index in `all_rows`."""
-        self._file.leave_out(rows)
-
-    def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return the prompts of the first rows, all for None."""
-        return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
-
-    @abstractmethod
-    def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
-        """Return a row's answer and the further fields for the reward."""
-
-    def _prompt(self, index: int, row: Row) -> Prompt:
-        prompt = self._file.text_or_messages(row, self._prompt_key)
-        answer, fields = self._answer(row)
-        if isinstance(prompt, str):
-            return Prompt(index=index, text=prompt, answer=answer, fields=fields)
-        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=fields)

@@ -12,9 +12,9 @@ from typing import Any, cast
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
-from trinity_sync.tasks.reward_processes import RewardProcesses
+from trinity_sync.tasks.jsonl import FilePrompts
 from trinity_sync.tasks.rewards import Judging, check_function_file
-from trinity_sync.tasks.rows import FilePrompts, Row, RowFile
+from trinity_sync.tasks.rows import Row, RowFile
 
 _SOURCE, _MODEL, _TRUTH, _EXTRA = "data_source", "reward_model", "ground_truth", "extra_info"
 _ARGUMENTS = (_SOURCE, "solution_str", _TRUTH, _EXTRA)
@@ -24,10 +24,8 @@ _VERLS = ("verl.utils.reward_score", "default_compute_score")
 @dataclass(frozen=True, kw_only=True)
 class VerlReward:
     """Judges by ``compute_score(data_source, solution_str, ground_truth, extra_info)``. The first call imports verl.
-
-    Attributes:
-        function_path: Python file of the function, or a name for verl's `load_extern_object`; None: verl's
-            `default_compute_score`, which chooses by the data source.
+    `function_path`: Python file of the function, or a name for verl's `load_extern_object`; None: verl's
+    `default_compute_score`, which chooses by the data source.
     """
 
     function_path: str | None = None
@@ -105,17 +103,9 @@ class VerlTask(FilePrompts):
         too_long: str = "refuse",
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
-        self.prompt_length = prompt_length
-        self.response_length = response_length
-        self._reward = _reward(reward)
-        self.reward_name = self._reward.name
-        self.reward_judge = RewardProcesses(self._reward, judging or Judging(), self.reward_name)
-        columns = (prompt_key, _SOURCE, _MODEL, _EXTRA)
-        super().__init__(RowFile(path, seed=seed, shuffle=shuffle, columns=columns), prompt_key)
-
-    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Call the function in this process."""
-        return self._reward(prompt, text, finished)
+        function, columns = _reward(reward), (prompt_key, _SOURCE, _MODEL, _EXTRA)
+        file = RowFile(path, seed=seed, shuffle=shuffle, columns=columns)
+        super().__init__(file, prompt_key, function, function.name, judging, prompt_length, response_length)
 
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
         self._file.text(row, _SOURCE)
@@ -131,8 +121,8 @@ def _reward(settings: Mapping[str, Any]) -> VerlReward:
     known = VerlReward.__dataclass_fields__
     if unknown := sorted(settings.keys() - known):
         raise ConfigError(
-            f"task.reward.{unknown[0]} is no key; there is: {', '.join(known)}. Arguments of the function go below "
-            "task.reward.reward_kwargs"
+            f"task.reward.{unknown[0]} is not a key; the keys are: {', '.join(known)}. Arguments of the function go "
+            "below task.reward.reward_kwargs"
         )
     reward = VerlReward(**settings)
     reward.check()

@@ -17,12 +17,9 @@ from trinity_sync.tracking.json_lines import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A line of events.jsonl. Fields named ``_s`` are seconds, bytes are counts; None: not known.
-
-    Attributes:
-        time: Unix seconds; the recorder sets it.
-        attempt: the run's attempt; the recorder sets it.
-        extra: keys of the line that the class does not declare, as a newer release may write them.
+    """A line of events.jsonl. Fields named ``_s`` are seconds, bytes are counts; None: not known. `time`: Unix seconds;
+    the recorder sets it. `attempt`: the run's attempt; the recorder sets it. `extra`: keys of the line that the class
+    does not declare, as a newer release may write them.
     """
 
     time: float | None = None
@@ -234,13 +231,13 @@ def event_name(event: Event) -> str:
     return event.event if isinstance(event, OtherEvent) else _NAMES[type(event)]
 
 
-def event_line(event: Event) -> dict[str, object]:
+def event_line(event: Event) -> Record:
     """Return an event as its line in events.jsonl. Optional fields without a value are left out."""
-    line: dict[str, object] = {"event": event_name(event), "time": event.time, "attempt": event.attempt}
+    line = {"event": event_name(event), "time": event.time, "attempt": event.attempt}
     return {**line, **event_fields(event)}
 
 
-def event_fields(event: Event) -> dict[str, object]:
+def event_fields(event: Event) -> Record:
     """Return the fields of an event's line, without its name, time and attempt."""
     values = {one.name: (getattr(event, one.name), one.default) for one in _FIELDS.get(type(event), ())}
     return {name: value for name, (value, default) in values.items() if value is not default} | dict(event.extra)

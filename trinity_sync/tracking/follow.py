@@ -72,11 +72,7 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self) -> Iterator[Record]:
-        """Return the new whole lines.
-
-        Raises:
-            ReplacedError: the log was cut or replaced.
-        """
+        """Return the new whole lines. Raises ReplacedError if the log was cut or replaced."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())

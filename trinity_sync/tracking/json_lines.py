@@ -25,10 +25,8 @@ Record: TypeAlias = Mapping[str, object]
 
 
 class JsonlWriter:
-    """Appends objects to a file that only this process writes. Any thread may append.
-
-    Raises:
-        RunError: the file cannot be opened, or is a link.
+    """Appends objects to a file that only this process writes. Any thread may append. Raises RunError if the file
+    cannot be opened, or is a link.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,12 +67,12 @@ class JsonlWriter:
                 os.close(handle)
 
 
-def read(path: Path) -> list[dict[str, object]]:
+def read(path: Path) -> list[Record]:
     """Read the objects of a log, oldest first; none if the file does not exist. A torn last line is skipped."""
     return [record for _, record in _lines(path)]
 
 
-def read_last(path: Path, count: int) -> list[dict[str, object]]:
+def read_last(path: Path, count: int) -> list[Record]:
     """Read the last `count` lines or a few more, without reading the others."""
     try:
         with path.open("rb") as file:
@@ -102,10 +100,8 @@ def by_time(*logs: Iterable[Record]) -> Iterator[Record]:
 
 
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
-    """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte.
-
-    Returns:
-        The number of whole lines that were dropped.
+    """Drop the lines of steps after `step`, and a torn last line. Other lines stay, byte for byte. Returns the number
+    of whole lines that were dropped.
     """
     if not path.exists():
         return 0
@@ -124,7 +120,7 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, object]]]:
+def _lines(path: Path) -> list[tuple[bytes, Record]]:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -134,7 +130,7 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, object]]]:
     return _parsed(path, text)
 
 
-def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[bytes, dict[str, object]]]:
+def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[bytes, Record]]:
     pieces = text.split(b"\n")
     # Split leaves an empty piece after a final newline, and a torn line where there is none.
     last = len(pieces) - 1 if pieces[-1] else len(pieces) - 2
@@ -151,7 +147,7 @@ def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[byt
     return found
 
 
-def _parsed_at_once(pieces: Sequence[bytes]) -> list[tuple[bytes, dict[str, object]]]:
+def _parsed_at_once(pieces: Sequence[bytes]) -> list[tuple[bytes, Record]]:
     """Parse lines together, in less than half the time; return nothing if one of them is damaged."""
     if not all(piece[:1] == b"{" and piece[-1:] == b"}" for piece in pieces):
         return []
@@ -165,7 +161,7 @@ def _parsed_at_once(pieces: Sequence[bytes]) -> list[tuple[bytes, dict[str, obje
     return list(zip(pieces, records, strict=True)) if whole else []
 
 
-def _parse(line: bytes) -> dict[str, object] | None:
+def _parse(line: bytes) -> Record | None:
     try:
         record: object = json.loads(line)
     except ValueError:

@@ -42,9 +42,7 @@ _ASCII_LOCALES = ("C", "POSIX")
 P = ParamSpec("P")
 
 
-def _never_raises(
-    method: Callable[Concatenate[LiveView, P], None],
-) -> Callable[Concatenate[LiveView, P], None]:
+def _never_raises(method: Callable[Concatenate[LiveView, P], None]) -> Callable[Concatenate[LiveView, P], None]:
     @functools.wraps(method)
     def guarded(self: LiveView, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -320,11 +318,8 @@ Drawing = Callable[[int], Text]
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRow:
-    """A row of the panel: a label and cells; lines break between cells.
-
-    Attributes:
-        drawing: drawn after the first cell where there is room.
-        most: the largest number of lines; None: no limit.
+    """A row of the panel: a label and cells; lines break between cells. `drawing`: drawn after the first cell where
+    there is room. `most`: the largest number of lines; None: no limit.
     """
 
     label: str

@@ -16,8 +16,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.masking import without_secrets
 from trinity_sync.host.process import environment
-from trinity_sync.tracking.run_record import Status
-from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, name_of, read_id
+from trinity_sync.tracking.trackers import COLUMNS, ProcessTracker, TrackedRun, cells, name_of, read_id
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -29,22 +28,17 @@ _PARAM_CHARACTERS = 6000
 _ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
-class MlflowTracker:
+class MlflowTracker(ProcessTracker):
     """Logs the metrics to one run of an experiment, which a resume continues, and the config as its parameters.
-
-    Args:
-        experiment: the experiment's name; created if missing.
-        uri: tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
-        timeout_s: see `Tracker`.
+    `experiment`: the experiment's name; created if missing. `uri`: tracking server or store; None:
+    ``MLFLOW_TRACKING_URI``, or else a database in the run's folder. `timeout_s`: see `Tracker`.
     """
 
-    apart = True
-
     def __init__(self, experiment: str, uri: str | None = None, timeout_s: float = 60.0) -> None:
-        self._experiment, self._uri, self.timeout_s = experiment, uri, timeout_s
+        super().__init__(timeout_s)
+        self._experiment, self._uri = experiment, uri
         self._client: MlflowClient | None = None
         self._run_id = ""
-        self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
         """Begin a run, or continue the earlier one."""
@@ -88,9 +82,6 @@ class MlflowTracker:
         assert self._client is not None, "`start` comes first"
         columns = zip(COLUMNS, zip(*cells(rows), strict=True), strict=True)
         self._client.log_table(self._run_id, {name: list(column) for name, column in columns}, f"{name_of(rows)}.json")
-
-    def end(self, status: Status) -> None:
-        self._status = status
 
     def close(self) -> None:
         if self._client is not None:

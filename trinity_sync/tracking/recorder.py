@@ -80,14 +80,8 @@ class Recorder:
         clock: Callable[[], float],
     ) -> None:
         self.folder, self.attempt, self.view = folder, record.attempt, view
-        self._record, self._trackers, self._total, self._report, self._clock = (
-            record,
-            trackers,
-            total_steps,
-            report,
-            clock,
-        )
-        self._checkpoints, self._resume = checkpoints, resume
+        self._record, self._trackers, self._report, self._resume = record, trackers, report, resume
+        self._total, self._checkpoints, self._clock = total_steps, checkpoints, clock
         self._metrics = json_lines.JsonlWriter(folder.metrics)
         self._events = json_lines.JsonlWriter(folder.events)
         self._samples = json_lines.JsonlWriter(folder.samples)
@@ -122,10 +116,8 @@ class Recorder:
         clock: Callable[[], float] = time.time,
     ) -> Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
-
-        Args:
-            command, seed, config_digest, threads, reproducible, id, places: for run.json, see `RunRecord`.
-            clock: returns Unix seconds.
+        `command`, `seed`, `config_digest`, `threads`, `reproducible`, `id`, `places`: for run.json, see `RunRecord`.
+        `clock`: returns Unix seconds.
         """
         if folder.resumed and resumed_from is None:
             raise ValueError("a resume needs the step it starts from")
@@ -157,10 +149,11 @@ class Recorder:
                 for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
                     state.take(line, record.started or 0.0)
             state.begin(record.attempt, clock())
+            shown = LiveView(view, state, console, clock=clock)
             return cls(
                 folder,
                 record,
-                LiveView(view, state, console, clock=clock),
+                shown,
                 started,
                 total_steps=total_steps,
                 report=report,
@@ -227,8 +220,7 @@ class Recorder:
 
         Every part is tried even if another one fails. A second call does nothing.
 
-        Args:
-            peak_memory: bytes by role; the driver's own is added.
+        `peak_memory`: bytes by role; the driver's own is added.
         """
         error = error and without_hidden(error)
         with self._lock:

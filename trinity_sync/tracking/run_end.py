@@ -33,12 +33,7 @@ class _Closing:
     """The summary as rich prints it: as wide as the output, in ASCII if the output is limited to that."""
 
     def __init__(
-        self,
-        summary: Summary,
-        run_dir: Path,
-        total_steps: int | None,
-        error: str | None,
-        resume: ResumeCommand | None,
+        self, summary: Summary, run_dir: Path, total_steps: int | None, error: str | None, resume: ResumeCommand | None
     ) -> None:
         self._summary, self._run_dir, self._total, self._error = summary, run_dir, total_steps, error
         self._resume = resume
@@ -63,10 +58,8 @@ def render_summary(
     error: str | None = None,
     resume: ResumeCommand | None = None,
 ) -> RenderableType:
-    """Render the status, the figures, the folder of a run and its next command.
-
-    Returns:
-        A text for ``console.print(..., crop=False)``: long paths and commands stay whole.
+    """Render the status, the figures, the folder of a run and its next command. Returns a text for ``console.print(...,
+    crop=False)``: long paths and commands stay whole.
     """
     return _Closing(summary, Path(run_dir), total_steps, error, resume)
 

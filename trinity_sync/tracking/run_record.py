@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypedDict, TypeGuard
+from typing import Literal, TypedDict, TypeGuard, cast
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
@@ -98,6 +98,15 @@ class RunJson(AttemptJson, total=False):
     attempts: list[AttemptJson]
 
 
+_RECORDED = (
+    *("id", "status", "attempt", "command", "seed", "git", "packages", "hardware", "host", "threads", "config_digest"),
+    *("reproducible", "last_version", "places", "started", "ended", "error"),
+)
+"""Attributes of a `RunRecord` in run.json, in their order."""
+_EARLIEST = ("attempt", "status", "command", "config_digest", "host", "started", "ended", "error")
+"""What run.json has of the attempt where it lists none."""
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """The record of the current attempt, with the earlier ones in `attempts`.
@@ -153,11 +162,7 @@ class RunRecord:
         source: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> RunRecord:
-        """Describe an attempt; nothing is written before `start`.
-
-        Args:
-            clock: returns Unix seconds.
-        """
+        """Describe an attempt; nothing is written before `start`. `clock`: returns Unix seconds."""
         earlier = _earlier_attempts(read_record(path)) if path.exists() else []
         return cls(
             path=path,
@@ -192,40 +197,9 @@ class RunRecord:
         self._write()
 
     def to_json(self) -> RunJson:
-        return {
-            "format": FORMAT,
-            "id": self.id,
-            "status": self.status,
-            "attempt": self.attempt,
-            "command": self.command,
-            "seed": self.seed,
-            "git": self.git,
-            "packages": self.packages,
-            "hardware": self.hardware,
-            "host": self.host,
-            "threads": self.threads,
-            "config_digest": self.config_digest,
-            "reproducible": self.reproducible,
-            "last_version": self.last_version,
-            "places": self.places,
-            "started": self.started,
-            "ended": self.ended,
-            "error": self.error,
-            "attempts": [*self.attempts, self._as_attempt()],
-        }
-
-    def _as_attempt(self) -> AttemptJson:
-        return {
-            "attempt": self.attempt,
-            "status": self.status,
-            "resumed_from": self.resumed_from,
-            "command": self.command,
-            "config_digest": self.config_digest,
-            "host": self.host,
-            "started": self.started,
-            "ended": self.ended,
-            "error": self.error,
-        }
+        values = {name: getattr(self, name) for name in _RECORDED}
+        attempt = {name: getattr(self, name) for name in AttemptJson.__annotations__}
+        return cast("RunJson", {"format": FORMAT, **values, "attempts": [*self.attempts, attempt]})
 
     def _write(self) -> None:
         write_json(self.path, self.to_json())
@@ -277,7 +251,7 @@ def is_run_id(text: object) -> bool:
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
-def _has(part: object, **kinds: type) -> TypeGuard[dict[str, object]]:
+def _has(part: object, **kinds: type) -> TypeGuard[Mapping[str, object]]:
     """Return whether something is a mapping with values of these types."""
     return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
 
@@ -359,18 +333,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def _earlier_attempts(record: RunJson) -> list[AttemptJson]:
     attempts = [item.copy() for item in record.get("attempts") or []]
     if not attempts:
-        attempts = [
-            {
-                "attempt": record["attempt"],
-                "status": record.get("status"),
-                "command": record.get("command"),
-                "config_digest": record.get("config_digest"),
-                "host": record.get("host"),
-                "started": record.get("started"),
-                "ended": record.get("ended"),
-                "error": record.get("error"),
-            }
-        ]
+        attempts = [cast("AttemptJson", {name: record.get(name) for name in _EARLIEST})]
     for item in attempts:
         # The folder's lock was free, so an attempt with status "running" was killed.
         if item.get("status") == "running":
@@ -433,11 +396,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
-        """Lock the folder for this process.
-
-        Raises:
-            RunFolderInUse: another process has locked it.
-        """
+        """Lock the folder for this process. Raises RunFolderInUse if another process has locked it."""
         path = Path(path).absolute()
         run_json = path / "run.json"
         early = _locks.pop(path.resolve(), None)
@@ -484,9 +443,7 @@ _locks: dict[Path, int] = {}
 
 def lock_run_folder(path: str | os.PathLike[str]) -> None:
     """Make and lock the folder of the next run, until `RunFolder.open` takes the lock over, or `unlock_run_folder`.
-
-    Raises:
-        RunFolderInUse: another process has locked it.
+    Raises RunFolderInUse if another process has locked it.
     """
     path = Path(path).absolute()
     lock = _locked(path)

@@ -63,12 +63,7 @@ class RunState:
     """
 
     def __init__(
-        self,
-        total_steps: int | None = None,
-        *,
-        title: str = "",
-        subtitle: str = "",
-        began: float = 0.0,
+        self, total_steps: int | None = None, *, title: str = "", subtitle: str = "", began: float = 0.0
     ) -> None:
         self.total_steps, self.title, self.subtitle = total_steps, title, subtitle
         self.step = 0
@@ -94,10 +89,8 @@ class RunState:
         self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
     def take(self, line: LogLine, now: float) -> None:
-        """Take an event, or the metrics of a step; unknown lines are ignored.
-
-        Args:
-            now: Unix seconds, for a line without a time.
+        """Take an event, or the metrics of a step; unknown lines are ignored. `now`: Unix seconds, for a line without a
+        time.
         """
         at = line_time(line)
         at = now if at is None else at

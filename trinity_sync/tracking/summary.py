@@ -5,6 +5,9 @@ The recorder writes them at the end; reports compute them for runs that never en
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -19,9 +22,11 @@ from trinity_sync.tracking.events import (
     PublishEvent,
     RowsEvent,
     SkipEvent,
+    event_line,
+    read_events,
 )
 from trinity_sync.tracking.json_lines import Record, write_json
-from trinity_sync.tracking.run_record import AttemptJson, RunJson
+from trinity_sync.tracking.run_record import AttemptJson, RunFolder, RunFolderInUse, RunJson, read_record
 
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
@@ -100,12 +105,9 @@ class RowFigures(TypedDict):
 
 
 class ShapesFigures(TypedDict):
-    """The cost of a version where only bytes are moved (`workload=bytes`).
-
-    Attributes:
-        share: of the bytes of the whole model.
-        gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
-        copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
+    """The cost of a version where only bytes are moved (`workload=bytes`). `share`: of the bytes of the whole model.
+    `gb_s`: bytes of a version divided by the median times of its publish and its load, GB/s. `copies`: the same time in
+    copies of these bytes by one thread, at the speed measured for each version; median.
     """
 
     share: float
@@ -412,12 +414,9 @@ ABS_DIFF, ABS_DIFF_MAX = "rollout_corr/log_prob_abs_diff", "rollout_corr/log_pro
 
 
 class MismatchFigures(TypedDict):
-    """Difference of the samplers' log-probs from the trainer's; None: no step measured it.
-
-    Attributes:
-        kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
-        log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
-        log_prob_abs_diff_max: the largest of all steps.
+    """Difference of the samplers' log-probs from the trainer's; None: no step measured it. `kl`, `k3_kl`: estimators of
+    the divergence of the trainer from the sampler, in nats per token; means of the steps. `log_prob_abs_diff`: absolute
+    difference of a token's log-probs; mean of the steps. `log_prob_abs_diff_max`: the largest of all steps.
     """
 
     kl: float | None
@@ -496,3 +495,31 @@ def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
             places[step] = len(found)
             found.append(line)
     return found
+
+
+# After the end of a run; while it runs, only the driver writes its files.
+
+
+def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: Path) -> bool:
+    """Add ``prune`` events to a run that has ended, and update its summary. `pruned`: step, reason and freed bytes of
+    each deleted checkpoint. Returns False if the run is still running: nothing is written, as its summary will look at
+    the disk. Raises ConfigError, RunError if its files cannot be read or written.
+    """
+    try:
+        with RunFolder.open(run, resume=True) as folder:
+            attempt = read_record(folder.run_json)["attempt"]
+            writer = json_lines.JsonlWriter(folder.events)
+            try:
+                for step, reason, freed in pruned:
+                    event = PruneEvent(time=time.time(), attempt=attempt, step=step, reason=reason, freed_bytes=freed)
+                    writer.append(event_line(event))
+            finally:
+                writer.close()
+            if folder.summary.exists():
+                with contextlib.suppress(ValueError):  # a damaged one says nothing of checkpoints
+                    summary = dict(json.loads(folder.summary.read_bytes()))
+                    summary["checkpoint"] = checkpoint_figures(read_events(folder.events), checkpoints)
+                    write_summary(folder.summary, summary)
+    except RunFolderInUse:
+        return False
+    return True

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.run_record import Status
-from trinity_sync.tracking.trackers import TrackedRun, kept_id, markdown, name_of
+from trinity_sync.tracking.trackers import ProcessTracker, TrackedRun, kept_id, lacking, markdown, name_of
 
 if TYPE_CHECKING:
     from swanlab import Run
@@ -22,7 +21,7 @@ _ENDINGS: dict[str, Literal["success", "crashed", "aborted"]] = {
 }
 
 
-class SwanlabTracker:
+class SwanlabTracker(ProcessTracker):
     """Sends the metrics to one experiment of a project, which a resume continues.
 
     Args:
@@ -34,8 +33,6 @@ class SwanlabTracker:
         timeout_s: see `Tracker`.
     """
 
-    apart = True
-
     def __init__(
         self,
         project: str,
@@ -44,19 +41,16 @@ class SwanlabTracker:
         tags: Iterable[str] = (),
         timeout_s: float = 60.0,
     ) -> None:
+        super().__init__(timeout_s)
         self._project, self._workspace, self._mode, self._tags = project, workspace, mode, list(tags)
-        self.timeout_s = timeout_s
         self._run: Run | None = None
-        self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
         """Open the experiment, the earlier one on a resume."""
         try:
             import swanlab
         except ImportError as error:
-            raise ConfigError(
-                "tracker=swanlab needs the swanlab package: pip install 'trinity-sync[trackers]'"
-            ) from error
+            raise lacking("swanlab") from error
         if self._mode == "local" and find_spec("swanboard") is None:
             raise ConfigError(
                 "tracker.swanlab.mode=local needs the swanboard package: pip install 'swanlab[dashboard]'; or set the "
@@ -90,9 +84,6 @@ class SwanlabTracker:
 
         assert self._run is not None, "`start` comes first"
         self._run.log({name_of(rows): swanlab.Text(markdown(rows))}, step=step)
-
-    def end(self, status: Status) -> None:
-        self._status = status
 
     def close(self) -> None:
         """Finish the experiment; wait for uploads."""

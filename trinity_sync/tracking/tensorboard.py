@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import TrackedRun, markdown, name_of
+from trinity_sync.tracking.trackers import TrackedRun, lacking, markdown, name_of
 
 
 class _Writer(Protocol):
@@ -19,11 +19,8 @@ class _Writer(Protocol):
 
 
 class TensorBoardTracker:
-    """Writes scalars to `tensorboard/` in the run folder; look at them by `tensorboard --logdir RUN_DIR`.
-
-    Args:
-        flush_s: seconds after which points are on the disk at the latest.
-        clock: returns Unix seconds.
+    """Writes scalars to `tensorboard/` in the run folder; look at them by `tensorboard --logdir RUN_DIR`. `flush_s`:
+    seconds after which points are on the disk at the latest. `clock`: returns Unix seconds.
     """
 
     def __init__(self, flush_s: float = 10.0, clock: Callable[[], float] = time.time) -> None:
@@ -39,9 +36,7 @@ class TensorBoardTracker:
                 EventFileWriter,
             )
         except ImportError as error:
-            raise ConfigError(
-                "tracker=tensorboard needs the tensorboard package: pip install 'trinity-sync[trackers]'"
-            ) from error
+            raise lacking("tensorboard") from error
         try:
             self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=self._flush_s)
         except OSError as error:

@@ -45,10 +45,8 @@ _Kind = Literal["fails", "late", "full", "end", "samples"]
 
 
 class Trackers:
-    """All trackers of a run. After the start only `close` waits, and nothing is raised.
-
-    Raises:
-        ConfigError: a tracker cannot start; the others are closed again.
+    """All trackers of a run. After the start only `close` waits, and nothing is raised. Raises ConfigError if a tracker
+    cannot start; the others are closed again.
     """
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
@@ -215,11 +213,8 @@ _Requests = SimpleQueue[tuple[str, tuple[object, ...]] | None]
 
 
 class Apart:
-    """Hands the calls of a tracker to a process of its own, and waits for each: `Trackers` bounds that.
-
-    Args:
-        tracker: not started yet; it is pickled.
-        name: of its log, ``logs/tracker-<name>.log``.
+    """Hands the calls of a tracker to a process of its own, and waits for each: `Trackers` bounds that. `tracker`: not
+    started yet; it is pickled. `name`: of its log, ``logs/tracker-<name>.log``.
     """
 
     def __init__(self, tracker: Tracker, name: str) -> None:

@@ -72,15 +72,28 @@ class Tracker(Protocol):
         """Deliver what is pending."""
 
 
+def lacking(name: str) -> ConfigError:
+    """Make the error for a tracker whose package of the same name is missing."""
+    return ConfigError(f"tracker={name} needs the {name} package: pip install 'trinity-sync[trackers]'")
+
+
+class ProcessTracker:
+    """The base of trackers that run in a process of their own, and tell their tool how the run has ended."""
+
+    apart = True
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._status: Status = "completed"
+
+    def end(self, status: Status) -> None:
+        self._status = status
+
+
 def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
-    """Build the trackers that the config names, not started yet.
-
-    Args:
-        settings: options by name. Unknown names need ``_target_``, the dotted name of a class with the methods of
-            `Tracker`, called with the other options except ``names``.
-
-    Raises:
-        ConfigError: a tracker's class cannot be found, or does not take its options.
+    """Build the trackers that the config names, not started yet. `settings`: options by name. Unknown names need
+    ``_target_``, the dotted name of a class with the methods of `Tracker`, called with the other options except
+    ``names``. Raises ConfigError if a tracker's class cannot be found, or does not take its options.
     """
     built = []
     for name, given in settings.items():
@@ -115,9 +128,7 @@ def call_end(tracker: Tracker, status: Status) -> None:
 
 def kept_id(run: TrackedRun, tracker: str) -> str:
     """Return the id of a tracker's own run: new at first, then read from ``<tracker>/run_id`` in the run's folder.
-
-    Raises:
-        OSError: the folder takes no writes.
+    Raises OSError if the folder takes no writes.
     """
     path = run.folder / tracker / "run_id"
     path.parent.mkdir(exist_ok=True)
@@ -180,10 +191,7 @@ def _of_validation(values: Mapping[str, float]) -> Mapping[str, tuple[str, ...]]
         return {}  # of the latter it is not known which is which
     mean = f"mean@{values['val/samples'] / values['val/prompts']:.0f}"
     reward = "val-aux" if "val/exact" in values else "val-core"
-    return {
-        "val/reward/mean": (f"{reward}/unknown/reward/{mean}",),
-        "val/exact": (f"val-core/unknown/acc/{mean}",),
-    }
+    return {"val/reward/mean": (f"{reward}/unknown/reward/{mean}",), "val/exact": (f"val-core/unknown/acc/{mean}",)}
 
 
 # Samples of a step as a table.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, kept_id, name_of
+from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, kept_id, lacking, name_of
 
 if TYPE_CHECKING:
     from trackio import Run
@@ -43,9 +43,7 @@ class TrackioTracker:
         try:
             import trackio
         except ImportError as error:
-            raise ConfigError(
-                "tracker=trackio needs the trackio package: pip install 'trinity-sync[trackers]'"
-            ) from error
+            raise lacking("trackio") from error
         # Its errors are only warnings.
         warnings.showwarning = self._heed  # type: ignore[assignment]
         try:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.run_record import Status
-from trinity_sync.tracking.trackers import COLUMNS, TrackedRun, cells, kept_id, name_of
+from trinity_sync.tracking.trackers import COLUMNS, ProcessTracker, TrackedRun, cells, kept_id, lacking, name_of
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 Mode = Literal["online", "offline", "disabled"]
 
 
-class WandbTracker:
+class WandbTracker(ProcessTracker):
     """Sends the metrics to one run of a project, which a resume continues.
 
     Args:
@@ -26,8 +25,6 @@ class WandbTracker:
         timeout_s: see `Tracker`.
     """
 
-    apart = True
-
     def __init__(
         self,
         project: str,
@@ -36,17 +33,16 @@ class WandbTracker:
         tags: Iterable[str] = (),
         timeout_s: float = 60.0,
     ) -> None:
+        super().__init__(timeout_s)
         self._project, self._entity, self._mode, self._tags = project, entity, mode, list(tags)
-        self.timeout_s = timeout_s
         self._run: Run | None = None
-        self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
         """Open the run, the earlier one on a resume."""
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("tracker=wandb needs the wandb package: pip install 'trinity-sync[trackers]'") from error
+            raise lacking("wandb") from error
         try:
             self._run = wandb.init(
                 id=kept_id(run, "wandb"),
@@ -78,9 +74,6 @@ class WandbTracker:
         # Columns may mix types, as numbers and a missing `exact`.
         table = wandb.Table(columns=list(COLUMNS), data=cells(rows), allow_mixed_types=True)
         self._run.log({name_of(rows): table, "step": step})
-
-    def end(self, status: Status) -> None:
-        self._status = status
 
     def close(self) -> None:
         """Finish the run; wait for uploads."""

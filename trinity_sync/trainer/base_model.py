@@ -22,13 +22,8 @@ from trinity_sync.weights.wire import WireFormat
 
 
 class BaseModel:
-    """The base as its folder has it.
-
-    Args:
-        saved: the tensors it must have, in the dtypes in which a version of it would travel.
-
-    Raises:
-        ConfigError: it cannot be read, or lacks one of them.
+    """The base as its folder has it. `saved`: the tensors it must have, in the dtypes in which a version of it would
+    travel. Raises ConfigError if it cannot be read, or lacks one of them.
     """
 
     def __init__(self, folder: Path, saved: Mapping[str, Saved]) -> None:
@@ -48,13 +43,8 @@ class BaseModel:
         self, shards: Sequence[Shard], sources: Mapping[str, torch.Tensor], *, digested: bool = False
     ) -> str | None:
         """Check that a rank's part of the base equals the folder's, byte for byte in the dtypes of the wire. Reads one
-        tensor at a time.
-
-        Args:
-            sources: the elements of each shard, by name, on any device.
-
-        Returns:
-            The digest, hex; None without `digested`.
+        tensor at a time. `sources`: the elements of each shard, by name, on any device. Returns the digest, hex; None
+        without `digested`.
         """
         held = {shard.name: shard for shard in shards}
         odd, entries = [], []
@@ -82,10 +72,8 @@ class BaseModel:
 
 
 def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, digested: bool) -> Digested | None:
-    """Check a rank's part of the base against the folder. Not collective.
-
-    Args:
-        wire_dtype: dtype of floating tensors in versions, as safetensors names it.
+    """Check a rank's part of the base against the folder. Not collective. `wire_dtype`: dtype of floating tensors in
+    versions, as safetensors names it.
     """
     digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=digested)
     wire = WireFormat.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})

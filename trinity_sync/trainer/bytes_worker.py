@@ -7,11 +7,13 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from trinity_sync.actors.rank_client import RankInfo
 from trinity_sync.backends.bytes_backend import BytesBackend
+from trinity_sync.backends.bytes_option import BytesFields
 from trinity_sync.host.logs import story
 from trinity_sync.models.shapes import SIZES, check_made_of
 from trinity_sync.tracking import units
@@ -33,6 +35,7 @@ class BytesWorker(Member):
         """Make the weights. Collective."""
         spec, rank = self._spec, int(os.environ["RANK"])
         folder = Path(spec.model_path)
+        fields = cast("BytesFields", spec.engine)
         check_made_of(folder, spec.engine)
         sizes = json.loads((folder / SIZES).read_text())
         self._share = sizes["bytes"] / sizes["bytes_whole"]
@@ -44,9 +47,9 @@ class BytesWorker(Member):
             rank=rank,
             ranks=int(os.environ["WORLD_SIZE"]),
             seed=spec.seed,
-            changed=spec.engine["changed"],
-            master_dtype=spec.engine["master_dtype"],
-            optimizer=spec.engine["optimizer"],
+            changed=fields["changed"],
+            master_dtype=fields["master_dtype"],
+            optimizer=fields["optimizer"],
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
         self._bytes = backend

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -61,7 +61,7 @@ class TrainerGroup:
                 self.ranks.append(RankClient(handle, rank))
         self._importing = [rank.import_engine() for rank in self.ranks]
 
-    def make_model(self, architecture: dict[str, object], seed: int, folder: str) -> None:
+    def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
         """Have rank 0 write the initial model of a run, which all ranks and explorers then read."""
         results(self._importing[:1], self._start_timeout_s)
         self.ranks[0].make_model(architecture, seed, folder).result(self._start_timeout_s)
@@ -72,11 +72,7 @@ class TrainerGroup:
         return self.all(RankClient.initialise, self._start_timeout_s)
 
     def all(self, ask: Callable[[RankClient], Call[T]], timeout_s: float) -> list[T]:
-        """Call all ranks; return the results in rank order.
-
-        Args:
-            timeout_s: limit for all together, seconds.
-        """
+        """Call all ranks; return the results in rank order. `timeout_s`: limit for all together, seconds."""
         return self.begin(ask)(timeout_s)
 
     def begin(self, ask: Callable[[RankClient], Call[T]]) -> Callable[[float], list[T]]:
@@ -110,12 +106,15 @@ OWN = ("import_engine", "make_model", "initialise")
 """Methods that are not passed on to the worker."""
 
 
-class TrainerRank:
-    """Body of a rank's actor.
+class RankWorker(Protocol):
+    """The worker of a rank; it has the methods of `RankClient`, too."""
 
-    Args:
-        environment: variables that verl reads in the environment of a rank.
-        log_dir: folder of its log; None for Ray's own.
+    def initialise(self) -> RankInfo: ...
+
+
+class TrainerRank:
+    """Body of a rank's actor. `environment`: variables that verl reads in the environment of a rank. `log_dir`: folder
+    of its log; None for Ray's own.
     """
 
     worker_class: type | None = None
@@ -124,7 +123,7 @@ class TrainerRank:
         own_log(log_dir, f"trainer-rank-{environment['RANK']}")
         os.environ.update(environment)
         self._spec = spec
-        self._worker: Any = None
+        self._worker: RankWorker | None = None
 
     def import_engine(self) -> None:
         """Import the engine. Called at once, before the model's folder exists."""
@@ -137,10 +136,9 @@ class TrainerRank:
     def initialise(self) -> RankInfo:
         """Make the worker and its engine. Collective."""
         self._worker = self._worker_class()(self._spec)
-        info: RankInfo = self._worker.initialise()
-        return info
+        return self._worker.initialise()
 
-    def _worker_class(self) -> type:
+    def _worker_class(self) -> Callable[[WorkerSpec], RankWorker]:
         found: type = self.worker_class or load("the ranks' class", self._spec.backend.worker)
         return found
 
@@ -155,7 +153,7 @@ def rank_actor(worker: type | None) -> type:
 
 
 def _passed_on(name: str) -> Callable[..., object]:
-    def method(self: Any, *args: object, **kwargs: object) -> object:
+    def method(self: TrainerRank, *args: object, **kwargs: object) -> object:
         return getattr(self._worker, name)(*args, **kwargs)
 
     method.__name__ = method.__qualname__ = name

@@ -20,7 +20,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import this_process
 from trinity_sync.actors.rank_client import Broadcast, RankInfo
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.backends.base import Backend, SelfWritingBackend
+from trinity_sync.backends.base import Backend, EngineView, SelfWritingBackend, View
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder.lock import writer_of
@@ -43,7 +43,7 @@ from trinity_sync.weights.staging import Sources, pin_segment, stage
 class Member:
     """Stages versions and saves checkpoints. A worker inherits it, and calls `hold` when its engine is up."""
 
-    def hold(self, spec: WorkerSpec, backend: Backend, rank: int) -> RankInfo:
+    def hold(self, spec: WorkerSpec, backend: View, rank: int) -> RankInfo:
         """Take the view of an engine that is up; return the facts of this rank."""
         self._spec = spec
         self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
@@ -99,7 +99,7 @@ class Member:
             self._saver = BackendSaver(backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
             return
         self._saver = AgentSaver(
-            self._backend,
+            cast("Backend", self._backend),
             agent,
             coordinator,
             meetings,
@@ -171,7 +171,7 @@ class WeightStager:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineView,
         layout: PartLayout,
         segments: Mapping[int, mmap.mmap],
         agent: AgentClient,

@@ -22,10 +22,7 @@ _POLL_S = 0.05
 
 def join_group(backend: str, timeout_s: float) -> None:
     """Make the default process group, and set its address in the environment, where verl reads it. All ranks call it,
-    in actors of a `TrainerGroup`.
-
-    Args:
-        timeout_s: limit of the wait for rank 0, and of the group's collectives, seconds.
+    in actors of a `TrainerGroup`. `timeout_s`: limit of the wait for rank 0, and of the group's collectives, seconds.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=timeout_s)

@@ -120,11 +120,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Staged:
-    """A version in a slot.
-
-    Attributes:
-        blocked_s: seconds in which the trainer was blocked for it.
-        sealed_s: seconds from then until it was sealed.
+    """A version in a slot. `blocked_s`: seconds in which the trainer was blocked for it. `sealed_s`: seconds from then
+    until it was sealed.
     """
 
     sealed: Sealed
@@ -214,7 +211,7 @@ class Steps:
             self.log.event(AllRejectedEvent(step=step))
         return advantages, {**metrics, **penalties}
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> Mapping[str, object]:
         """Return the algorithm's state for a checkpoint, as JSON values."""
         return {} if self._penalty is None else self._penalty.state()
 
@@ -241,13 +238,9 @@ class Steps:
         return self._synchronizer.begin_if_free(version, self._parts).result(limit)
 
     def copy(self, version: Version, slot: int, *, lazily: bool = False) -> float:
-        """Have all ranks copy their weights into a slot.
-
-        Args:
-            lazily: the ranks may copy while they train, until their weights change.
-
-        Returns:
-            Seconds in which the trainer was blocked so far; of a lazy copy `Sealed.blocked_s` has all.
+        """Have all ranks copy their weights into a slot. `lazily`: the ranks may copy while they train, until their
+        weights change. Returns seconds in which the trainer was blocked so far; of a lazy copy `Sealed.blocked_s` has
+        all.
         """
         limit = self.settings.sync_timeout_s
         return max(self._trainer.all(lambda rank: rank.stage(version, slot, lazily=lazily), limit))
@@ -325,21 +318,14 @@ def record_generated(log: Log, generated: Generated) -> None:
 
 
 class LossValidation:
-    """Has the ranks measure the loss of a file. A `Validator` without rewards and samples.
-
-    Args:
-        batches: makes the batches to measure, each at least one pair.
-        timeout_s: limit of a batch, seconds.
+    """Has the ranks measure the loss of a file. A `Validator` without rewards and samples. `batches`: makes the batches
+    to measure, each at least one pair. `timeout_s`: limit of a batch, seconds.
     """
 
     failure = ""
 
     def __init__(
-        self,
-        batches: Callable[[], list[PairBatch]],
-        trainer: TrainerGroup,
-        times: ValidationTimes,
-        timeout_s: float,
+        self, batches: Callable[[], list[PairBatch]], trainer: TrainerGroup, times: ValidationTimes, timeout_s: float
     ) -> None:
         self._make_batches = batches
         self._batches: list[PairBatch] | None = None
@@ -353,10 +339,8 @@ class LossValidation:
 
     def run(self, step: int) -> dict[str, float]:
         """Measure the loss of the ranks' weights: ``val/loss``, the mean over all tokens that count, in nats;
-        ``val/tokens`` and ``val/rows``, the numbers of tokens and rows.
-
-        Raises:
-            RunError: a row cannot be encoded, or the ranks measured another number of tokens.
+        ``val/tokens`` and ``val/rows``, the numbers of tokens and rows. Raises RunError if a row cannot be encoded, or
+        the ranks measured another number of tokens.
         """
         if self._batches is None:
             self._batches = self._make_batches()
@@ -386,11 +370,8 @@ _COEFFICIENT = "reward_kl_coeff"
 
 
 class RewardPenalty:
-    """Subtracts the divergence of each response from its reward.
-
-    Args:
-        timeout_s: limit of a measurement, seconds.
-        saved: `state` of the checkpoint that the run begins with; None: none.
+    """Subtracts the divergence of each response from its reward. `timeout_s`: limit of a measurement, seconds. `saved`:
+    `state` of the checkpoint that the run begins with; None: none.
     """
 
     def __init__(
@@ -407,10 +388,8 @@ class RewardPenalty:
     ) -> tuple[SampleBatch, dict[str, float]]:
         """Return the samples of a step with their rewards less the penalty, and metrics by verl's names:
         ``actor/reward_kl_penalty`` (the divergence per token in nats, the mean over responses) and
-        ``actor/reward_kl_penalty_coeff`` (its coefficient). Then adapts the coefficient.
-
-        Args:
-            shared: the same in Ray's object store, for the ranks.
+        ``actor/reward_kl_penalty_coeff`` (its coefficient). Then adapts the coefficient. `shared`: the same in Ray's
+        object store, for the ranks.
         """
         sums, means = np.full(len(batch), np.nan), np.full(len(batch), np.nan, np.float32)
         for found in self._trainer.all(lambda rank: rank.divergences(step, shared), self._timeout_s):
@@ -427,6 +406,6 @@ class RewardPenalty:
         judged = replace(batch, rewards=batch.rewards - used * sums)
         return judged, {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": used}
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> Mapping[str, object]:
         """Return the coefficient, for a checkpoint, as JSON values."""
         return {_COEFFICIENT: self.coefficient} if self._adapts else {}

@@ -44,13 +44,9 @@ def share(
     Mini-batch m is the m-th contiguous block of the sorted samples, divided evenly over the ranks, so the samples of an
     optimizer step do not depend on the number of ranks.
 
-    Args:
-        rank, ranks: the data-parallel rank and the number of them.
-        balanced: tokens of each sequence, to give ranks about as many tokens of each mini-batch in equally many
-            sequences; None: each rank has a contiguous block.
-
-    Raises:
-        ValueError: `count` does not divide by `ranks` x `mini_batches`.
+    `rank`, `ranks`: the data-parallel rank and the number of them. `balanced`: tokens of each sequence, to give ranks
+    about as many tokens of each mini-batch in equally many sequences; None: each rank has a contiguous block. Raises
+    ValueError: `count` does not divide by `ranks` x `mini_batches`.
     """
     if count % (ranks * mini_batches):
         raise ValueError(f"{count} sequences do not divide into {mini_batches} mini-batches over {ranks} ranks")
@@ -63,11 +59,8 @@ def share(
 
 
 def check_fits(lengths: np.ndarray, max_tokens: int | None, sharing: int) -> None:
-    """Check that each sequence of a step fits into a micro-batch.
-
-    Args:
-        lengths: tokens of each, on all ranks.
-        sharing: ranks that share a sequence.
+    """Check that each sequence of a step fits into a micro-batch. `lengths`: tokens of each, on all ranks. `sharing`:
+    ranks that share a sequence.
     """
     longest = int(lengths.max(initial=0))
     if max_tokens is not None and longest > max_tokens * sharing:
@@ -166,7 +159,7 @@ def _with_settings(
     tensors: dict[str, torch.Tensor], batching: Batching, *, temperature: float, entropy: bool = False
 ) -> TensorDict:
     max_tokens = batching.get("max_tokens")
-    settings: dict[str, object] = {
+    settings = {
         "calculate_entropy": entropy,
         "use_remove_padding": batching.get("packed", False),
         "use_dynamic_bsz": max_tokens is not None,

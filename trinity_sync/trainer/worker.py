@@ -6,7 +6,7 @@ Collective methods say so: they are called on all ranks, in the same order.
 from __future__ import annotations
 
 # first: it changes what verl imports
-import trinity_sync.backends.lean_verl  # noqa: F401
+from trinity_sync.backends import lean_verl
 
 # isort: split
 import math
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import numpy as np
 import torch
@@ -32,9 +32,10 @@ from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import response_from_nested
 
 from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Recomputed, Untrained
-from trinity_sync.backends import log_probs, packed_attention
+from trinity_sync.backends import packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
-from trinity_sync.backends.engine_types import Engine, FsdpEngine
+from trinity_sync.backends.base import AdapterBackend, Engine, FsdpEngine
+from trinity_sync.backends.option import ConfigFields
 from trinity_sync.backends.saved_tensors import check_class, left_out_by
 from trinity_sync.backends.sequence_packing import ATTENTION
 from trinity_sync.checkpoint.export import digest_left_out
@@ -68,11 +69,7 @@ from trinity_sync.trainer.worker_spec import WorkerSpec
 
 
 class TrinityWorker(Member, TrainingWorker):
-    """A rank of the trainer group.
-
-    Args:
-        spec: what to build.
-    """
+    """A rank of the trainer group."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -84,7 +81,7 @@ class TrinityWorker(Member, TrainingWorker):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
-        log_probs.install()
+        lean_verl.install()
         follow_indexes()
         super().__init__(worker_config(spec))
 
@@ -108,7 +105,8 @@ class TrinityWorker(Member, TrainingWorker):
         merged = self._spec.what == "merged"
         view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
         first, info = self.rank == 0, self.hold(self._spec, view, self.rank)
-        if self._spec.lora:
+        if self._spec.adapter is not None:
+            view = cast("AdapterBackend", view)
             base = check_held(folder, view.base(), self._spec.wire_dtype, digested=first)
             info = replace(info, base=base, adapter=view.adapter_config() if first else None)
         if first and self._spec.reference is not None:
@@ -238,11 +236,16 @@ def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
     if packed and attention == "sdpa":
         packed_attention.register()
         attention = ATTENTION
-    lora = dict(spec.lora)
-    if lora:
+    lora: ConfigFields = {}
+    if (adapter := spec.adapter) is not None:
         trusted = spec.trust_remote_code
         bare = unfilled_model(model, torch.bfloat16, "meta", attn_implementation="eager", trust_remote_code=trusted)
-        lora["target_modules"] = list(adapter_targets(bare, lora, spec.backend.strategy).names)
+        lora = {
+            "lora_rank": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "target_modules": list(adapter_targets(bare, adapter, spec.backend.strategy).names),
+            "lora_adapter_path": adapter.path,
+        }
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -367,13 +370,8 @@ class BaseOfAdapter:
 
 def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
     """Return the spec of a reference's engine: that of the trained model, for inference only."""
-    return replace(
-        spec,
-        model_path=path,
-        engine=spec.backend.reference_fields(spec.engine),
-        lora={},
-        gradient_checkpointing=False,
-    )
+    engine = spec.backend.reference_fields(spec.engine)
+    return replace(spec, model_path=path, engine=engine, adapter=None, gradient_checkpointing=False)
 
 
 def reference_digest(path: str) -> str:
@@ -411,7 +409,7 @@ def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, f
     return {**found, SKIPPED: float(len(norms) - len(taken))}
 
 
-def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
+def _number(value: Any, reduce: Callable[[list[float]], SupportsFloat]) -> float:
     if isinstance(value, list | tuple):
         return float(reduce([_number(item, reduce) for item in value]))
     if hasattr(value, "aggregate"):
@@ -424,10 +422,7 @@ def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
 
 def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | None:
     """Measure verl's loss of a rank's share of a batch with the masks, dtypes and micro-batches of training, without
-    dropout and without a gradient. Collective.
-
-    Returns:
-        None on pipeline stages before the last.
+    dropout and without a gradient. Collective. Returns None on pipeline stages before the last.
     """
     rows, mine, batching = _share(engine, spec, batch.lengths)
     # rows that only fill up do not count
@@ -447,10 +442,8 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
 
 def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> Recomputed | None:
     """Compute the log-probs of a rank's share of samples as training does, with dropout, without a gradient. The random
-    numbers of training do not change. Collective; arguments and errors as of `loss_sum`.
-
-    Returns:
-        None on pipeline stages before the last.
+    numbers of training do not change. Collective; arguments and errors as of `loss_sum`. Returns None on pipeline
+    stages before the last.
     """
     rows, mine, batching = _share(engine, spec, batch.lengths)
     data = grpo_batch(

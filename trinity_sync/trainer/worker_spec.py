@@ -4,11 +4,11 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from trinity_sync.backends.option import BackendOption, backend_option
+from trinity_sync.backends.option import BackendOption, ConfigFields, backend_option
 from trinity_sync.config import dtype_name
 from trinity_sync.config.lora_settings import Adapter, adapter_of, travels
 from trinity_sync.config.schema import Config
@@ -29,7 +29,7 @@ class WorkerSpec:
         backend: the part that depends on the training engine.
         engine, optimizer: fields of verl's engine and optimizer configs.
         model_path: folder in Hugging Face format, or a hub id.
-        lora: fields of verl's model config for the trained adapter; empty: none.
+        adapter: the adapter that is trained; None: all weights are.
         what: content of a version: ``full``, ``adapter`` or ``merged`` (`sync.what`).
         gradient_checkpointing: recompute activations in the backward pass.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
@@ -51,12 +51,12 @@ class WorkerSpec:
     """
 
     backend: BackendOption
-    engine: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, object] = field(default_factory=dict)
+    engine: ConfigFields = field(default_factory=dict)
+    optimizer: ConfigFields = field(default_factory=dict)
     model_path: str
     attn_implementation: str
     trust_remote_code: bool
-    lora: dict[str, object] = field(default_factory=dict)
+    adapter: Adapter | None = None
     what: str = "full"
     gradient_checkpointing: bool
     algorithm: Algorithm
@@ -70,7 +70,7 @@ class WorkerSpec:
     temperature: float
     seed: int
     deterministic: bool
-    sync: dict[str, object]
+    sync: Mapping[str, object]
     wire_dtype: str
     keep_fp32: Sequence[str] | None = None
     bucket_bytes: int
@@ -81,10 +81,8 @@ class WorkerSpec:
 
 
 def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
-    """Check that the ranks together publish everything that `save_pretrained` of their model would write.
-
-    Args:
-        infos: of all ranks.
+    """Check that the ranks together publish everything that `save_pretrained` of their model would write. `infos`: of
+    all ranks.
     """
     saved = next((info.saved for info in infos if info.saved is not None), None)
     assert saved is not None, "rank 0 has the names of all tensors"
@@ -99,24 +97,15 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
 
 
 def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> WireFormat:
-    """Return the dtypes in which the ranks publish, for manifests.
-
-    Args:
-        infos: of all ranks.
-    """
+    """Return the dtypes in which the ranks publish, for manifests. `infos`: of all ranks."""
     saved = next(info.saved for info in infos if info.saved is not None)
     return WireFormat.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
 
 
 def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = None) -> WorkerSpec:
-    """Make the spec of a rank from a checked config.
-
-    Args:
-        log_dir: folder of the ranks' logs.
-    """
+    """Make the spec of a rank from a checked config. `log_dir`: folder of the ranks' logs."""
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
     adapter = adapter_of(cfg.model.lora)
-    lora = {} if adapter is None else lora_fields(adapter)
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -124,7 +113,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         model_path=model_path,
         attn_implementation=cfg.model.attn_implementation,
         trust_remote_code=cfg.model.trust_remote_code,
-        lora=lora,
+        adapter=adapter,
         what=travels(cfg),
         gradient_checkpointing=trainer.gradient_checkpointing,
         algorithm=algorithm,
@@ -134,7 +123,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         max_tokens=trainer.max_tokens,
         balance_tokens=trainer.balance_tokens,
         remove_padding=trainer.remove_padding,
-        reference=_reference(algorithm, None if lora else given or model_path),
+        reference=_reference(algorithm, None if adapter else given or model_path),
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,
         deterministic=trainer.deterministic and trainer.schedule == "lockstep",
@@ -151,13 +140,3 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
 
 def _reference(algorithm: Algorithm, initial: str | None) -> str | None:
     return algorithm.reference_path or initial if algorithm.needs_reference else None
-
-
-def lora_fields(adapter: Adapter) -> dict[str, object]:
-    """Return the fields of verl's model config for an adapter, its targets as in the config."""
-    return {
-        "lora_rank": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": adapter.of_peft,
-        "lora_adapter_path": adapter.path,
-    }

@@ -22,15 +22,7 @@ from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text, whole
 from trinity_sync.weights.staging import Stretch
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, rows_digest
-from trinity_sync.weights.tensors import (
-    byte_tensor,
-    castable,
-    from_torch,
-    rounds,
-    row_digests,
-    state_digest,
-    to_torch,
-)
+from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, rounds, row_digests, state_digest, to_torch
 from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -90,12 +82,9 @@ class Receiver:
         self._published: dict[str, str] = {}
 
     def check(self, layouts: Iterable[PartLayout]) -> None:
-        """Check that the layouts of all parts of a version together fill every destination exactly once.
-
-        Raises:
-            MismatchError: lists tensors that are missing or unexpected, differ in shape or in kind of dtype, or would
-                be rounded.
-            CoverageError: parts overlap or leave something out.
+        """Check that the layouts of all parts of a version together fill every destination exactly once. Raises
+        MismatchError: lists tensors that are missing or unexpected, differ in shape or in kind of dtype, or would be
+        rounded. Raises CoverageError: parts overlap or leave something out.
         """
         parts = [layout.shards for layout in layouts]
         published = {shard.name: shard for shards in parts for shard in shards}
@@ -103,17 +92,15 @@ class Receiver:
         check_cover(parts)
 
     def begin(self) -> None:
-        """Begin a version for which `taken` will be called.
-
-        Raises:
-            MismatchError: names destinations whose memory was replaced since the constructor.
+        """Begin a version for which `taken` will be called. Raises MismatchError: names destinations whose memory was
+        replaced since the constructor.
         """
         here = self._destinations
         moved = [name for name, tensor in self._given.items() if tensor.data_ptr() != here[name].data_ptr()]
         if moved:
             raise MismatchError(
                 f"{listed(sorted(moved))} moved to other memory since the destinations were given, so the model would "
-                "not hold the loaded weights; give the destinations anew"
+                "not hold the loaded weights; call it with the new destinations"
             )
         self._book = RowBook()
 
@@ -123,10 +110,8 @@ class Receiver:
         After an error the destinations hold some of the new bytes: the whole version must be applied again. `buffer`:
         the part's segment, not written meanwhile; `digests`: from `bucket_digests`, or None to trust the bytes.
 
-        Raises:
-            ChecksumError: names part and bucket.
-            MismatchError: a shard fits no destination.
-            LayoutError: the buffer is too small.
+        Raises ChecksumError: names part and bucket. Raises MismatchError if a shard fits no destination. Raises
+        LayoutError: the buffer is too small.
         """
         for bucket, data, digest in in_buckets(layout, buffer, digests):
             self.take(layout, bucket, data, digest)
@@ -138,9 +123,8 @@ class Receiver:
 
         `digest`: 16 bytes, or None to trust the bytes; `cut`: how the part is cut into pieces.
 
-        Raises:
-            ChecksumError: names part and piece; nothing of it was copied.
-            MismatchError: a shard fits no destination.
+        Raises ChecksumError: names part and piece; nothing of it was copied. Raises MismatchError if a shard fits no
+        destination.
         """
         plan = self._plan(layout, cut)
         view = memoryview(data).cast("B")
@@ -237,11 +221,8 @@ class Receiver:
 def in_buckets(
     layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None
 ) -> Iterator[tuple[int, memoryview, bytes | None]]:
-    """Yield (number, bytes, digest or None) of each bucket of a part's segment.
-
-    Raises:
-        ChecksumError: there is not one digest for each bucket.
-        LayoutError: the buffer is too small.
+    """Yield (number, bytes, digest or None) of each bucket of a part's segment. Raises ChecksumError if there is not
+    one digest for each bucket. Raises LayoutError if the buffer is too small.
     """
     buckets = layout.buckets()
     view = layout.view(buffer)
@@ -254,10 +235,8 @@ def in_buckets(
 
 
 def check_bytes(what: str, data: memoryview, nbytes: int, digest: bytes | None) -> None:
-    """Check received bytes against their published length and digest (xxh3_128, 16 bytes; None: trust them).
-
-    Raises:
-        ChecksumError: they differ; `what` names them.
+    """Check received bytes against their published length and digest (xxh3_128, 16 bytes; None: trust them). Raises
+    ChecksumError: they differ; `what` names them.
     """
     if len(data) != nbytes:
         raise ChecksumError(f"{what} has {len(data)} bytes instead of {nbytes}")

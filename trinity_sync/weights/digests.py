@@ -51,10 +51,8 @@ class RowDigests:
     tensors: dict[str, TensorRows] = field(default_factory=dict)
 
     def merge(self, others: Iterable[RowDigests]) -> RowDigests:
-        """Merge the digests of other nodes, and digest the rows whose fragments are now complete.
-
-        Raises:
-            CoverageError: two nodes hold the same row, or disagree about a tensor's dtype or shape.
+        """Merge the digests of other nodes, and digest the rows whose fragments are now complete. Raises CoverageError:
+        two nodes hold the same row, or disagree about a tensor's dtype or shape.
         """
         gathered: dict[str, list[TensorRows]] = {}
         for one in (self, *others):
@@ -64,11 +62,8 @@ class RowDigests:
         return RowDigests(tensors)
 
     def tensor_digests(self) -> dict[str, bytes]:
-        """Return the 16-byte digest of each tensor.
-
-        Raises:
-            IncompleteError: names the tensors and rows that are missing.
-            CoverageError: several parts hold the same rows.
+        """Return the 16-byte digest of each tensor. Raises IncompleteError: names the tensors and rows that are
+        missing. Raises CoverageError: several parts hold the same rows.
         """
         digests = {name: digest for name, known in self.tensors.items() if (digest := known.digest()) is not None}
         absent = sorted(self.tensors.keys() - digests.keys())
@@ -101,10 +96,8 @@ def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | No
 
 
 class RowPlan:
-    """The rows of all parts of a node, and their places: computed once for the layouts, used for every version.
-
-    Raises:
-        CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
+    """The rows of all parts of a node, and their places: computed once for the layouts, used for every version. Raises
+    CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
     """
 
     def __init__(self, layouts: Sequence[PartLayout]) -> None:
@@ -136,8 +129,7 @@ class RowPlan:
         copied into fragments. `pool`: threads for long rows; `processes`: for other rows, with the files of the
         segments.
 
-        Raises:
-            LayoutError: a segment is too small.
+        Raises LayoutError if a segment is too small.
         """
         parts = zip(self._layouts, segments, strict=True)
         views = [np.asarray(layout.view(segment)) for layout, segment in parts]

@@ -149,12 +149,9 @@ class PartLayout:
         ]
 
     def pieces(self, cut: Cut) -> list[tuple[int, int]]:
-        """Return (start, stop) in bytes of each message.
-
-        Args:
-            cut: ``bucket``: `buckets`. ``tensor``: a large shard travels by itself, in pieces of a bucket's length from
-                its own start, so that it can be received in its destination; small ones travel together. The gaps
-                between shards are left out.
+        """Return (start, stop) in bytes of each message. `cut`: ``bucket``: `buckets`. ``tensor``: a large shard
+        travels by itself, in pieces of a bucket's length from its own start, so that it can be received in its
+        destination; small ones travel together. The gaps between shards are left out.
         """
         return self._by_bucket if cut == "bucket" else self._by_tensor
 
@@ -227,10 +224,8 @@ class PartLayout:
 
     @classmethod
     def from_json(cls, data: LayoutJson) -> PartLayout:
-        """Return the layout that `to_json` described.
-
-        Raises:
-            LayoutError: keys are missing or of another type, or the values are not a valid layout.
+        """Return the layout that `to_json` described. Raises LayoutError: keys are missing or of another type, or the
+        values are not a valid layout.
         """
         try:
             entries = []

@@ -45,11 +45,9 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a saved tensor in a range of a model tensor's elements.
-
-    Attributes:
-        shard: the part. Its local elements are those of the views, one after the other.
-        views: the places of these elements, counted from the beginning of the range.
+    """The part of a saved tensor in a range of a model tensor's elements. `shard`: the part. Its local elements are
+    those of the views, one after the other. `views`: the places of these elements, counted from the beginning of the
+    range.
     """
 
     shard: Shard

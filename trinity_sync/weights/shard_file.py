@@ -51,8 +51,7 @@ def write_shard_file(
     The file at `path` is replaced; on an error none is left. `metadata`: further texts for its metadata; `fsync`: the
     bytes are on disk when this returns (the caller syncs the folder).
 
-    Raises:
-        LayoutError: the buffer is too small.
+    Raises LayoutError if the buffer is too small.
     """
     data = layout.view(buffer)
     header = _header(layout, metadata)
@@ -68,9 +67,8 @@ class ShardFile:
     If the file can no longer be read (it was truncated, deleted from another client of a network file system, is on a
     bad disk), a read raises an error; a mapped file would end the process with a signal.
 
-    Raises:
-        ShardFileError: the file is missing or cannot be read, is not a shard file, or differs in length from its
-            header.
+    Raises ShardFileError if the file is missing or cannot be read, is not a shard file, or differs in length from its
+    header.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -280,8 +278,7 @@ def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, dura
     The node agent calls it, so it needs no torch. `extents`: ascending in the file, without overlap; `durable`: the
     bytes are on disk when this returns.
 
-    Raises:
-        ImageError: an extent reaches beyond the file or the segment, or into the extent before.
+    Raises ImageError if an extent reaches beyond the file or the segment, or into the extent before.
     """
     if not extents:
         return digest_file(path, durable=durable)

@@ -42,10 +42,8 @@ class Rect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of one tensor.
-
-    Raises:
-        ValueError: a rectangle is empty, leaves the tensor or does not start where the one before it ended.
+    """One rank's share of one tensor. Raises ValueError if a rectangle is empty, leaves the tensor or does not start
+    where the one before it ended.
     """
 
     name: str  # the Hugging Face name
@@ -136,10 +134,8 @@ def flat_range(name: str, dtype: str, shape: Sequence[int], start: int, stop: in
 
 
 def check_cover(parts: Iterable[Iterable[Shard]]) -> None:
-    """Check that the shards of all parts (ranks) cover every element of every tensor named in them exactly once.
-
-    Raises:
-        CoverageError: names the tensors that are covered twice or not wholly, or that differ in dtype or shape.
+    """Check that the shards of all parts (ranks) cover every element of every tensor named in them exactly once. Raises
+    CoverageError: names the tensors that are covered twice or not wholly, or that differ in dtype or shape.
     """
     first: dict[str, Shard] = {}
     rects: dict[str, list[Rect]] = {}
@@ -160,10 +156,7 @@ def check_cover(parts: Iterable[Iterable[Shard]]) -> None:
 
 def check_complete(parts: Sequence[Sequence[Shard]], saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Check that the shards of all parts (ranks) are the given tensors, name -> (dtype, shape), all of each, and no
-    others.
-
-    Raises:
-        CoverageError: counts the differences, and names some.
+    others. Raises CoverageError: counts the differences, and names some.
     """
     held = {shard.name: shard for shards in parts for shard in shards}
     missing = sorted(saved.keys() - held.keys())

@@ -59,21 +59,11 @@ class SlotArena:
 
     @classmethod
     def create(
-        cls,
-        run_key: str,
-        slots: int,
-        parts: Mapping[str, int],
-        root: str | Path = DEFAULT_ROOT,
-        *,
-        fallback: Path,
+        cls, run_key: str, slots: int, parts: Mapping[str, int], root: str | Path = DEFAULT_ROOT, *, fallback: Path
     ) -> SlotArena:
-        """Create and lock the folder and reserve all memory, so that the first snapshot has no page faults.
-
-        Args:
-            parts: part name -> bytes of its segment.
-
-        Raises:
-            SegmentError: a live process uses the run key, or the fallback has no room either.
+        """Create and lock the folder and reserve all memory, so that the first snapshot has no page faults. `parts`:
+        part name -> bytes of its segment. Raises SegmentError if a live process uses the run key, or the fallback has
+        no room either.
         """
         if slots < 1:
             raise ValueError(f"{slots} slots; at least 1 is needed")
@@ -135,10 +125,8 @@ class SlotArena:
         return self.folder / f"slot-{slot}" / part
 
     def map(self, slot: int, part: str) -> mmap.mmap:
-        """Return the owner's writable mapping of a segment; always the same object, with all its pages in place.
-
-        Raises:
-            SegmentError: there is no such slot or part, or the arena is closed.
+        """Return the owner's writable mapping of a segment; always the same object, with all its pages in place. Raises
+        SegmentError: there is no such slot or part, or the arena is closed.
         """
         try:
             return self._maps[slot, part]
@@ -177,7 +165,7 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate:
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise SegmentError(f"segment {path} is gone: its node agent ended or was replaced") from None
+        raise SegmentError(f"segment {path} no longer exists: its node agent ended or was replaced") from None
     try:
         size = os.fstat(descriptor).st_size
         if size < max(nbytes, 1):
@@ -236,10 +224,8 @@ def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
 
 @contextmanager
 def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterator[Path]:
-    """Lock this user's folder in a root; on leaving, delete it if it is empty.
-
-    Raises:
-        ForeignFileError: another user has a folder, or a link, of that name.
+    """Lock this user's folder in a root; on leaving, delete it if it is empty. Raises ForeignFileError if another user
+    has a folder, or a link, of that name.
     """
     home = root / own_name(_HOME)
     while True:

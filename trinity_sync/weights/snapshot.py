@@ -201,14 +201,9 @@ def write_skeleton(value: object, path: Path) -> list[Hole]:
     Tensors on an accelerator are named as tensors of the CPU in it, so that the file opens anywhere. No tensor is read,
     so its contents may change meanwhile. Records carry no CRC32: the manifest has a digest of the whole file.
 
-    Args:
-        value: nested containers of tensors and of types that ``torch.load(weights_only=True)`` admits.
-
-    Returns:
-        The holes, ascending. They cover each non-empty one of ``storages(value)`` once.
-
-    Raises:
-        SkeletonError: torch's file is not as expected.
+    `value`: nested containers of tensors and of types that ``torch.load(weights_only=True)`` admits. Returns the holes,
+    ascending. They cover each non-empty one of ``storages(value)`` once. Raises SkeletonError: torch's file is not as
+    expected.
     """
     with _recording() as met, torch.serialization.skip_data(), _without_crc32():
         torch.save(value, path)

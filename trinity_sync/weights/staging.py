@@ -103,10 +103,8 @@ def _typed(layout: PartLayout, data: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor | Computed, str, int]]:
     """Yield (elements, dtype in the segment, first byte there) of each copy: a source, or several that are adjacent
-    both in memory and in the segment. Each source is looked up once.
-
-    Raises:
-        StageError: at the end, for all sources that do not match.
+    both in memory and in the segment. Each source is looked up once. Raises StageError: at the end, for all sources
+    that do not match.
     """
     problems: list[str] = []
     fine: dict[tuple[torch.dtype, str], bool] = {}
@@ -246,10 +244,7 @@ class Copying:
     """
 
     def __init__(
-        self,
-        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        devices: Collection[torch.device],
-        what: str,
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], devices: Collection[torch.device], what: str
     ) -> None:
         self._what = what
         self._pairs = pairs

@@ -18,14 +18,9 @@ FP32 = "F32"
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """The dtypes of a version.
-
-    Args:
-        dtype: of floating tensors, as safetensors names it; None: each in its own.
-        keep_fp32: names of the tensors that travel in fp32 instead.
-
-    Raises:
-        ValueError: the dtype is unknown, or not a floating one.
+    """The dtypes of a version. `dtype`: of floating tensors, as safetensors names it; None: each in its own.
+    `keep_fp32`: names of the tensors that travel in fp32 instead. Raises ValueError if the dtype is unknown, or not a
+    floating one.
     """
 
     dtype: str | None
@@ -46,16 +41,12 @@ class WireFormat:
         """Return the format of a version whose wire dtype is `dtype`, from each tensor's published dtype."""
         return cls(dtype, frozenset(name for name, actual in published.items() if actual == FP32 != dtype))
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Mapping[str, object]:
         return {"dtype": self.dtype, "keep_fp32": sorted(self.keep_fp32)}
 
     @classmethod
     def from_json(cls, body: Mapping[str, object]) -> WireFormat:
-        """Restore it from `to_json`.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is damaged.
-        """
+        """Restore it from `to_json`. Raises ValueError, KeyError, TypeError if it is damaged."""
         dtype, kept = body["dtype"], body["keep_fp32"]
         if dtype is not None and not isinstance(dtype, str):
             raise ValueError(f"dtype is {dtype!r}; expected a name")

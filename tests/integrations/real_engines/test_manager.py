@@ -470,5 +470,5 @@ def test_a_writer_that_is_killed_is_noticed_by_its_peers(ranks: list[Any], run: 
     (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "wait_on_save_thread")
     assert "the writer rank-1 on node" in str(raised)
     (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "save_checkpoint", actor_path(root, step + 2), step + 2)
-    assert "a rank is gone" in str(raised)
+    assert "a rank has died" in str(raised)
     assert read_tracker(root, FULL).step == step

@@ -30,8 +30,8 @@ def test_policies_are_read_as_the_configuration_names_them() -> None:
     [
         ("keep_lots", "keep_lots is not a policy"),
         ("keep_last", "keep_last: .*'n'"),
-        ("keep_last=2", "'keep_last=2'; what it may have is"),
-        ("keep_last.n", "'keep_last.n'; what it may have is"),
+        ("keep_last=2", "'keep_last=2'; allowed are"),
+        ("keep_last.n", "'keep_last.n'; allowed are"),
         ("keep_last.n=0", "keep_last.n is 0"),
         ("keep_last.n=some", "keep_last.n"),
         ("keep_for.seconds=soon", "keep_for.seconds is soon"),

@@ -274,7 +274,7 @@ def test_who_comes_too_late_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert inside.is_set()
     met.set()
     thread.join(LIMIT / 2)
-    assert "the sender is gone" in str(late)
+    assert "the sender disconnected" in str(late)
 
 
 def test_who_answers_in_another_language_is_no_sender() -> None:

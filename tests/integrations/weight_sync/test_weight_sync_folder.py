@@ -118,7 +118,7 @@ def test_what_cannot_be_had_is_named(root: Path, tmp_path: Path) -> None:
         lease_version(root / ".sending-12")
     held = begin_version(root, LIMIT)
     shutil.rmtree(held.path)
-    with pytest.raises(RunError, match=r"is gone: somebody else has removed it"):
+    with pytest.raises(RunError, match=r"was deleted by another program"):
         held.commit(1)
     held.release(remove=True)
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
 
-from trinity_sync.backends.base import Deadline
-from trinity_sync.backends.engine_types import MegatronEngineProtocol
+from trinity_sync.backends.base import Deadline, MegatronEngineProtocol
 from trinity_sync.backends.fsdp_state import settings_kept
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import writer
@@ -219,8 +218,7 @@ class Checkpoints:
         The function is called on a background thread of every rank and returns this rank's files. It must be done
         before the next `begin`, which reuses the memory.
 
-        Args:
-            meeting: the meeting of the save's ranks.
+        `meeting`: the meeting of the save's ranks.
         """
         pending = self._trees.plan(folder, writer.ALL)
         copying = self._trees.copy(pending, in_background=in_background)

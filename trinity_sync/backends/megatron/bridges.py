@@ -219,7 +219,7 @@ def check_experts(config: PretrainedConfig, ranks: int) -> None:
         raise ConfigError(f"backend.ep is {ranks}; it must divide the model's num_experts ({count})")
 
 
-def rotary_arguments(config: PretrainedConfig) -> dict[str, object]:
+def rotary_arguments(config: PretrainedConfig) -> Mapping[str, object]:
     """Return the rotary embedding as arguments of megatron-core's `GPTModel`, or raise a `ConfigError` for an unknown
     scaling.
     """
@@ -361,14 +361,9 @@ def dtypes_of(hf_names: Iterable[str], held: str, wire: WireFormat) -> dict[str,
 def pieces(
     name: str, hf_names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry
 ) -> list[LocalShard]:
-    """Return this rank's contribution of a local parameter; nothing where it only repeats another rank's.
-
-    Args:
-        name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
-        dtypes: the wire dtypes of the tensors by name, see `dtypes_of`.
-
-    Raises:
-        NotImplementedError: an unknown kind of parameter.
+    """Return this rank's contribution of a local parameter; nothing where it only repeats another rank's. `name`:
+    megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``. `dtypes`: the wire dtypes of the tensors by
+    name, see `dtypes_of`. Raises NotImplementedError for an unknown kind of parameter.
     """
     name = _NUMBERED.sub(r"\1", name)
     if name.endswith(("word_embeddings.weight", "output_layer.weight")):

@@ -65,10 +65,8 @@ class MegatronEngine(MegatronEngineWithLMHead):
         return optimizer
 
     def optimizer_step(self) -> float:
-        """Step as verl does, but skip the step for a non-finite gradient, as verl's FSDP engines do.
-
-        Returns:
-            The norm of the gradient before clipping; nan for a skipped step.
+        """Step as verl does, but skip the step for a non-finite gradient, as verl's FSDP engines do. Returns the norm
+        of the gradient before clipping; nan for a skipped step.
         """
         changed, norm, _ = self.optimizer.step()
         return float(norm) if changed else math.nan

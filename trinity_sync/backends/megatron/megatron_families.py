@@ -43,10 +43,8 @@ class Layout(Protocol):
 
 
 def check_layout(backend: Layout, checkpoint: Path) -> str | None:
-    """Compare the layout of the configuration with that of a checkpoint (the step folder).
-
-    Returns:
-        A message for the user, None where nothing changes.
+    """Compare the layout of the configuration with that of a checkpoint (the step folder). Returns a message for the
+    user, None where nothing changes.
     """
     saved = saved_layout(checkpoint / "actor")
     ranks = backend.ranks // (backend.tp * backend.pp)
@@ -68,7 +66,7 @@ def check_layout(backend: Layout, checkpoint: Path) -> str | None:
             f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the "
             f"random generators belong to the old ranks; set backend.restore_rng=false to continue with new ones"
         )
-    return f"{checkpoint} was saved with {there}, this run has {here}: the random generators begin anew"
+    return f"{checkpoint} was saved with {there}, this run has {here}: the random generators start from new seeds"
 
 
 def saved_layout(actor: Path) -> dict[str, int | str] | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_StateDict: TypeAlias = dict[str, object]
+ShardedStateDict: TypeAlias = dict[str, object]
 """A sharded state dict of megatron-core: nested containers of `ShardedTensor` and the like."""
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -43,7 +43,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimi
 def leave_out_scale(optimizer: MegatronOptimizer) -> None:
     """Leave the scale of gradients out of the optimizer's state: it is always 1, and no other engine saves one."""
 
-    def without(state_dict: Callable[[], _StateDict]) -> _StateDict:
+    def without(state_dict: Callable[[], ShardedStateDict]) -> ShardedStateDict:
         return {name: value for name, value in state_dict().items() if name != "grad_scaler"}
 
     for one in inner_optimizers(optimizer):
@@ -66,7 +66,7 @@ def materialise(optimizer: MegatronOptimizer) -> None:
                     }
 
 
-def load(optimizer: MegatronOptimizer, state: dict[str, object]) -> None:
+def load(optimizer: MegatronOptimizer, state: ShardedStateDict) -> None:
     """Call `optimizer.load_state_dict`, with torch's step counts.
 
     megatron-core looks for a saved tensor of each kind in the live state, but the step is saved with the groups. It
@@ -118,8 +118,8 @@ class OwnShards:
     def _state(
         self,
         one: DistributedOptimizer,
-        gathered: Callable[[_StateDict, bool, object], T],
-        model: _StateDict,
+        gathered: Callable[[ShardedStateDict, bool, object], T],
+        model: ShardedStateDict,
         is_loading: bool = False,
         metadata: object = None,
     ) -> T | dict[int, dict[str, list[ShardedTensor]]]:
@@ -167,11 +167,9 @@ class OwnShards:
                 at += count
         return found
 
-    def _know_parts(self, one: DistributedOptimizer, model: _StateDict) -> bool:
-        """Find the places of an optimizer's parameters in the whole; the same on all data-parallel ranks.
-
-        Returns:
-            False if a parameter is not made of ranges of its elements: then it has to be gathered.
+    def _know_parts(self, one: DistributedOptimizer, model: ShardedStateDict) -> bool:
+        """Find the places of an optimizer's parameters in the whole; the same on all data-parallel ranks. Returns False
+        if a parameter is not made of ranges of its elements: then it has to be gathered.
         """
         wanted = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         if not all(parameter in self._parts for parameter in wanted):
@@ -210,9 +208,7 @@ def _bucket_ranges(one: DistributedOptimizer) -> Iterator[dict[torch.nn.Paramete
                 yield bucket["param_map"]
 
 
-def _with_step(
-    one: DistributedOptimizer,
-) -> Callable[[torch.nn.Parameter, dict[str, torch.Tensor]], None]:
+def _with_step(one: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, torch.Tensor]], None]:
     set_states = one._set_main_param_and_optimizer_states
 
     def with_step(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

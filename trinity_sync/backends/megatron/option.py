@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from trinity_sync.backends.megatron.megatron_families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
-from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, check_unpadded, shared_fields
+from trinity_sync.backends.option import PACKED, BackendOption, ConfigFields, adam_fields, check_unpadded, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine, MegatronEngineProtocol
+    from trinity_sync.backends.base import Engine, MegatronEngineProtocol
+    from trinity_sync.backends.megatron.backend import MegatronBackend
 
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
 """Fields of megatron-core's `TransformerConfig` that other keys set."""
@@ -44,10 +45,7 @@ def _check_model(get: Get) -> Iterator[Problem]:
             "use backend=fsdp2",
         )
     width = "moe_intermediate_size" if family in WITH_EXPERTS else "intermediate_size"
-    cuts = {
-        "backend.tp": ("num_attention_heads", "num_key_value_heads", width),
-        "backend.pp": ("num_hidden_layers",),
-    }
+    cuts = {"backend.tp": ("num_attention_heads", "num_key_value_heads", width), "backend.pp": ("num_hidden_layers",)}
     for key, names in cuts.items():
         parts = get(key)
         uneven = [
@@ -173,9 +171,9 @@ class MegatronOption(MegatronConfig, BackendOption):
             named |= {**cls.engine_keys, **_TRANSFORMER_KEYS}
             yield from ((f"{_OF_TRANSFORMER}.{name}", named.get(name)) for name in map(str, transformer))
 
-    def engine_fields(self, cfg: Config) -> dict[str, object]:
+    def engine_fields(self, cfg: Config) -> ConfigFields:
         overrides = cfg.backend.overrides
-        transformer: dict[str, object] = {
+        transformer: ConfigFields = {
             # verl passes sequence_parallel to its other bridge only
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
             # fused kernels that need Apex or come with Transformer Engine
@@ -199,7 +197,7 @@ class MegatronOption(MegatronConfig, BackendOption):
             _OF_TRANSFORMER: {**transformer, **overrides.get(_OF_TRANSFORMER, {})},
         }
 
-    def optimizer_fields(self, cfg: Config) -> dict[str, object]:
+    def optimizer_fields(self, cfg: Config) -> ConfigFields:
         trainer, ddp = cfg.trainer, cfg.backend.overrides.get("override_ddp_config", {})
         return {
             **adam_fields(cfg),
@@ -237,7 +235,9 @@ class MegatronOption(MegatronConfig, BackendOption):
         finally:
             set_rng_state(before)
 
-    def view(self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+    def view(
+        self, engine: Engine, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False
+    ) -> MegatronBackend:
         # megatron-core takes seconds to import
         from trinity_sync.backends.megatron.backend import MegatronBackend
 

@@ -25,7 +25,7 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
@@ -47,12 +47,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.megatron import optimizer_state
+from trinity_sync.backends.megatron.optimizer_state import ShardedStateDict
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.shard_file import DigestedFile
@@ -89,7 +91,7 @@ class _Share(FileSystemWriterAsync):
         # Plain bytes first: megatron-core expects this order.
         ordered = sorted(self.items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
         with DigestedFile(path, durable=durable) as file:
-            stream: Any = file
+            stream = cast("io.IOBase", file)
             results = [
                 _write_item(_StorageWriterTransforms(), stream, data, item, self._file, SerializationFormat.TORCH_SAVE)
                 for item, data in ordered
@@ -102,7 +104,7 @@ class _Share(FileSystemWriterAsync):
 class _Strategy(TorchDistSaveShardedStrategy):
     """megatron-core's strategy with our writer. Planning runs on the training thread, over the default group."""
 
-    def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         self.share = _Share(checkpoint_dir, thread_count=1)
         (_, self.metadata, _), *_ = save_state_dict_async_plan(
@@ -117,10 +119,16 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
+class _Metadata(Metadata):
+    """The metadata with the ranks' plans, which megatron-core adds."""
+
+    all_local_plans: list[SavePlan]
+
+
 class PlannedWrite:
     """A planned write of a state dict."""
 
-    def __init__(self, folder: Path, share: _Share, metadata: Any, common: bytes) -> None:
+    def __init__(self, folder: Path, share: _Share, metadata: _Metadata, common: bytes) -> None:
         self.folder = folder
         self.metadata = metadata
         self._share = share
@@ -162,7 +170,7 @@ class Planner:
         self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._checked = False
 
-    def plan(self, state: dict[str, object], folder: Path, content: dict[str, object]) -> PlannedWrite:
+    def plan(self, state: ShardedStateDict, folder: Path, content: _Content) -> PlannedWrite:
         """Plan a save. Collective, on the training thread."""
         sharded, common = save_preprocess({**state, _CONTENT_METADATA_KEY: content}, not self._checked)
         self._shared.async_save(sharded, folder)
@@ -267,7 +275,7 @@ class Trees:
         """Plan a save of the named trees (see `ALL`) into the checkpoint's folder. Collective, training thread."""
         manager = self._manager
         content = manager._build_sharded_state_dict_metadata()
-        trees: dict[str, dict[str, object]] = {}
+        trees: dict[str, ShardedStateDict] = {}
         if MODEL in names or OPTIMIZER in names:
             model = manager._build_model_sharded_state_dict(content)
             if MODEL in names:
@@ -329,7 +337,7 @@ def load_model(manager: MegatronCheckpointManager, folder: Path, content: _Conte
         chunk.load_state_dict(loaded["model" if len(manager.model) == 1 else f"model{index}"], strict=True)
 
 
-def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> dict[str, object] | None:
+def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _Content) -> ShardedStateDict | None:
     """Load the tree of the optimizer, and return the state of the schedule, if there is one, for `load_schedule`."""
     optimizer_state.materialise(manager.optimizer)
     # The load of the model has changed its description.
@@ -337,11 +345,11 @@ def load_optimizer(manager: MegatronCheckpointManager, folder: Path, content: _C
     wanted = manager._build_optimizer_state_dict(model, content, is_loading=True)
     loaded = load_dist_checkpointing(wanted, str(folder / OPTIMIZER))
     optimizer_state.load(manager.optimizer, loaded["optimizer"])
-    schedule: dict[str, object] | None = loaded.get("lr_scheduler")
+    schedule: ShardedStateDict | None = loaded.get("lr_scheduler")
     return schedule
 
 
-def load_schedule(manager: MegatronCheckpointManager, state: dict[str, object]) -> None:
+def load_schedule(manager: MegatronCheckpointManager, state: ShardedStateDict) -> None:
     """Set the place in the schedule."""
     manager.lr_scheduler.num_steps = 0  # its load adds to the present count
     manager.lr_scheduler.load_state_dict(state)
@@ -352,7 +360,7 @@ def load_rng_of_rank(manager: MegatronCheckpointManager, folder: Path) -> None:
     set_rng_state(load_dist_checkpointing(_extra(manager), str(folder / EXTRA))[RNG_OF_RANK])
 
 
-def _extra(manager: MegatronCheckpointManager) -> dict[str, object]:
+def _extra(manager: MegatronCheckpointManager) -> ShardedStateDict:
     mine = ShardedObject(RNG_OF_RANK, rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return {**manager._build_extra_state_dict(), RNG_OF_RANK: mine}
 

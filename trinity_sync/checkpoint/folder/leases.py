@@ -320,7 +320,7 @@ def lease_checkpoint(
 def _pin_path(root: Path, step: int, attempt: int) -> Path:
     folder = root / contents.PINS
     if folder.is_symlink():
-        raise RunError(f"{folder} is a link, and what it leads to would be changed; delete the link")
+        raise RunError(f"{folder} is a link, and its target would be changed; delete the link")
     return folder / f"{step}-{attempt}{_LEASE}"
 
 
@@ -400,6 +400,6 @@ def check_free(output: Path) -> None:
         raise ConfigError(f"{output} is a file; name a folder that is not there yet")
     above = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
     if not above.is_dir():
-        raise ConfigError(f"{output} cannot be made: {above} is a file")
+        raise ConfigError(f"{output} cannot be created: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{output} cannot be made: nothing may be written to {above}")
+        raise ConfigError(f"{output} cannot be created: {above} is not writable")

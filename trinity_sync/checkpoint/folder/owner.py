@@ -146,7 +146,7 @@ def check(root: Path, owner: Owner, *, recorded: Recorded | None, named: bool = 
     try:
         problem = _problem(root, owner, recorded, named)
     except (OSError, UnreadableError) as error:
-        raise ConfigError(f"checkpoint.dir={root}: whose folder it is cannot be read now: {error}") from error
+        raise ConfigError(f"checkpoint.dir={root}: the owner of the folder cannot be read now: {error}") from error
     if problem:
         raise ConfigError(f"checkpoint.dir={root} {problem}")
 
@@ -173,7 +173,7 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
     mark, inside = read_mark(root), _inside(root, owner.folder)
     take = f"give checkpoint.dir={root} to take it over"
     if recorded is None and (found := _managed(root)):
-        go_on = "name another folder, or go on with that run: trinity-sync resume RUN_DIR"
+        go_on = "name another folder, or resume that run: trinity-sync resume RUN_DIR"
         return f"holds checkpoints of another run already ({found}); {go_on}"
     if mark is None:
         present = manifests(root, skip_unreadable=inside)
@@ -181,7 +181,7 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         if (other := owner.unlisted(foreign, recorded or ())) is None:
             return None
         whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
-        return f"holds step {other.step}{whose}, which {owner.folder} has no record of; {advice}"
+        return f"holds step {other.step}{whose}, of which {owner.folder} has no record; {advice}"
     if mark.run != owner.run:
         # A run without a folder of its own locks the place itself next.
         ours = mark.is_of(str(root)) or (inside and mark.is_of(owner.folder))

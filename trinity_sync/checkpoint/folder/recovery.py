@@ -55,7 +55,7 @@ def _check_links(root: Path) -> None:
     folders = [root / name for name in (contents.STAGING, contents.VERSIONS, contents.LEASES, contents.PRUNED)]
     for path in [*folders, *(root / contents.STAGING).glob("*"), *(root / contents.VERSIONS).glob("*")]:
         if path.is_symlink():
-            raise RunError(f"{path} is a link, and what it leads to would be deleted; delete the link")
+            raise RunError(f"{path} is a link, and its target would be deleted; delete the link")
 
 
 def finish_replacements(root: Path) -> None:

@@ -273,7 +273,7 @@ def noted_base(folder: Path) -> contents.Base | None:
         return contents.Base.from_json(json.loads(note)) if note is not None else None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model.lora.path={folder}: the base that {path} was trained on cannot be told: {error}"
+            f"model.lora.path={folder}: the base that {path} was trained on cannot be determined: {error}"
         ) from error
 
 

@@ -7,16 +7,16 @@ imported without verl and megatron: an engine has imported its own.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from trinity_sync.backends.engine_types import Engine, FsdpEngine, MegatronEngineProtocol
+from trinity_sync.backends.base import Engine, FsdpEngine, MegatronEngineProtocol
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.ranks import Pairs, together, together_inside, use_on_first_rank
@@ -35,7 +35,7 @@ def upload_state_dict(
     engine: Engine,
     synchronizer: Synchronizer,
     global_step: int,
-    logger: logging.Logger,
+    logger: Logger,
     *,
     attempt: int = 0,
     wire_dtype: str | None = None,
@@ -149,11 +149,7 @@ def each_once(tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fsdp_save_state_dict(
-    engine: FsdpEngine,
-    local_path: str | None,
-    global_step: int,
-    coordinator: CheckpointCoordinator,
-    logger: logging.Logger,
+    engine: FsdpEngine, local_path: str | None, global_step: int, coordinator: CheckpointCoordinator, logger: Logger
 ) -> None:
     """Save the sharded weights in the background, one part per rank; rank 0 adds the files for verl's merger.
 
@@ -215,7 +211,7 @@ def megatron_save_state_dict(
     local_path: str | None,
     global_step: int,
     coordinator: CheckpointCoordinator,
-    logger: logging.Logger,
+    logger: Logger,
 ) -> None:
     """Save the model alone through the engine's own distributed checkpoint, one part per rank. It has barriers, so it
     runs on the calling thread. The files are visible at `local_path` after the commit. Weights that this run has saved

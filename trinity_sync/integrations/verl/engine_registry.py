@@ -27,7 +27,7 @@ from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
 from trinity_sync.protocol.retention import Policy, make_policies
 
 if TYPE_CHECKING:
-    from trinity_sync.backends.engine_types import Engine
+    from trinity_sync.backends.base import Engine
 
 _DEVICES = ["cuda", "cpu"]
 
@@ -194,7 +194,7 @@ def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
         key, has_value, text = word.partition("=")
         policy, _, name = key.partition(".")
         if bool(name) != bool(has_value):
-            raise ConfigError(f"{RETENTION} has {word!r}; what it may have is POLICY or POLICY.FIELD=VALUE")
+            raise ConfigError(f"{RETENTION} has {word!r}; allowed are POLICY or POLICY.FIELD=VALUE")
         fields = named.setdefault(policy, {})
         if name:
             fields[name] = _value(text)

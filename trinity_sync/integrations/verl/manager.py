@@ -53,7 +53,7 @@ from trinity_sync.weights.snapshot import Snapshot, plan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trinity_sync.backends.engine_types import FsdpEngine
+    from trinity_sync.backends.base import FsdpEngine
 
 
 class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):

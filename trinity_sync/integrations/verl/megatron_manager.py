@@ -47,7 +47,7 @@ from trinity_sync.weights.staging import Copying
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
 
-    from trinity_sync.backends.engine_types import MegatronEngineProtocol
+    from trinity_sync.backends.base import MegatronEngineProtocol
 
 
 class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):

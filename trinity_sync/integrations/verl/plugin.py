@@ -99,7 +99,7 @@ def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         try:
             do(module)
         except Exception as error:
-            say(f"{module.__name__} is left as it is, because of {type(error).__name__}: {error}")
+            say(f"{module.__name__} is not patched, because of {type(error).__name__}: {error}")
 
     return hook
 

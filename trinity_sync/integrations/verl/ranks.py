@@ -33,7 +33,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     try:
         dist.all_gather_object(found, (None if error is None else _describe(error), result))
     except RuntimeError as gone:
-        raise RunError(f"could not {what}: a rank is gone ({_describe(gone)})") from (error or gone)
+        raise RunError(f"could not {what}: a rank has died ({_describe(gone)})") from (error or gone)
     failed = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
     if failed:
         raise RunError(f"could not {what}: {'; '.join(failed)}") from error

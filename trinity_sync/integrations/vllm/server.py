@@ -132,7 +132,7 @@ class Server:
             info = self._send(_Request("GET", "/server_info", params={"config_format": "json"}), "describe itself")
         except _NotFoundError:
             raise ConfigError(
-                f"{self.who} takes no weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+                f"{self.who} does not accept weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from None
         models, version = self.get("/v1/models", "name its models"), self.get("/version", "name its version")
         try:
@@ -151,7 +151,7 @@ class Server:
                 version=version["version"],
             )
         except (KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{self.who} describes itself in an unknown way: {error_text(error)}") from error
+            raise ConfigError(f"{self.who} reports its settings in an unknown form: {error_text(error)}") from error
 
     def get(self, path: str, what: str) -> Json:
         """Get an answer; `what` is said in errors."""
@@ -216,7 +216,7 @@ class Server:
         except httpx.RequestError as error:
             return _reason(error)
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise ConfigError(f"explorer.url: {self._url} is no vLLM server; it has no /health")
+            raise ConfigError(f"explorer.url: {self._url} is not a vLLM server; it has no /health")
         return None if answer.is_success else f"status {answer.status_code}"
 
     def _check_alive(self, what: str) -> None:
@@ -226,16 +226,18 @@ class Server:
         except ConfigError as error:
             down = str(error)
         if down is not None and down != _SLOW:
-            raise EngineDied(f"{self.who} died ({down}) when it was to {what}")
+            raise EngineDied(f"{self.who} died ({down}) before it could {what}")
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         try:
             yield
         except httpx.TransportError as error:
-            raise EngineDied(f"{self.who} is gone ({_reason(error)}) when it was to {what}") from error
+            raise EngineDied(f"{self.who} disconnected ({_reason(error)}) before it could {what}") from error
         except httpx.RequestError as error:
-            raise RunError(f"{self.who} sent an unreadable answer ({_reason(error)}) when it was to {what}") from error
+            raise RunError(
+                f"{self.who} sent an unreadable answer ({_reason(error)}) to the request to {what}"
+            ) from error
 
     def _checked(self, answer: httpx.Response, what: str) -> Json:
         if answer.is_success:
@@ -342,8 +344,8 @@ class HttpControl:
         found = self._server.get("/weight_info", "name its version").get("weight_version")
         if found != self._label and found not in self._later:
             raise EngineDied(
-                f"{self._server.who} says that it holds {found}, but it was given {self._label}: it was started again, "
-                "or another program has given it weights"
+                f"{self._server.who} says that it holds {found}, but it was given {self._label}: it was restarted, "
+                "or another program has sent it weights"
             )
 
     def _start_update(self) -> None:

@@ -169,8 +169,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         ]
         if rounded:
             raise ConfigError(
-                f"vLLM would round {listed(sorted(rounded))}, which come in fp32 and which it holds in {own}; set "
-                "explorer.dtype=fp32, or leave them out of sync.keep_fp32"
+                f"vLLM would round {listed(sorted(rounded))}: they are sent in fp32, and the worker holds them in "
+                f"{own}; set explorer.dtype=fp32, or leave them out of sync.keep_fp32"
             )
 
     def _take(self, arrival: Arrival) -> Arrived:

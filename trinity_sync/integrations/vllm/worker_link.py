@@ -1,29 +1,30 @@
-"""A socket between an explorer and the workers of its vLLM engine. Each worker connects, and answers requests in a
-thread while its engine generates; a call over vLLM's own control would block the engine. Both sides prove a key, which
-the workers get through vLLM.
+"""A socket between an explorer and the workers of its vLLM engine. Each worker connects and becomes a local actor. It
+answers in a thread while its engine generates; a call over vLLM's own control would block the engine. Both sides prove
+a key, which the workers get through vLLM.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import shutil
-import socket
-import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
+from functools import partial
 from pathlib import Path
-from pickle import PicklingError
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from trinity_sync.actors.explorer_client import EngineDied
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
-from trinity_sync.host.origin import error_text
+from trinity_sync.actors.local import Link, LocalHandle, LocalServer
+from trinity_sync.actors.pending import MemberDied
+from trinity_sync.errors import WaitTimeout
+from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection
 from trinity_sync.host.threads import in_background
 
 _LONGEST_FOLDER = 70
@@ -31,7 +32,8 @@ _LONGEST_FOLDER = 70
 _CONNECT_S = 30.0
 """Limit of each side for the other one to prove the key, seconds; the engine is blocked meanwhile."""
 
-_PAUSE_S = 0.1
+_GRACE_S = 0.5
+"""Time after the limit of a request, seconds, by which a worker that has read it is named as late."""
 
 
 class WorkerAddress(NamedTuple):
@@ -48,16 +50,10 @@ class WorkerHello(NamedTuple):
     pid: int
 
 
-class _WorkerRequest(NamedTuple):
-    number: int
-    method: str
-    arguments: tuple[object, ...]
-
-
-class _Answer(NamedTuple):
-    number: int
-    result: object
-    error: TrinityError | None
+class _Worker(NamedTuple):
+    name: str
+    pid: int
+    handle: LocalHandle
 
 
 class WorkerLink:
@@ -73,18 +69,13 @@ class WorkerLink:
         # a socket's path has 107 characters at most
         short = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-", dir=short))
-        self._key = secrets.token_bytes(32)
-        self.address = WorkerAddress(str(self._folder / "workers"), self._key.hex())
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(self.address.path)
-        self._listening.listen(workers)
+        key = secrets.token_bytes(SECRET_BYTES)
+        self.address = WorkerAddress(str(self._folder / "workers"), key.hex())
         self._count = workers
         self._meeting = threading.Lock()
-        self._connections: dict[int, Connection] = {}
-        self._pids: dict[int, int] = {}
+        self._workers: dict[int, _Worker] = {}
         self._complete = threading.Event()
-        self._number = 0
-        threading.Thread(target=self._accept, name="workers connect", daemon=True).start()
+        self._listener = Listener(self.address.path, key, self._take, _CONNECT_S)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all workers have connected; WaitTimeout if some have not."""
@@ -101,110 +92,60 @@ class WorkerLink:
         Raises:
             EngineDied: a worker has died.
         """
-        self._number += 1
         until = time.monotonic() + timeout_s
-        self._send(method, arguments, until, timeout_s)
-        answers: dict[int, _Answer] = {}
-        while len(answers) < self._count:
-            waiting = [rank for rank in sorted(self._connections) if rank not in answers]
-            ready = wait([self._connections[rank] for rank in waiting], max(0.0, until - time.monotonic()))
-            if not ready:
-                raise WaitTimeout(f"worker {waiting[0]} of {self._who}", method, timeout_s)
-            for rank in (rank for rank in waiting if self._connections[rank] in ready):
-                with self._alive(rank):
-                    answer: _Answer = self._connections[rank].recv()
-                if answer.number == self._number:  # else it is late, and its wait has timed out
-                    answers[rank] = answer
-        for _, answer in sorted(answers.items()):
-            if answer.error is not None:
-                raise answer.error
-        return [answer.result for _, answer in sorted(answers.items())]
+
+        def answer(rank: int) -> object:
+            worker = self._workers[rank]
+            call = worker.handle.call(worker.name, method, method, arguments(rank), {})  # blocks if it is not read
+            if not call.has_ended(max(0.0, until - time.monotonic())):
+                raise WaitTimeout(worker.name, method, timeout_s)
+            try:
+                return call.result(0.0)
+            except MemberDied as error:
+                raise EngineDied(f"{worker.name} (pid {worker.pid}) has died") from error
+
+        answers = [in_background(partial(answer, rank), "ask a worker") for rank in range(self._count)]
+        while True:
+            for one in answers:
+                if one.done() and isinstance(one.exception(), EngineDied):
+                    one.result()
+            pending = [one for one in answers if not one.done()]
+            if not pending:
+                return [one.result() for one in answers]
+            left = max(0.0, until + _GRACE_S - time.monotonic())
+            if not futures.wait(pending, left, futures.FIRST_EXCEPTION).done:
+                name = self._workers[answers.index(pending[0])].name
+                raise WaitTimeout(name, f"read the request to {method}", timeout_s)
 
     @property
     def workers(self) -> list[int]:
         """The pids of the connected workers, in the order of their ranks."""
-        return [pid for _, pid in sorted(self._pids.items())]
+        return [worker.pid for _, worker in sorted(self._workers.items())]
 
     def close(self) -> None:
         """Close the connections, which ends the workers' threads."""
         with self._meeting:
             self._stop_listening()
-            for connection in self._connections.values():
-                connection.close()
+            for worker in self._workers.values():
+                worker.handle.close()
 
     def _stop_listening(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        self._listening.close()
+        self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(
-        self, method: str, arguments: Callable[[int], tuple[object, ...]], until: float, timeout_s: float
-    ) -> None:
-        """Send concurrently: a message that does not fit into the socket blocks until the worker reads."""
-        lost: dict[int, Exception] = {}
-
-        def send(rank: int) -> None:
-            try:
-                with self._alive(rank):
-                    self._connections[rank].send(_WorkerRequest(self._number, method, arguments(rank)))
-            except Exception as error:  # raised below, in the calling thread
-                lost[rank] = error
-
-        threads = {rank: threading.Thread(target=send, args=(rank,), daemon=True) for rank in self._connections}
-        for thread in threads.values():
-            thread.start()
-        for rank, thread in threads.items():
-            thread.join(max(0.0, until - time.monotonic()))
-            if thread.is_alive():
-                raise WaitTimeout(f"worker {rank} of {self._who}", f"read the request to {method}", timeout_s)
-        for error in lost.values():
-            raise error
-
-    @contextlib.contextmanager
-    def _alive(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            raise EngineDied(f"worker {rank} of {self._who} (pid {self._pids[rank]}) has died") from error
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listening.accept()
-            except OSError:
-                if self._listening.fileno() < 0:
-                    return
-                time.sleep(_PAUSE_S)  # such as for a file descriptor
-                continue
-            # A thread for each, so that a silent peer does not delay the others.
-            threading.Thread(target=self._let_in, args=(accepted,), name="a worker connects", daemon=True).start()
-
-    def _let_in(self, accepted: socket.socket) -> None:
-        with accepted:
-            connection = Connection(os.dup(accepted.fileno()))
-            try:
-                _limit_reads(accepted, _CONNECT_S)
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                hello: WorkerHello = connection.recv()
-                _limit_reads(accepted, 0)
-            except Exception:  # a peer without the key, or one that has closed or is silent
-                connection.close()
-                return
+    def _take(self, connection: Connection) -> None:
+        link = Link(connection, f"a worker of {self._who}", _CONNECT_S)
+        hello: WorkerHello = link.hello
         with self._meeting:
-            if self._complete.is_set() or self._listening.fileno() < 0 or hello.rank not in range(self._count):
+            if self._complete.is_set() or self._listener.closed or hello.rank not in range(self._count):
                 connection.close()
                 return
-            self._connections[hello.rank], self._pids[hello.rank] = connection, hello.pid
-            if len(self._connections) == self._count:
+            if before := self._workers.pop(hello.rank, None):
+                before.handle.close()
+            name = f"worker {hello.rank} of {self._who}"
+            self._workers[hello.rank] = _Worker(name, hello.pid, LocalHandle(link))
+            if len(self._workers) == self._count:
                 self._complete.set()
-
-
-def _limit_reads(connected: socket.socket, timeout_s: float) -> None:
-    """Have a read that takes longer (seconds; 0: no limit) fail with `BlockingIOError`."""
-    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def serve(
@@ -220,40 +161,24 @@ def serve(
         begin, end: called first and last in the thread.
 
     Raises:
-        OSError, WaitTimeout: the explorer does not listen, or does not accept.
+        OSError, EOFError, ForeignPeerError, WaitTimeout: the explorer does not listen, or does not accept.
     """
-    key = bytes.fromhex(address.key)
-    connecting = in_background(lambda: Client(address.path, "AF_UNIX", authkey=key), "connect to the explorer")
-    if not futures.wait([connecting], _CONNECT_S).done:
-        raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S)
-    connection = connecting.result()
-    connection.send(WorkerHello(rank, os.getpid()))
-    threading.Thread(target=_serve, args=(connection, methods, begin, end), name="versions arrive", daemon=True).start()
-
-
-def _serve(
-    connection: Connection,
-    methods: Mapping[str, Callable[..., object]],
-    begin: Callable[[], None],
-    end: Callable[[], None],
-) -> None:
-    with contextlib.ExitStack() as ending, contextlib.suppress(EOFError, OSError), connection:
-        ending.callback(end)
-        begin()
-        while True:
-            request: _WorkerRequest = connection.recv()
-            answer = _answered(request, methods)
-            try:
-                connection.send(answer)
-            except (TypeError, AttributeError, PicklingError) as error:
-                why = RunError(f"the result of {request.method} cannot be sent: {error}")
-                connection.send(_Answer(request.number, None, why))
-
-
-def _answered(request: _WorkerRequest, methods: Mapping[str, Callable[..., object]]) -> _Answer:
     try:
-        return _Answer(request.number, methods[request.method](*request.arguments), None)
-    except TrinityError as error:
-        return _Answer(request.number, None, error.with_traceback(None))
-    except Exception as error:
-        return _Answer(request.number, None, RunError(f"{request.method} failed: {error_text(error)}"))
+        connection = open_connection(address.path, bytes.fromhex(address.key), _CONNECT_S)
+    except TimeoutError:
+        raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S) from None
+    hello = WorkerHello(rank, os.getpid())
+
+    async def answer() -> None:
+        server = LocalServer()
+        server.serve(SimpleNamespace(**methods), lambda: hello)
+        await server.answer(connection)
+
+    def work() -> None:
+        with contextlib.ExitStack() as ending:
+            ending.callback(end)
+            ending.callback(connection.close)
+            begin()
+            asyncio.run(answer())
+
+    threading.Thread(target=work, name="versions arrive", daemon=True).start()

@@ -92,11 +92,7 @@ class Algorithm(ABC):
 
 
 def algorithm_of(node: AlgorithmConfig) -> Algorithm:
-    """Build the algorithm of a configuration.
-
-    Raises:
-        ConfigError: the class cannot be used.
-    """
+    """Build the algorithm of a configuration. Raises ConfigError if the class cannot be used."""
     return build("algorithm", vars(node), Algorithm)  # type: ignore[type-abstract]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import hub_or_folder_problem, model_fields, read_fields
@@ -198,10 +198,9 @@ def advise_truncation(get: Get) -> Iterator[Problem]:
 def advise_correction(get: Get) -> Iterator[Problem]:
     """Advise to correct for old samples."""
     stale = get("sync.max_staleness")
-    correction: Any = get("algorithm.rollout_correction")
     if get("trainer.schedule") != "free" or stale <= 1:
         return
-    if correction.rollout_is is None and correction.rollout_rs is None:
+    if all(get(f"algorithm.rollout_correction.{key}") is None for key in ("rollout_is", "rollout_rs")):
         bound = "nothing bounds" if get("algorithm.old_log_probs") == "recomputed" else "clipping alone bounds"
         yield Problem(
             "sync.max_staleness",
@@ -235,11 +234,7 @@ class Grpo(GrpoConfig, Algorithm):
         check_reference,
         check_in_reward,
     )
-    advice: ClassVar[tuple[Check, ...]] = (
-        advise_truncation,
-        advise_correction,
-        advise_estimator,
-    )
+    advice: ClassVar[tuple[Check, ...]] = (advise_truncation, advise_correction, advise_estimator)
 
     @classmethod
     def sequences(cls, get: Get) -> tuple[int, str, str]:

@@ -9,7 +9,7 @@ in the first optimizer step only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -30,11 +30,7 @@ _OF_UPDATE = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
 class _Corrected(NamedTuple):
-    """The corrected data of a micro-batch, and its metrics.
-
-    Attributes:
-        of_tokens: means over the micro-batch's tokens.
-    """
+    """The corrected data of a micro-batch, and its metrics. `of_tokens`: means over the micro-batch's tokens."""
 
     data: TensorDict
     of_tokens: dict[str, float]
@@ -86,7 +82,7 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, rec
 
 @register_policy_loss(GEO_MEAN)
 def geo_mean(
-    *, response_mask: torch.Tensor, config: ActorConfig, **given: Any
+    *, response_mask: torch.Tensor, config: ActorConfig, **given: object
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Compute verl's `compute_policy_loss_geo_mean` as a share of the mean over all sequences of the mini-batch, like
     its other losses; verl's own is the mean over a micro-batch. Arguments and results as of verl's.
@@ -100,10 +96,7 @@ def _corrected(
     data: TensorDict, log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
 ) -> _Corrected:
     """Weight tokens by the ratio of the trainer's probability to the sampler's, and reject those with extreme ratios.
-
-    Args:
-        log_ratio: logs of that ratio, of shape (sequences, tokens).
-        mask: of the same shape, 1 where there is a token.
+    `log_ratio`: logs of that ratio, of shape (sequences, tokens). `mask`: of the same shape, 1 where there is a token.
     """
     of_tokens: dict[str, float] = {}
     of_sequences: dict[str, float] = {}

@@ -87,8 +87,8 @@ class Gathering(Generic[T]):
         if answer is None:
             raise StopIteration
         raise RunError(
-            f"tensor {self._count} of {self._what} could not be gathered from the trainer's ranks; one of them may be "
-            f"gone: {type(answer).__name__}: {answer}"
+            f"tensor {self._count} of {self._what} could not be gathered from the trainer's ranks; one of them may "
+            f"have died: {type(answer).__name__}: {answer}"
         ) from answer
 
     def finish(self) -> None:
