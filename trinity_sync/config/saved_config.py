@@ -281,10 +281,10 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
     return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
 
 
-def saved_texts(cfg: DictConfig, used: DictConfig, trust: Trust) -> dict[str, str]:
-    """Return the files of a run's `.hydra/` by name: its settings as Hydra composed them (`cfg`), and this user's
-    record of them and of those that the run uses. The settings come last: if only some files are written, the next
-    resume shows the difference.
+def saved_texts(cfg: DictConfig, used: DictConfig, trust: Trust, *, saved_by_hydra: bool) -> dict[str, str]:
+    """Return the files of a run's `.hydra/` by name: its settings as Hydra composed them (`cfg`), unless Hydra has
+    saved them, and this user's record of them and of those that the run uses. The settings come last: if only some
+    files are written, the next resume shows the difference.
     """
     hydra = copy.deepcopy(HydraConfig.instance().cfg)
     assert isinstance(hydra, DictConfig)
@@ -293,8 +293,9 @@ def saved_texts(cfg: DictConfig, used: DictConfig, trust: Trust) -> dict[str, st
     hydra.hydra.runtime.cwd = str(trust.started_in)
     OmegaConf.set_readonly(hydra.hydra, True)
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
-    texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
-    record = record_of([cfg, used], hydra.hydra, trust)
+    texts = {} if saved_by_hydra else {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    composed = [cfg] if OmegaConf.to_container(used) == OmegaConf.to_container(cfg) else [cfg, used]
+    record = record_of(composed, hydra.hydra, trust)
     return texts if record is None else texts | {FILE: record}  # an unreadable key keeps the earlier record
 
 

@@ -30,7 +30,6 @@ from trinity_sync.config import FORMER_MODULES, Config, RunConfig
 from trinity_sync.config.composed_jobs import ComposedJob, composed_before, note_settings, sweep_jobs
 from trinity_sync.config.messages import CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
-from trinity_sync.config.user_record import FILE
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.hardware import own_modules_found
@@ -415,9 +414,9 @@ def settings_files(
     the run, the earlier settings are restored.
     """
     folder = run / SETTINGS_FOLDER
-    texts = saved_texts(cfg.composed, used.composed, Trust(where=run, started_in=started_in))
-    if saved_by_hydra:  # unless hydra.output_subdir=null
-        texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
+    trust = Trust(where=run, started_in=started_in)
+    unsaved = saved_by_hydra and not folder.is_dir()  # hydra.output_subdir=null
+    texts = {} if unsaved else saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra)
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:
