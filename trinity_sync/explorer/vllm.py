@@ -94,17 +94,17 @@ class VLLMEngine(VLLMBase):
             resource_tracker.ensure_running()  # its start has SIGINT and SIGTERM come again
         with left_to_driver():  # inherited by the processes that vLLM starts in this thread
             threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
-        self._llm = self._start(self._arguments(eager, on_cpu) | dict(engine or {}))
+        self._llm = self._start({**self._arguments(eager, on_cpu), **(engine or {})})
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
         self._requests: set[asyncio.Future[VLLMResponse]] = set()
         self._request_ids = itertools.count()
         self._loaded: Version | None = None
         self._lost = False
 
-    def _arguments(self, eager: bool, on_cpu: bool) -> dict[str, object]:
+    def _arguments(self, eager: bool, on_cpu: bool) -> Mapping[str, object]:
         length, prompt_length = self._response_length, self._prompt_length
         longest = length + prompt_length if prompt_length is not None else self._positions
-        arguments: dict[str, object] = {
+        arguments = {
             "model": self._model_path,
             "trust_remote_code": self._trust_remote_code,
             "skip_tokenizer_init": True,

@@ -450,9 +450,8 @@ def settings_files(
     the run, the earlier settings are restored.
     """
     folder = run / FOLDER
-    texts = _texts(run, cfg, used, started_in)
-    if saved_by_hydra:  # unless hydra.output_subdir=null
-        texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
+    unsaved = saved_by_hydra and not folder.is_dir()  # hydra.output_subdir=null
+    texts = {} if unsaved else _texts(run, cfg, used, started_in, saved_by_hydra=saved_by_hydra)
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:
@@ -463,9 +462,9 @@ def settings_files(
         raise
 
 
-def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> dict[str, str]:
-    """Return the files by name. The configuration is last: if only some are written, the next resume shows the
-    difference.
+def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, saved_by_hydra: bool) -> dict[str, str]:
+    """Return the files by name, without those that Hydra has saved. The configuration is last: if only some are
+    written, the next resume shows the difference.
     """
     hydra = copy.deepcopy(HydraConfig.instance().cfg)
     assert isinstance(hydra, DictConfig)
@@ -474,8 +473,9 @@ def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> di
     hydra.hydra.runtime.cwd = str(started_in)
     OmegaConf.set_readonly(hydra.hydra, True)
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
-    texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
-    record = record_of([cfg, used], hydra.hydra, Trust(where=run, started_in=started_in))
+    texts = {} if saved_by_hydra else {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    composed = [cfg] if OmegaConf.to_container(used) == OmegaConf.to_container(cfg) else [cfg, used]
+    record = record_of(composed, hydra.hydra, Trust(where=run, started_in=started_in))
     return texts if record is None else texts | {FILE: record}  # an unreadable key keeps the earlier record
 
 

@@ -145,7 +145,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- requests over the link
 
     def _expect(
-        self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
+        self, name: str, node: str, tensors: Shapes, sync: Mapping[str, object], verify: str, timeout_s: float
     ) -> bool:
         """Prepare for versions of these tensors; return whether their parts are mapped."""
         self._check_dtypes(tensors)

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypedDict, TypeVar
 
 import ray
 import torch
@@ -59,6 +59,16 @@ T = TypeVar("T")
 Shards = Iterable[tuple[Shard, torch.Tensor]]
 
 
+class LastVersion(TypedDict):
+    """A version that a member sent or received."""
+
+    step: int | None  # None: verl did not say
+    digest: str | None  # hex; None: it was not computed
+    mode: str
+    bytes: int  # to each receiver
+    seconds: float
+
+
 class WeightSync(CheckpointEngine):
     """Trainer rank 0 sends whole tensors, which all trainer ranks gather.
 
@@ -79,7 +89,7 @@ class WeightSync(CheckpointEngine):
         self._transfer = _transfer(self._settings)
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[object] | None = None
-        self._last: dict[str, object] | None = None
+        self._last: LastVersion | None = None
 
     # ---- before and after
 
@@ -142,9 +152,9 @@ class WeightSync(CheckpointEngine):
         """
         self._session.end("the sync was ended")
 
-    def last_version(self) -> dict[str, object] | None:
-        """Return ``step``, ``digest``, ``mode``, ``bytes`` and ``seconds`` of the last version that this member sent or
-        received; None: there is none, as on a trainer rank that only gathers.
+    def last_version(self) -> LastVersion | None:
+        """Return the last version that this member sent or received; None: there is none, as on a trainer rank that
+        only gathers.
         """
         return self._last
 
