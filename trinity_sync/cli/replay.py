@@ -43,17 +43,11 @@ _BEGAN_WITH = "checkpoint.resume_from"
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Settings of the repetition.
+    """Settings of the repetition."""
 
-    Attributes:
-        recomposed: all of them.
-        left_out: overrides of the places where the run lived.
-        changed: settings that differ from the run's.
-    """
-
-    recomposed: Recomposed
-    left_out: list[str]
-    changed: list[config.Difference]
+    recomposed: Recomposed  # all of them
+    left_out: list[str]  # overrides of the places where the run lived
+    changed: list[config.Difference]  # settings that differ from the run's
 
     @property
     def config(self) -> RunConfig:
@@ -169,19 +163,12 @@ RESULT = "reproduction.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySource:
-    """A run to repeat.
+    """A run to repeat."""
 
-    Attributes:
-        invocation: how it was started.
-        record: its run.json, as far as it exists.
-        config: all of its saved settings.
-        outcome: its results.
-    """
-
-    invocation: Invocation
-    record: RunJson
-    config: RunConfig
-    outcome: Outcome
+    invocation: Invocation  # how it was started
+    record: RunJson  # its run.json, as far as it exists
+    config: RunConfig  # all of its saved settings
+    outcome: Outcome  # its results
 
     @property
     def place(self) -> Path:

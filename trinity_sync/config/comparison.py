@@ -137,13 +137,9 @@ def _plain_leaves(value: object, prefix: str) -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A composed configuration as the launcher and the command line handle it. Changes give a copy.
+    """A composed configuration as the launcher and the command line handle it. Changes give a copy."""
 
-    Attributes:
-        composed: by Hydra; for the launcher checked, with all paths as the run uses them.
-    """
-
-    composed: DictConfig
+    composed: DictConfig  # by Hydra; for the launcher checked, with all paths as the run uses them
 
     @cached_property
     def settings(self) -> Config:

@@ -24,23 +24,14 @@ _BOUNDS = {"at_least": "at least", "more_than": "more than", "at_most": "at most
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A setting of one option.
+    """A setting of one option."""
 
-    Attributes:
-        key: dotted.
-        comment: its purpose, one line.
-        type: of its value, in words; empty if no schema types it.
-        default: YAML, one line; ``???`` if it is required.
-        file: of comment and default.
-        option: the option with this setting, such as ``sync=nccl``; empty for settings outside groups.
-    """
-
-    key: str
-    comment: str
-    type: str
-    default: str
-    file: Path
-    option: str
+    key: str  # dotted
+    comment: str  # its purpose, one line
+    type: str  # of its value, in words; empty if no schema types it
+    default: str  # YAML, one line; ``???`` if it is required
+    file: Path  # of comment and default
+    option: str  # the option with this setting, such as ``sync=nccl``; empty for settings outside groups
 
 
 @cache

@@ -86,23 +86,14 @@ def experiment_of(run: Path) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """How a run was started.
+    """How a run was started."""
 
-    Attributes:
-        overrides: of the command line, as text.
-        config_name: the primary config.
-        config_dir: folder of further options, if there was one.
-        started_in: the folder from which relative paths count.
-        place: the run's folder or a bundle, for errors.
-        recorded: this user's record of it on this host.
-    """
-
-    overrides: tuple[str, ...]
-    config_name: str
-    config_dir: Path | None
-    started_in: Path
-    place: Path
-    recorded: Recorded = NOTHING
+    overrides: tuple[str, ...]  # of the command line, as text
+    config_name: str  # the primary config
+    config_dir: Path | None  # folder of further options, if there was one
+    started_in: Path  # the folder from which relative paths count
+    place: Path  # the run's folder or a bundle, for errors
+    recorded: Recorded = NOTHING  # this user's record of it on this host
 
     @classmethod
     def read(cls, folder: Path) -> Invocation:
@@ -216,17 +207,11 @@ class Invocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomposed:
-    """Settings composed again.
+    """Settings composed again."""
 
-    Attributes:
-        invocation: with all overrides, old and new.
-        trust: what the user vouches for in them.
-        config: the composed settings; relative paths stay.
-    """
-
-    invocation: Invocation
-    trust: Trust
-    config: RunConfig
+    invocation: Invocation  # with all overrides, old and new
+    trust: Trust  # what the user vouches for in them
+    config: RunConfig  # the composed settings; relative paths stay
 
     def also(self, new: Sequence[str]) -> Recomposed:
         """Compose again with further overrides; errors as of `Invocation.recompose`."""

@@ -145,15 +145,10 @@ _GRAMMAR = "'\"\\[]{}()$"
 
 
 class CommandLine(NamedTuple):
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        arguments: for Hydra, without the program.
-        dry_run: only check whether the run could start.
-    """
-
-    arguments: list[str]
-    dry_run: bool
+    arguments: list[str]  # for Hydra, without the program
+    dry_run: bool  # only check whether the run could start
 
     @classmethod
     def read(cls, given: Sequence[str]) -> CommandLine:

@@ -166,23 +166,14 @@ class Doubt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """The targets and places that the user trusts when saved settings are used again.
+    """The targets and places that the user trusts when saved settings are used again."""
 
-    Attributes:
-        where: the folder of the run or sweep, or a bundle.
-        started_in: the folder from which relative paths count.
-        new: the user's new overrides.
-        allowed: packages or dotted names that may also be run.
-        recorded: this user's record of the folder on this host.
-        places: which places outside the folder need trust.
-    """
-
-    where: Path
-    started_in: Path = Path()
-    new: Sequence[str] = ()
-    allowed: Sequence[str] = ()
-    recorded: Recorded = NOTHING
-    places: Places = "all"
+    where: Path  # the folder of the run or sweep, or a bundle
+    started_in: Path = Path()  # the folder from which relative paths count
+    new: Sequence[str] = ()  # the user's new overrides
+    allowed: Sequence[str] = ()  # packages or dotted names that may also be run
+    recorded: Recorded = NOTHING  # this user's record of the folder on this host
+    places: Places = "all"  # which places outside the folder need trust
 
     @cached_property
     def given(self) -> frozenset[tuple[str, object]]:

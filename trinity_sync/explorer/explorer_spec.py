@@ -16,26 +16,18 @@ _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerSpec:
-    """The values that an explorer is built from.
+    """The values that an explorer is built from."""
 
-    Attributes:
-        member: its name, such as ``"explorer-0"``, and a number that each restart changes.
-        engine: class of the `RolloutEngine`, and its keyword arguments.
-        task: the `task` node of the config, to be instantiated in the explorer for its rewards.
-        sync: the `sync` node of the config, to be instantiated for the explorer's half of the mode.
-        processes: processes that hold its weights; one GPU each where there are GPUs.
-    """
-
-    member: RoundMember
-    engine: Mapping[str, object]
-    task: Settings
+    member: RoundMember  # its name, such as ``"explorer-0"``, and a number that each restart changes
+    engine: Mapping[str, object]  # class of the `RolloutEngine`, and its keyword arguments
+    task: Settings  # the `task` node of the config, to be instantiated in the explorer for its rewards
     seed: int
     deterministic: bool
-    sync: Mapping[str, object]
+    sync: Mapping[str, object]  # the `sync` node of the config, to be instantiated for the explorer's half of the mode
     verify: str
     sync_timeout_s: float
     log_dir: str | None
-    processes: int = 1
+    processes: int = 1  # processes that hold its weights; one GPU each where there are GPUs
 
     @property
     def name(self) -> str:

@@ -50,31 +50,18 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass
 class _Session:
-    """The state of one call of `run_main`, shared by Hydra's calls of `job`.
+    """The state of one call of `run_main`, shared by Hydra's calls of `job`."""
 
-    Attributes:
-        resume: how the one job is resumed; None: it is new.
-        until: the step after which it ends; None: its last.
-        command: `sys.argv` as the user gave it.
-        codes: exit codes by run folder, of the jobs in this process.
-        sweep: folder of the sweep, once its jobs start.
-        before: folders of jobs of earlier sweeps in it.
-        around_jobs: closed at the end of the command.
-        dry_run: only check whether runs could start.
-        rerun: by Hydra's ``--experimental-rerun``, from a pickled configuration.
-        made: the folder of the one run; None: unknown yet, or several.
-    """
-
-    resume: Resume | None = None
-    until: int | None = None
-    command: list[str] = field(default_factory=lambda: list(sys.argv))
-    codes: dict[Path, int] = field(default_factory=dict)
-    sweep: Path | None = None
-    before: Sequence[Path] = ()
-    around_jobs: ExitStack = field(default_factory=ExitStack)
-    dry_run: bool = False
-    rerun: bool = False
-    made: NewFolder | None = None
+    resume: Resume | None = None  # how the one job is resumed; None: it is new
+    until: int | None = None  # the step after which it ends; None: its last
+    command: list[str] = field(default_factory=lambda: list(sys.argv))  # `sys.argv` as the user gave it
+    codes: dict[Path, int] = field(default_factory=dict)  # exit codes by run folder, of the jobs in this process
+    sweep: Path | None = None  # folder of the sweep, once its jobs start
+    before: Sequence[Path] = ()  # folders of jobs of earlier sweeps in it
+    around_jobs: ExitStack = field(default_factory=ExitStack)  # closed at the end of the command
+    dry_run: bool = False  # only check whether runs could start
+    rerun: bool = False  # by Hydra's ``--experimental-rerun``, from a pickled configuration
+    made: NewFolder | None = None  # the folder of the one run; None: unknown yet, or several
 
     def tidy(self) -> None:
         """Remove the folder of a run that did not start."""
@@ -367,15 +354,10 @@ def _take_free_folder() -> None:
 
 @dataclass(frozen=True)
 class NewFolder:
-    """A folder that is about to be made.
+    """A folder that is about to be made."""
 
-    Attributes:
-        path: absolute.
-        first: the topmost missing folder of its path; None: the folder exists.
-    """
-
-    path: Path
-    first: Path | None
+    path: Path  # absolute
+    first: Path | None  # the topmost missing folder of its path; None: the folder exists
 
     @classmethod
     def of(cls, path: Path) -> NewFolder:

@@ -70,21 +70,13 @@ class _RayRequest:
 
 @dataclass(frozen=True)
 class OwnRay:
-    """A local Ray that this program has started and is connected to.
+    """A local Ray that this program has started and is connected to."""
 
-    Attributes:
-        folder: of its session.
-        request: what it was started for.
-        cpus: logical CPUs that it offers.
-        base: Ray's own processes, without workers.
-        end: ends it.
-    """
-
-    folder: Path
-    request: _RayRequest
-    cpus: int
-    base: frozenset[psutil.Process]
-    end: Callable[[], None]
+    folder: Path  # of its session
+    request: _RayRequest  # what it was started for
+    cpus: int  # logical CPUs that it offers
+    base: frozenset[psutil.Process]  # Ray's own processes, without workers
+    end: Callable[[], None]  # ends it
 
     def suits(self, request: _RayRequest, cpus: int) -> bool:
         """Return whether a run with these settings and this need of CPUs can use it."""

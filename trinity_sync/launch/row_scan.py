@@ -48,33 +48,21 @@ _LIMIT_S = 600.0
 
 
 class RowCounts(NamedTuple):
-    """Counts of the rows of a task.
+    """Counts of the rows of a task."""
 
-    Attributes:
-        rows: number of rows.
-        too_long: number of rows with more tokens than the settings or the model allow.
-        longest: tokens of the longest row.
-        policy: `task.too_long`.
-    """
-
-    rows: int
-    too_long: int
-    longest: int
-    policy: str
+    rows: int  # number of rows
+    too_long: int  # number of rows with more tokens than the settings or the model allow
+    longest: int  # tokens of the longest row
+    policy: str  # `task.too_long`
 
 
 class Scanned(NamedTuple):
-    """A task whose rows were checked.
+    """A task whose rows were checked."""
 
-    Attributes:
-        task: the run's task, if it has one.
-        counts: None if the rows were not checked: there is no file, or the tokenizer is not available here.
-        validation: the validation's prompts or rows, checked as well.
-    """
-
-    task: Any
+    task: Any  # the run's task, if it has one
+    # None if the rows were not checked: there is no file, or the tokenizer is not available here.
     counts: RowCounts | None
-    validation: Sequence[Item]
+    validation: Sequence[Item]  # the validation's prompts or rows, checked as well
 
 
 NOTHING = Scanned(None, None, ())
@@ -95,26 +83,16 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScanRequest:
-    """The child's input.
+    """The child's input."""
 
-    Attributes:
-        task: the keys of `task`.
-        prompts: whether the rows are prompts; otherwise pairs or conversations.
-        model_path: the model's folder; None: it is created from `architecture`.
-        trust_remote_code: whether code that comes with the model may run.
-        attention: as transformers names it.
-        vllm_on_cpu: whether vLLM's explorers run on a CPU, judged by this machine; None: there are none.
-        rows: places and rows.
-    """
-
-    task: Settings
-    prompts: bool
-    model_path: str | None
+    task: Settings  # the keys of `task`
+    prompts: bool  # whether the rows are prompts; otherwise pairs or conversations
+    model_path: str | None  # the model's folder; None: it is created from `architecture`
     architecture: Mapping[str, object]
-    trust_remote_code: bool
-    attention: str
-    vllm_on_cpu: bool | None
-    rows: list[tuple[str, Item]]
+    trust_remote_code: bool  # whether code that comes with the model may run
+    attention: str  # as transformers names it
+    vllm_on_cpu: bool | None  # whether vLLM's explorers run on a CPU, judged by this machine; None: there are none
+    rows: list[tuple[str, Item]]  # places and rows
 
 
 class _Found(NamedTuple):
