@@ -36,6 +36,7 @@ from safetensors.torch import load_file
 from trinity_sync import config
 from trinity_sync.explorer.hf import HFEngine
 from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.host.references import Settings
 from trinity_sync.integrations.vllm.control import AsyncControl
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.integrations.vllm.target import WorkerTarget
@@ -50,7 +51,7 @@ from trinity_sync.weights.slots import SlotArena
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.tensors import from_torch, state_digest
 
-DIGITS: dict[str, object] = config.plain(config.compose([]).model.architecture)
+DIGITS = config.plain(config.compose([]).model.architecture)
 """The model of the default experiment."""
 LAYER_MB = 25.2
 PARTS = ("own", "pause", "spread", "memory", "samples")
@@ -60,7 +61,7 @@ Point = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
-def large(megabytes: float) -> dict[str, object]:
+def large(megabytes: float) -> Settings:
     """A dense model of about so many megabytes in bf16."""
     return DIGITS | {
         "hidden_size": 1024,

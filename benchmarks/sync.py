@@ -149,7 +149,7 @@ class Fleet:
             timeout_s=LIMIT_S,
         )
         self.monitor = CheckpointMonitor.get_actor(name, None, str(folder / name), config=MonitorConfig(fsync=False))
-        settings = SaveSettings(attempt=0, seed=0, meta=_META, ranks=self.parts, timeout_s=LIMIT_S)
+        settings = SaveSettings(attempt=0, seed=0, meta=_META, ranks=self.parts, save_timeout_s=LIMIT_S)
         store = WeightSaves(MonitorClient(self.monitor), settings, cast("Any", _Silent()), durable=False)
         self.modes: dict[str, Any] = {
             "memory": MemoryPublisher(side),

@@ -91,7 +91,7 @@ def measured(reports: Sequence[Path], root: Path = ROOT) -> dict[str, float]:
 
 
 def _file_of(name: str, root: Path) -> str:
-    """The file of a test's module or class, such as ``tests.e2e.test_faults.TestKills``."""
+    """The file of a test's module or class, such as ``tests.e2e.test_faults``."""
     words = name.split(".")
     for length in range(len(words), 0, -1):
         path = "/".join(words[:length]) + ".py"

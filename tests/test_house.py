@@ -63,6 +63,26 @@ def test_a_limit_above_its_aim_has_a_reason(name: str) -> None:
     assert f"**{name}**" in DECISIONS
 
 
+COMPOSING = {
+    "config/": "it composes",
+    "host/references.py": "reports read saved settings without the schema",
+    "launch/app.py": "Hydra calls it",
+    "cli/runs.py": "Hydra calls it",
+    "cli/verl_commands.py": "it reads verl's own configuration",
+}
+"""The modules that handle configurations of OmegaConf, with the reason."""
+
+
+def test_configurations_of_omegaconf_stay_in_config() -> None:
+    importing = [
+        path
+        for path, text in house.modules().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module == "omegaconf"
+    ]
+    assert [path for path in importing if not path.startswith(tuple(COMPOSING))] == []
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_class_that_a_saved_configuration_names_is_found(name: str) -> None:
     assert load("key", name).__name__ == name.rpartition(".")[2]

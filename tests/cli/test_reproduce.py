@@ -19,7 +19,7 @@ from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config.comparison import EARLIER_LOCATIONS, bundled
+from trinity_sync.config.comparison import EARLIER_LOCATIONS, RunConfig
 from trinity_sync.errors import RunError
 
 
@@ -513,7 +513,7 @@ def test_a_bundle_has_references_and_no_secrets(
     launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ENDPOINT", "endpoint-of-mine")
-    monkeypatch.setattr(config, "check", lambda cfg: None)  # verl's engine has no such fields
+    monkeypatch.setattr(RunConfig, "check_values", lambda cfg: None)  # verl's engine has no such fields
     secrets = ("backend.overrides.api_key=typed-secret", "backend.overrides.deep={token: t0ken-of-mine, size: 3}")
     run = first("backend.overrides.endpoint=${oc.env:ENDPOINT}", *secrets)
     assert reproduce(run, "--bundle", "--output", "b.json") == 0
@@ -539,7 +539,7 @@ def test_a_server_s_address_is_no_setting_of_what_was_computed(
     addressed = ("explorer=vllm_server", "explorer.url=http://me:word-of-mine@host:8000", "model=path", "model.path=m")
     here, there = (config.compose([*addressed, f"explorer.url={url}"]) for url in ("http://a", "http://b"))
     assert config.config_digest(here) == config.config_digest(there)
-    assert "url" not in bundled(here).explorer
+    assert "url" not in RunConfig(here).bundled().composed.explorer
     earlier = config.config_digest(here, places=EARLIER_LOCATIONS)
     assert earlier != config.config_digest(there, places=EARLIER_LOCATIONS)
 
@@ -559,7 +559,7 @@ def test_a_place_that_only_the_run_could_name_is_not_asked_for(
 def test_what_is_changed_is_told_without_secrets(
     launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "check", lambda cfg: None)
+    monkeypatch.setattr(RunConfig, "check_values", lambda cfg: None)
     run = first("backend.overrides.api_key=typed-secret")
     assert reproduce(run, "backend.overrides.api_key=another-one") == 0
     told = capsys.readouterr()

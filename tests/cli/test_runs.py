@@ -28,11 +28,10 @@ from tests.model_folders import bare_model
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.folder.owner import Owner, write_mark
-from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
-from trinity_sync.config import targets
+from trinity_sync.config import comparison, invocation, messages, targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, messages, sweeps
+from trinity_sync.launch import app, sweeps
 from trinity_sync.launch.start import Resume, written_places
 from trinity_sync.tracking.run_record import RunFolder, run_id
 
@@ -884,7 +883,7 @@ def test_what_runs_is_what_was_looked_into(
     folder = first_run(f"--config-dir={tmp_path}/more", "experiment=more")
     # as one can whose choice depends on the time of day
     evil = "# @package _global_\nhydra:\n  callbacks:\n    evil:\n      _target_: my_evil.callback\n"
-    monkeypatch.setattr(config, "check_inputs", lambda cfg: file.write_text(evil))
+    monkeypatch.setattr(comparison, "check_inputs", lambda *given: file.write_text(evil))
     assert cli.main(["resume", str(folder)]) == 2
     assert "hydra.callbacks.evil._target_ is my_evil.callback in the saved settings" in capsys.readouterr().err
     assert len(launcher.calls) == 1

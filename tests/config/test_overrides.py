@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trinity_sync.cli.invocation import Invocation
 from trinity_sync.config import compose
+from trinity_sync.config.invocation import Invocation
+from trinity_sync.config.messages import CommandLine
 from trinity_sync.config.overrides import as_numbers, as_typed
-from trinity_sync.launch.messages import CommandLine
 
 
 @pytest.mark.parametrize("text", ["2024_11_25", "1e3", "1_0", "1.50", "true", "NaN", "007", "0x10", "7", "-1e3"])

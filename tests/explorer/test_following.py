@@ -116,7 +116,7 @@ def engine(versions: Versions) -> Beside:
 @pytest.fixture
 def explorer(versions: Versions, engine: Beside) -> Explorer:
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), timeout_s=1.0, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), sync_timeout_s=1.0, log_dir=None, **fixed)
     made = Explorer(spec, versions)  # type: ignore[arg-type]
     made._base, made._engine, made._task = None, engine, TASK
     made._loader = versions  # type: ignore[assignment]

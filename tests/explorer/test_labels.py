@@ -64,7 +64,7 @@ def versions(models: dict[Version, Path]) -> Versions:
 @pytest.fixture
 def explorer(versions: Versions) -> Explorer:
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), timeout_s=1.0, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), sync_timeout_s=1.0, log_dir=None, **fixed)
     made = Explorer(spec, versions)  # type: ignore[arg-type]
     made._base = None
     made._engine = versions.engine = engine_of(versions.models[Version(0, 0)])

@@ -91,7 +91,7 @@ class Pools:
             "sync": {},
             "verify": "full",
         }
-        spec = ExplorerSpec(member=RoundMember.new(""), timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
+        spec = ExplorerSpec(member=RoundMember.new(""), sync_timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
             spec,
             replicas=replicas,
@@ -99,7 +99,7 @@ class Pools:
             num_gpus=0.0,
             max_restarts=max_restarts,
             start_timeout_s=LIMIT,
-            timeout_s=LIMIT,
+            explorer_timeout_s=LIMIT,
             on_fault=lambda where, error: self.faults.append((where, error)),
             on_generated=self.generated.append,
         )
@@ -339,6 +339,6 @@ def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools
 def test_an_explorer_that_holds_no_version_refuses_to_generate() -> None:
     """The real one, before its first load."""
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), timeout_s=LIMIT, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), sync_timeout_s=LIMIT, log_dir=None, **fixed)
     with pytest.raises(RunError, match=r"^explorer-0 holds no version, so it cannot generate for step 3$"):
         Explorer(spec, None).generate(3, PROMPTS, 1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The server that begins processes as forks of itself, asked as Ray's raylet asks: by `forked_worker.py`."""
+"""The server that begins processes as forks of itself, asked as Ray's raylet asks: by `launch/worker_fork.py`."""
 
 from __future__ import annotations
 

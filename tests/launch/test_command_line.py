@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from trinity_sync.config.messages import CommandLine, plain_override
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.app import NewFolder
-from trinity_sync.launch.messages import CommandLine, plain_override
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class Run:
     """A run's saves: of whole checkpoints and of weights."""
 
     def __init__(self, monitor: Any, root: Path, timeout_s: float = LIMIT) -> None:
-        settings = SaveSettings(attempt=0, seed=7, meta=META, ranks=RANKS, timeout_s=timeout_s)
+        settings = SaveSettings(attempt=0, seed=7, meta=META, ranks=RANKS, save_timeout_s=timeout_s)
         self._monitor = monitor
         self.root = root
         self.log = Log()
@@ -134,7 +134,7 @@ class Run:
 
     def wait_no_longer_than(self, timeout_s: float) -> None:
         """From now on."""
-        settings = replace(self.saves._settings, timeout_s=timeout_s)
+        settings = replace(self.saves._settings, save_timeout_s=timeout_s)
         self.saves._settings = self.weights._settings = settings
 
     def staged(self, step: int) -> list[Path]:

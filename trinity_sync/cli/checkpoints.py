@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity_sync.actors.monitor_client import PrunedStep
 from trinity_sync.checkpoint.folder import leases
@@ -26,6 +26,9 @@ from trinity_sync.tracking import units
 from trinity_sync.tracking.run_record import read_record, recorded_checkpoints
 from trinity_sync.tracking.summary import note_prunes
 from trinity_sync.tracking.units import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from trinity_sync.host.references import Settings
 
 _VERDICTS = {
     "committed": "good",
@@ -307,8 +310,10 @@ def _checkpoints_of(run: Path) -> Path:
         recorded = recorded_checkpoints(read_record(run / "run.json"), run)
     if recorded is not None:
         return recorded
-    folder, started_in = _saved_setting(run, "checkpoint.dir")
-    return Path(started_in, folder) if folder else run / "checkpoints"
+    from trinity_sync.config.invocation import saved_setting
+
+    folder, started_in = saved_setting(run, "checkpoint.dir")
+    return Path(started_in, str(folder)) if folder else run / "checkpoints"
 
 
 def _check_owned(run: Path, checkpoints: Path) -> None:
@@ -318,25 +323,6 @@ def _check_owned(run: Path, checkpoints: Path) -> None:
         check_owned(run, checkpoints)
     except ConfigError as error:
         raise ConfigError(f"{error}. To look at the checkpoints there, name that folder in place of {run}") from error
-
-
-def _saved_setting(run: Path, key: str) -> tuple[Any, str]:
-    """Return a saved setting of a run (None if it has none), and the directory in which the run was started."""
-    if not (run / ".hydra" / "config.yaml").is_file():
-        return None, ""
-    from omegaconf import OmegaConf
-
-    import trinity_sync.config  # noqa: F401 - for resolvers in the settings
-
-    try:
-        found = OmegaConf.select(OmegaConf.load(run / ".hydra" / "config.yaml"), key)
-        value = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-        started_in = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.cwd
-    except Exception as error:
-        raise ConfigError(
-            f"{run / '.hydra'} cannot be read: {error}; name the folder of the checkpoints instead"
-        ) from error
-    return value, str(started_in)
 
 
 def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
@@ -351,11 +337,13 @@ def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> li
 def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
     if options.keep:
         return given_policies(options.keep)
+    from trinity_sync.config.invocation import saved_setting
+
     for run in (options.path, root.parent):
         if _checkpoints_of(run).resolve() != root:
             continue
-        policies, _ = _saved_setting(run, "retention.policies")
-        if policies:
+        policies, _ = saved_setting(run, "retention.policies")
+        if isinstance(policies, dict) and policies:
             return saved_policies(policies, options.allow_target, run)
     raise ConfigError(
         f"{options.path} is in no folder of a run, so no policies are known; give some, such as --keep keep_last.n=3"
@@ -397,7 +385,7 @@ def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
     from hydra.errors import HydraException
 
     from trinity_sync import config
-    from trinity_sync.launch.messages import explain
+    from trinity_sync.config.messages import explain
 
     names = list(dict.fromkeys(item.partition(".")[0] for item in keep))
     fields = [f"retention.policies.{item}" for item in keep if "=" in item]
@@ -409,7 +397,7 @@ def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
     return config.retention_policies(cfg)
 
 
-def saved_policies(nodes: Mapping[str, Any], allowed: Sequence[str], run: Path) -> tuple[Policy, ...]:
+def saved_policies(nodes: Settings, allowed: Sequence[str], run: Path) -> tuple[Policy, ...]:
     """Make the policies of a run's saved settings. Another user may have made that folder, so only our own or allowed
     classes are imported.
     """

@@ -99,7 +99,7 @@ def _overrides(before: Sequence[str], word: str) -> list[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     from trinity_sync.config.composition import completions
-    from trinity_sync.launch.messages import CommandLine
+    from trinity_sync.config.messages import CommandLine
 
     try:
         return completions([*CommandLine.read(before).arguments, word])

@@ -80,14 +80,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides := [*getattr(options, "overrides", ()), *rest]:
-        from trinity_sync.launch.messages import plain_override
+        from trinity_sync.config.messages import plain_override
 
         options.overrides = [plain_override(text) for text in overrides]
     return options
 
 
 def _refuse(error: TrinityError) -> int:
-    from trinity_sync.launch.messages import print_error
+    from trinity_sync.config.messages import print_error
 
     print_error(str(error))
     return error.exit_code

@@ -4,26 +4,30 @@ it lived, and the user's new overrides. `reproduce` calls `find_source`, `read_s
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation, Recomposed, explained, merge_overrides, readable, saved_settings
+from trinity_sync.config import RunConfig
 from trinity_sync.config.comparison import (
     ABSENT,
-    EARLIER_LOCATIONS,
     LOCATIONS,
-    NAMED_BY_PATH,
     is_place,
     without_masked,
-    without_places,
+)
+from trinity_sync.config.composition import NAMED_BY_PATH
+from trinity_sync.config.invocation import (
+    Invocation,
+    Recomposed,
+    experiment_of,
+    explained,
+    merge_overrides,
+    readable,
+    saved_settings,
 )
 from trinity_sync.config.overrides import as_numbers, parse
 from trinity_sync.config.saved_config import saved_references
@@ -39,36 +43,30 @@ _BEGAN_WITH = "checkpoint.resume_from"
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Settings of the repetition.
+    """Settings of the repetition."""
 
-    Attributes:
-        recomposed: all of them.
-        left_out: overrides of the places where the run lived.
-        changed: settings that differ from the run's.
-    """
-
-    recomposed: Recomposed
-    left_out: list[str]
-    changed: list[config.Difference]
+    recomposed: Recomposed  # all of them
+    left_out: list[str]  # overrides of the places where the run lived
+    changed: list[config.Difference]  # settings that differ from the run's
 
     @property
-    def cfg(self) -> DictConfig:
-        return self.recomposed.cfg
+    def config(self) -> RunConfig:
+        return self.recomposed.config
 
 
 def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> Replay:
     """Compose the settings of the repetition."""
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
-    saved = _anchored(without_places(source.config), invocation.started_in)
+    saved = _anchored(source.config.without_places(), invocation.started_in)
     today = invocation.of(kept).recompose((), allowed, places="none", given=new)
-    places = [*_own_places(today.cfg, new)]
-    pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
+    places = [*_own_places(today.config, new)]
+    pins = [*_pins(saved, today.config, source.place), *(pin for pin, _ in places)]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(
         new, allowed, places="written"
     )
-    check_digest(source, recomposed.cfg)
-    changed = [one for one in config.shown_diff(saved, recomposed.cfg) if not is_place(one.key)]
+    check_digest(source, recomposed.config)
+    changed = [one for one in saved.shown_diff(recomposed.config) if not is_place(one.key)]
     return Replay(recomposed=recomposed, left_out=left_out + [text for _, text in places], changed=changed)
 
 
@@ -78,13 +76,12 @@ def split_places(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in overrides if text not in where], where
 
 
-def _pins(saved: DictConfig, today: DictConfig, place: Path) -> Iterator[str]:
+def _pins(saved: RunConfig, today: RunConfig, place: Path) -> Iterator[str]:
     """Yield overrides that restore values that differ today, because a default has changed or a path was relative."""
-    for key, old, _ in config.config_diff(saved, today):
+    for key, old, _ in saved.diff(today):
         if is_place(key) or old == ABSENT:  # a setting added since then keeps its default
             continue
-        node = OmegaConf.select(today, key.rpartition(".")[0]) if "." in key else today
-        if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
+        if not today.has(key):
             raise ConfigError(
                 f"{key} is {old} in the saved settings of {place}, and is not a setting of this version; install the "
                 "version that the run was made with: see packages in its run.json"
@@ -92,23 +89,22 @@ def _pins(saved: DictConfig, today: DictConfig, place: Path) -> Iterator[str]:
         yield f"{key}={_as_value(old)}"
 
 
-def _own_places(cfg: DictConfig, new: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _own_places(cfg: RunConfig, new: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield overrides against places in users' options, each with the text that it leaves out."""
     if not any(text.lstrip("+~").startswith("tracker") for text in new):
-        for name in OmegaConf.select(cfg, "tracker") or ():
+        tracker = cfg.select("tracker")
+        for name in tracker if isinstance(tracker, Mapping) else ():
             yield f"~tracker.{name}", f"tracker={name}"
-    for key, ours, here in config.config_diff(config.compose(), cfg):
+    for key, ours, here in RunConfig(config.compose()).diff(cfg):
         if key.startswith(_WRITTEN_TO) and ABSENT not in (ours, here):
             yield f"{key}={_as_value(ours)}", masked_override(f"{key}={here}")
 
 
-def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
+def _anchored(saved: RunConfig, folder: Path) -> RunConfig:
     """Return settings with absolute paths, also of the checkpoint that the run started from."""
-    found = config.anchored(saved, folder)
-    begun = OmegaConf.select(found, _BEGAN_WITH)
-    if isinstance(begun, str) and found is not saved:
-        OmegaConf.update(found, _BEGAN_WITH, str(folder / begun))
-    return found
+    found = saved.anchored(folder)
+    begun = found.select(_BEGAN_WITH)
+    return found.updated({_BEGAN_WITH: str(folder / begun)}) if isinstance(begun, str) else found
 
 
 def _as_value(value: object) -> str:
@@ -127,8 +123,8 @@ def without_secret(override: str) -> str | None:
     if masked_override(override) == override:
         return override
     key, value = override.partition("=")[0], parse(override).value()
-    kept = without_masked({key.lstrip("+"): value})
-    return f"{key}={_as_value(kept.popitem()[1])}" if isinstance(value, dict) and kept else None
+    kept = without_masked({key.lstrip("+"): value}) if isinstance(value, dict) else {}
+    return f"{key}={_as_value(kept.popitem()[1])}" if kept else None
 
 
 def _says_where(override: str) -> bool:
@@ -137,26 +133,21 @@ def _says_where(override: str) -> bool:
     return holds_some or (is_place(key) and key != "hydra.searchpath")
 
 
-def check_digest(source: ReplaySource, cfg: DictConfig) -> None:
+def check_digest(source: ReplaySource, cfg: RunConfig) -> None:
     """Refuse settings that do not have the digest of the run's record: their result is unknown."""
     expected = source.record.get("config_digest")
-
-    def is_expected() -> bool:
-        return any(config.config_digest(saved, places=places) == expected for places in (LOCATIONS, EARLIER_LOCATIONS))
-
-    saved = copy.deepcopy(config.anchored(source.config, source.invocation.started_in))
-    OmegaConf.set_readonly(saved, False)
-    if expected is None or is_expected():
+    saved = source.config.anchored(source.invocation.started_in)
+    if expected is None or saved.has_digest(expected):
         return
-    missing = []
+    missing, renamed = [], {}
     for key in NAMED_BY_PATH:  # only the name of a file counted
-        old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
+        old, new = saved.select(key), cfg.select(key)
         if isinstance(old, str) and not os.path.exists(old):  # noqa: PTH110 - also where it may not be reached
             missing += [f"{key} is {old}, which does not exist here: give it again"] if old == new else []
             # a file under another name: the old name counted
             same = isinstance(new, str) and Path(new).name == Path(old).name
-            OmegaConf.update(saved, key, new if same else Path(old).name)
-    if not is_expected():
+            renamed[key] = new if same else Path(old).name
+    if not saved.updated(renamed).has_digest(expected):
         raise ConfigError(
             f"the settings of {source.place} are not those of its record, which has config_digest {expected}: "
             f"{'; or '.join([*missing, 'they were changed since'])}"
@@ -172,19 +163,12 @@ RESULT = "reproduction.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySource:
-    """A run to repeat.
+    """A run to repeat."""
 
-    Attributes:
-        invocation: how it was started.
-        record: its run.json, as far as it exists.
-        config: all of its saved settings.
-        outcome: its results.
-    """
-
-    invocation: Invocation
-    record: RunJson
-    config: DictConfig
-    outcome: Outcome
+    invocation: Invocation  # how it was started
+    record: RunJson  # its run.json, as far as it exists
+    config: RunConfig  # all of its saved settings
+    outcome: Outcome  # its results
 
     @property
     def place(self) -> Path:
@@ -195,7 +179,7 @@ def find_source(name: str) -> Path:
     """Return the folder or file of a name: a path, or the newest run of that experiment."""
     if os.path.lexists(name):
         return Path(name).absolute()
-    runs = [run for run in _runs_here() if _experiment_of(run) == name]
+    runs = [run for run in _runs_here() if experiment_of(run) == name]
     if not runs and not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
         raise ConfigError(
             f"{name} is not the folder of a run, a bundle or an experiment; name the folder with run.json"
@@ -226,13 +210,6 @@ def _is_repetition(run: Path) -> bool:
         return False
 
 
-def _experiment_of(run: Path) -> object:
-    try:
-        return OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.choices.get("experiment")
-    except Exception:
-        return None  # unreadable: not a run of an experiment
-
-
 def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -> ReplaySource:
     """Read a run from its folder, or from a bundle."""
     if place.is_dir():
@@ -252,20 +229,21 @@ def read_source(place: Path, config_dir: Path | None, new: Sequence[str] = ()) -
         started_in=Path.cwd(),
         place=place,
     )
-    settings = _resolved(OmegaConf.create(dict(bundle.config)), invocation, new)
+    settings = _resolved(RunConfig.of(bundle.config), invocation, new)
     return ReplaySource(invocation=invocation, record=bundle.record, config=settings, outcome=bundle.outcome)
 
 
-def _resolved(settings: DictConfig, invocation: Invocation, new: Sequence[str]) -> DictConfig:
+def _resolved(settings: RunConfig, invocation: Invocation, new: Sequence[str]) -> RunConfig:
     """Return saved settings with references resolved; unused places where the run lived may stay unresolvable."""
     trust = invocation.trust(new, ())
     with explained():
         given = dict(trust.given)
-    for doubt in list(saved_references(settings)):
+    new_values = {}
+    for doubt in saved_references(settings.composed):
         place = next((place for place in LOCATIONS if f"{doubt.key}.".startswith(f"{place}.")), None)
         if place is not None or doubt.key in given:
-            OmegaConf.update(settings, place or doubt.key, given.get(doubt.key))
-    trust.refuse(saved_references(settings))
+            new_values[place or doubt.key] = given.get(doubt.key)
+    settings = settings.updated(new_values)
+    trust.refuse(saved_references(settings.composed))
     with readable(invocation.place):
-        OmegaConf.resolve(settings)
-    return settings
+        return settings.resolved()

@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trinity_sync.cli.invocation import Recomposed
     from trinity_sync.cli.replay import Replay, ReplaySource
+    from trinity_sync.config.invocation import Recomposed
     from trinity_sync.reproduction.outcome import Comparison, EnvironmentDifference, Outcome, Unequal
 
 _RUN_DIR = "hydra.run.dir"
@@ -70,26 +70,22 @@ def reproduce_command(options: argparse.Namespace) -> int:
 
 
 def _reproduce(source: ReplaySource, given: Sequence[str], folder: Path | None, options: argparse.Namespace) -> int:
-    from trinity_sync import config
     from trinity_sync.cli.replay import replay
 
     settings = replay(source, given, options.allow_target)
-    config.check(settings.cfg)  # before Hydra makes a folder of an invalid name
+    settings.config.check_values()  # before Hydra makes a folder of an invalid name
     steps = _steps(options.steps, source, settings)
     _take_as_many_threads(source)
     differs = _say_what_differs(source, settings)
-    folder = folder or Path("outputs") / str(settings.cfg.name) / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = folder or Path("outputs") / str(settings.config.select("name")) / time.strftime("%Y-%m-%d_%H-%M-%S")
     if options.metrics_only:
         return _repeat_with_seeds(source, settings, folder.absolute(), steps, options.repeats)
     return _repeat(source, settings, folder.absolute(), steps, differs)
 
 
 def _write_bundle(source: ReplaySource, output: Path | None) -> int:
-    from omegaconf import OmegaConf
-
-    from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.cli.replay import check_digest, split_places, without_secret
-    from trinity_sync.config.comparison import bundled, without_places
+    from trinity_sync.config.invocation import saved_settings
     from trinity_sync.host.masking import masked_override
     from trinity_sync.reproduction.bundle import Bundle
 
@@ -97,11 +93,11 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
         raise ConfigError(f"{source.place} is a bundle already; name the folder of a run")
     _check_known(source)
     check_digest(source, source.config)
-    cfg = bundled(saved_settings(source.place))
+    cfg = saved_settings(source.place).bundled()
     record = source.record
-    if cfg != without_places(source.config):  # with references or secrets, the bundle's own digest is enough
+    if cfg != source.config.without_places():  # with references or secrets, the bundle's own digest is enough
         record = {**record, "config_digest": None}
-    path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
+    path = output or Path(Path(f"{source.config.select('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
     for text in [text for text in kept if masked_override(text) != text]:
         print(f"left out: {masked_override(text)}: give it again where the run is reproduced", file=sys.stderr)
@@ -109,7 +105,7 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
         record=record,
         config_name=source.invocation.config_name,
         overrides=tuple(filter(None, map(without_secret, kept))),
-        config=cast(dict[str, object], OmegaConf.to_container(cfg)),
+        config=cfg.written(),
         outcome=source.outcome,
     ).write(path.absolute())
     if source.invocation.config_dir is not None:
@@ -165,8 +161,8 @@ def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
 def _folder_name(override: str) -> str:
     from hydra.errors import HydraException
 
+    from trinity_sync.config.messages import explain
     from trinity_sync.config.overrides import parse
-    from trinity_sync.launch.messages import explain
 
     try:
         value = parse(override).value()
@@ -179,7 +175,7 @@ def _folder_name(override: str) -> str:
 
 def _steps(asked: int | None, source: ReplaySource, settings: Replay) -> int:
     """Return the last step of the repetition: the requested one, else the last one with results."""
-    last, planned = source.outcome.steps, int(settings.cfg.trainer.steps)
+    last, planned = source.outcome.steps, settings.config.settings.trainer.steps
     if asked is not None and not 1 <= asked <= last:
         raise ConfigError(f"--steps is {asked}; {source.place} has steps 1 to {last}")
     if asked is not None and not source.outcome.up_to(asked):
@@ -316,7 +312,7 @@ def _repeat_with_seeds(source: ReplaySource, settings: Replay, folder: Path, ste
         raise ConfigError(f"{source.place} has no finite reward or loss up to step {steps} to compare")
     ends = []
     for number in range(repeats):
-        seed = int(settings.cfg.seed) + number
+        seed = settings.config.settings.seed + number
         print(f"run {number + 1} of {repeats}: seed={seed} in {folder / str(number)}", file=sys.stderr)
         code = _run(settings.recomposed.also([f"seed={seed}"]), folder / str(number), steps)
         if code != 0:

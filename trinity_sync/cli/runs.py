@@ -15,8 +15,8 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from trinity_sync.cli.invocation import Invocation
     from trinity_sync.config import Difference
+    from trinity_sync.config.invocation import Invocation
     from trinity_sync.launch.start import Resume
 
 _NEW_SETTINGS = 3
@@ -145,11 +145,12 @@ def _which_run() -> str:
 
 def _show(folder: Path, options: argparse.Namespace) -> int:
     """Print the settings that a resume would use."""
-    from trinity_sync.cli.invocation import Invocation
+    from trinity_sync.config.invocation import Invocation
+    from trinity_sync.launch.start import used_places
 
     if (folder / "multirun.yaml").is_file():
         raise ConfigError(f"{folder} is a sweep; to see the settings of one of its jobs, name that: {folder / '0'}")
-    invocation = Invocation.of_resume(folder)
+    invocation = Invocation.of_resume(folder, used_places)
     with invocation.modules_found(options.overrides, options.allow_target):
         settings = invocation.recompose(options.overrides, options.allow_target)
         with settings.only_trusted():
@@ -165,9 +166,10 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     Returns:
         The exit code.
     """
-    from trinity_sync.cli.invocation import Invocation
+    from trinity_sync.config.invocation import Invocation
+    from trinity_sync.launch.start import used_places
 
-    invocation = Invocation.of_resume(folder)
+    invocation = Invocation.of_resume(folder, used_places)
     with invocation.modules_found(overrides, allowed):
         return _go_on(folder, invocation, overrides, allowed, resume)
 
@@ -175,8 +177,7 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
 def _go_on(
     folder: Path, invocation: Invocation, overrides: Sequence[str], allowed: Sequence[str], resume: Resume
 ) -> int:
-    from trinity_sync import config
-    from trinity_sync.cli.invocation import saved_settings
+    from trinity_sync.config.invocation import saved_settings
     from trinity_sync.launch.start import PLACES, check_owned, checkpoint_folder, committed_steps, look_before_resume
     from trinity_sync.tracking.run_record import RunFolderInUse, lock_owner, read_record
 
@@ -184,17 +185,15 @@ def _go_on(
     before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)
     resume = replace(resume, started_in=invocation.started_in, given=frozenset(filter(settings.trust.gives, PLACES)))
-    cfg = config.anchored(settings.cfg, invocation.started_in)
-    config.check(cfg)
-    config.check_inputs(cfg)
+    cfg = settings.config.anchored(invocation.started_in)
+    cfg.check()
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
-    used = config.typed(cfg)
-    checkpoints = checkpoint_folder(used, folder)
+    checkpoints = checkpoint_folder(cfg.settings, folder)
     check_owned(folder, checkpoints, named="checkpoint.dir" in resume.given)
-    look_before_resume(used, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
+    look_before_resume(cfg.settings, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     given = {key for key, _ in settings.trust.given}
-    changes = config.shown_diff(before, settings.cfg)
+    changes = before.shown_diff(settings.config)
     _tell_changes([one for one in changes if one.key not in PLACES or one.key in given])
     with settings.only_trusted():  # Hydra composes it again
         return start(settings.command_line(folder), resume=resume)

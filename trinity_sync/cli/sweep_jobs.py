@@ -7,21 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra import initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
-from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation, Recomposed
+from trinity_sync.config.composed_jobs import saved_jobs
+from trinity_sync.config.invocation import Invocation, Recomposed
+from trinity_sync.config.messages import explain, print_error
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.launch.app import DONE, INTERRUPTED, finish_sweep
-from trinity_sync.launch.messages import explain, print_error
-from trinity_sync.launch.sweeps import split_jobs
 from trinity_sync.tracking.run_record import lock_owner, read_record
 
 SETTINGS = "multirun.yaml"
 """Written by Hydra into a sweep's folder."""
-_SUBDIR = "${hydra.job.num}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +31,7 @@ class SweepJob:
         """Compose the job's settings."""
         found = self.invocation.recompose((), allowed)
         place = self.invocation.started_in
-        if config.anchored(found.cfg, place) != found.cfg:
+        if found.config.anchored(place) != found.config:
             raise ConfigError(
                 f"its settings have paths relative to {place}, where the sweep was started; resume it there"
             )
@@ -87,16 +83,12 @@ def read_jobs(sweep: Path) -> list[SweepJob]:
     """
     path = sweep / SETTINGS
     try:
-        hydra = OmegaConf.load(path).hydra
-        own_folders = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"] != _SUBDIR  # type: ignore[call-overload, index]
-        with initialize_config_dir(version_base="1.3", config_dir=str(config.conf_dir())):
-            jobs = split_jobs(hydra)
-        found = [Invocation.of_hydra(hydra, job, sweep) for job in jobs or ()]
+        found, own_folders = saved_jobs(path)
     except HydraException as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
     except Exception as error:
         raise ConfigError(f"{path} cannot be read: {error}; name the folder of a sweep") from error
-    if jobs is None:
+    if found is None:
         raise ConfigError(f"{sweep} has a sweeper that chooses values while it runs; name one of its jobs to resume")
     if own_folders:
         raise ConfigError(f"{sweep} names its jobs' folders by hydra.sweep.subdir; name one of them to resume")

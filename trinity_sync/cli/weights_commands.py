@@ -6,8 +6,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from trinity_sync.tracking.units import progress_bar
 
 if TYPE_CHECKING:
     from trinity_sync.checkpoint.difference import TensorDifference
-    from trinity_sync.checkpoint.reading import TensorInfo
 
 _DTYPES = ("bf16", "fp16", "fp32", "as-saved")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -183,7 +183,7 @@ def _diff(options: argparse.Namespace) -> int:
                 "dtype": options.dtype,
                 "equal": not differing,
                 "tensors": len(compared),
-                "differing": [_as_json(found) for found in differing],
+                "differing": [asdict(found) for found in differing],
             }
         )
         return 1 if differing else 0
@@ -246,24 +246,6 @@ def _size(text: str) -> int:
 # ---- printing
 
 
-def _as_json(found: TensorDifference) -> dict[str, object]:
-    return {
-        "name": found.name,
-        "a": _info_json(found.a),
-        "b": _info_json(found.b),
-        "elements": found.elements,
-        "changed": found.changed,
-        "max_abs": found.max_abs,
-        "mean_abs": found.mean_abs,
-        "relative": found.relative,
-        "not_finite": found.not_finite,
-    }
-
-
-def _info_json(info: TensorInfo | None) -> dict[str, object] | None:
-    return None if info is None else {"dtype": info.dtype, "shape": list(info.shape)}
-
-
 def _difference_row(found: TensorDifference) -> tuple[str, ...]:
     if found.a is None or found.b is None:
         return (found.name, f"only in {'B' if found.a is None else 'A'}: {found.a or found.b}", *("-",) * 4)
@@ -290,7 +272,7 @@ def _other_model(folders: list[Path], compared: list[TensorDifference]) -> str:
     return f"these are different models: {'; '.join(told) or 'tensors have other names or shapes'}"
 
 
-def _config_of(folder: Path) -> dict[str, object]:
+def _config_of(folder: Path) -> Mapping[str, object]:
     place = find_config(folder)
     with suppress(OSError, ValueError):
         found = json.loads((place / "config.json").read_text(encoding="utf-8")) if place is not None else {}

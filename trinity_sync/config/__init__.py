@@ -6,12 +6,11 @@ Importing this package registers the schema with Hydra; it imports Hydra, OmegaC
 from __future__ import annotations
 
 from trinity_sync.config.checks import check
-from trinity_sync.config.comparison import ABSENT, Difference, RunConfig, config_diff, config_digest, shown_diff
+from trinity_sync.config.comparison import ABSENT, Difference, RunConfig, config_diff, config_digest
 from trinity_sync.config.composition import anchored, compose, conf_dir, dtype_name, from_here, plain
 from trinity_sync.config.lookup import TARGET, build, chosen_by_option, load, load_class
 from trinity_sync.config.model_checks import Check, Get, Problem
 from trinity_sync.config.overrides import quote
-from trinity_sync.config.retention_policies import build_policy, retention_policies
 from trinity_sync.config.saved_config import (
     Trust,
     asked_again,
@@ -19,7 +18,15 @@ from trinity_sync.config.saved_config import (
     only_trusted,
     only_trusted_places,
 )
-from trinity_sync.config.schema import FORMER_MODULES, SCHEMA, Config, register, typed
+from trinity_sync.config.schema import (
+    FORMER_MODULES,
+    SCHEMA,
+    Config,
+    build_policy,
+    register,
+    retention_policies,
+    typed,
+)
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
 __all__ = [
@@ -58,7 +65,6 @@ __all__ = [
     "quote",
     "register",
     "retention_policies",
-    "shown_diff",
     "typed",
     "validation_items",
     "validation_task",

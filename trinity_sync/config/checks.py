@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ from trinity_sync.config.model_checks import (
     check_vllm_server,
     check_workload,
 )
-from trinity_sync.config.retention_policies import build_policy
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import Config, build_policy
 from trinity_sync.errors import ConfigError
 
 # base classes of the options of these groups, as text since their packages lie above this one
@@ -117,7 +117,7 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
     problems += _field_problems(cfg, "")
     bad = {problem.key for problem in problems}
 
-    def get(key: str) -> Any:
+    def get(key: str) -> object:
         if any(key == other or key.startswith(f"{other}.") for other in bad):
             raise _UnknownValueError
         return OmegaConf.select(cfg, key)
@@ -174,30 +174,31 @@ def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
             yield Problem(key, text)
 
 
-def _target(node: Any) -> str | None:
+def _target(node: object) -> str | None:
     """Return the class that a node names, if it names one."""
     if not isinstance(node, DictConfig) or TARGET not in node or OmegaConf.is_missing(node, TARGET):
         return None
     return str(node[TARGET])
 
 
-def _limit_text(value: Any, limits: Any) -> str | None:
+def _limit_text(value: object, limits: Mapping[str, Any]) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}; must be a finite number"
     if value is None or not limits:
         return None
     if "choices" in limits:
         return _choice_text(value, limits["choices"])
-    if "at_least" in limits and value < limits["at_least"]:
-        return f"is {value}; must be at least {limits['at_least']}"
-    if "more_than" in limits and value <= limits["more_than"]:
-        return f"is {value}; must be more than {limits['more_than']}"
-    if "at_most" in limits and value > limits["at_most"]:
-        return f"is {value}; must be at most {limits['at_most']}"
+    for name, words, wrong in _BOUNDS:
+        if name in limits and isinstance(value, int | float) and wrong(value, limits[name]):
+            return f"is {value}; must be {words} {limits[name]}"
     return None
 
 
-def _choice_text(value: Any, choices: Sequence[str]) -> str | None:
+_BOUNDS = (("at_least", "at least", lt), ("more_than", "more than", le), ("at_most", "at most", gt))
+"""Bounds of a number in the schema, and how a value is found to break them."""
+
+
+def _choice_text(value: object, choices: Sequence[str]) -> str | None:
     if value in choices:
         return None
     if len(choices) == 1:
@@ -307,7 +308,7 @@ def _check_retention(get: Get) -> Iterator[Problem]:
                 yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
             continue  # it is built by `check_inputs`
         try:
-            build_policy(str(name), node)
+            build_policy(str(name), plain(node))
         except ConfigError as error:
             # policies know their ranges and name the key themselves
             key, _, text = str(error).partition(" ")

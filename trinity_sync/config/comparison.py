@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import xxhash
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.checks import check
+from trinity_sync.config.composition import NAMED_BY_PATH, anchored, as_written, plain, section
 from trinity_sync.config.lookup import TARGET, own_targets
 from trinity_sync.config.schema import Config, typed
-from trinity_sync.host.masking import masked
-from trinity_sync.host.references import resolved, shown_values, with_references
+from trinity_sync.config.targets import check_inputs
+from trinity_sync.host.masking import hide, masked
+from trinity_sync.host.references import Settings, Value, resolved, shown_values, with_references
 
 ABSENT = "(absent)"
 """In `config_diff`, marks a key that one of the two configurations does not have."""
@@ -40,16 +44,6 @@ LOCATIONS = (
 """Keys of where a run lives and how it is shown. Not part of `config_digest`."""
 EARLIER_LOCATIONS = LOCATIONS[:-1]
 """The same for the digests of earlier releases."""
-NAMED_BY_PATH = (
-    "model.path",
-    "model.shapes",
-    "model.lora.path",
-    "algorithm.kl.reference",
-    "task.path",
-    "task.validation.path",
-    "task.reward.function_path",
-)
-"""Keys with a path whose last component alone counts in `config_digest`."""
 
 
 def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
@@ -59,11 +53,11 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
     Local paths of `NAMED_BY_PATH` count by their last component. Canonical JSON is UTF-8 with sorted keys and no
     blanks.
     """
-    values = _plain_values(OmegaConf.to_container(cfg, resolve=True))
+    values = _plain_values(plain(cfg))
     _drop_places(values, places)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
-        owner = _descend(values, parents)
+        owner = section(values, *parents)
         path = owner.get(last)
         if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - also where it may not be reached
             owner[last] = Path(path).resolve().name
@@ -71,57 +65,14 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """A checked configuration as the launcher reads it.
-
-    Attributes:
-        composed: by Hydra, with all paths as the run uses them.
-    """
-
-    composed: DictConfig
-
-    @cached_property
-    def settings(self) -> Config:
-        """The typed settings."""
-        return typed(self.composed)
-
-    @cached_property
-    def digest(self) -> str:
-        """See `config_digest`."""
-        return config_digest(self.composed)
-
-    def shown(self) -> dict[str, Any]:
-        """Return the values for display, see `shown_values`."""
-        return shown_values(self.composed)
-
-    def select(self, key: str) -> object:
-        """Return the value of a dotted key, None if there is no such key. A `Get` for checks."""
-        return OmegaConf.select(self.composed, key)
-
-
-def without_places(cfg: DictConfig) -> DictConfig:
-    """Return a configuration without `LOCATIONS`, resolved as far as possible."""
-    values = resolved(cfg)
-    _drop_places(values)
-    return OmegaConf.create(values)
-
-
-def bundled(cfg: DictConfig) -> DictConfig:
-    """Return a configuration for another machine: like `shown`, but without secrets and `LOCATIONS`."""
-    values = with_references(cfg)
-    _drop_places(values)
-    return OmegaConf.create(without_masked(values))
-
-
-def without_masked(values: dict[str, object]) -> dict[str, object]:
+def without_masked(values: Settings) -> Settings:
     """Return settings without secrets."""
     return _kept(values, masked(values))
 
 
-def _kept(values: dict[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(values: Settings, shown: Settings) -> Settings:
     return {
-        key: _kept(value, shown[key]) if isinstance(value, dict) else value
+        key: _kept(value, section(shown, key)) if isinstance(value, dict) else value
         for key, value in values.items()
         if isinstance(value, dict) or value == shown[key]
     }
@@ -132,24 +83,23 @@ def is_place(key: str) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
 
 
-def _drop_places(values: dict[str, object], places: Sequence[str] = LOCATIONS) -> None:
+def _drop_places(values: Settings, places: Sequence[str] = LOCATIONS) -> None:
     for key in places:
         *parents, last = key.split(".")
-        _descend(values, parents).pop(last, None)
+        section(values, *parents).pop(last, None)
 
 
-def _plain_values(cfg: object) -> dict[str, object]:
+def _plain_values(cfg: Mapping[str, Value]) -> Settings:
     """Return a configuration's values without our own class names."""
-    values = _without_own_targets(cfg)
-    assert isinstance(values, dict)
-    saving = values.get("checkpoint") or {}
+    values = {key: _without_own_targets(value) for key, value in cfg.items()}
+    saving = section(values, "checkpoint")
     for name in ("coordinator", "monitor"):
         if saving.get(name) == {}:
             del saving[name]
     return values
 
 
-def _without_own_targets(value: object) -> object:
+def _without_own_targets(value: Value) -> Value:
     if not isinstance(value, dict):
         return value
     return {
@@ -157,12 +107,6 @@ def _without_own_targets(value: object) -> object:
         for key, inner in value.items()
         if not (key == TARGET and isinstance(inner, str) and inner in own_targets())
     }
-
-
-def _descend(values: dict[str, Any], parents: Sequence[str]) -> dict[Any, Any]:
-    for name in parents:
-        values = values.get(name) or {}
-    return values
 
 
 class Difference(NamedTuple):
@@ -183,15 +127,106 @@ def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
     return [pair for pair in pairs if pair.old != pair.new]
 
 
-def shown_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """Return `config_diff` with values for display, see `shown`."""
-    before, after = (dict(_plain_leaves(_plain_values(shown_values(cfg)), "")) for cfg in (old, new))
-    return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key, _, _ in config_diff(old, new)]
-
-
 def _plain_leaves(value: object, prefix: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and (value or not prefix):
         for name, child in value.items():
             yield from _plain_leaves(child, f"{prefix}.{name}" if prefix else str(name))
     else:
         yield prefix, value
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A composed configuration as the launcher and the command line handle it. Changes give a copy."""
+
+    composed: DictConfig  # by Hydra; for the launcher checked, with all paths as the run uses them
+
+    @cached_property
+    def settings(self) -> Config:
+        """The typed settings."""
+        return typed(self.composed)
+
+    @cached_property
+    def digest(self) -> str:
+        """See `config_digest`."""
+        return config_digest(self.composed)
+
+    def check(self, tasks: MutableMapping[str, object] | None = None) -> None:
+        """Check everything that can be checked before a run, and hide its secrets in all output. See `config.check` and
+        `config.check_inputs`. `tasks`: built before, by their settings; a task is built once.
+        """
+        self.check_values()
+        hide(plain(self.composed))
+        text, tasks = OmegaConf.to_yaml(self.composed.task, resolve=True), {} if tasks is None else tasks
+        tasks[text] = check_inputs(self.composed, tasks.get(text))
+
+    def check_values(self) -> None:
+        """See `config.check`."""
+        check(self.composed)
+
+    def written(self) -> Settings:
+        """Return the values with references as they are written."""
+        return cast("Settings", as_written(self.composed))
+
+    def shown(self) -> Settings:
+        """Return the values for display, see `shown_values`."""
+        return shown_values(self.composed)
+
+    def select(self, key: str) -> object:
+        """Return the value of a dotted key, None if there is no such key. A `Get` for checks."""
+        return OmegaConf.select(self.composed, key)
+
+    def has(self, key: str) -> bool:
+        """Return whether the configuration has a dotted key, also one without a value."""
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(self.composed, parent) if parent else self.composed
+        return isinstance(node, DictConfig) and name in node
+
+    def anchored(self, folder: Path) -> RunConfig:
+        """Return a copy with absolute paths, see `composition.anchored`."""
+        return RunConfig(anchored(self.composed, folder))
+
+    def updated(self, values: Mapping[str, object]) -> RunConfig:
+        """Return a copy with other values of dotted keys."""
+        copied = copy.deepcopy(self.composed)
+        OmegaConf.set_readonly(copied, False)
+        for key, value in values.items():
+            OmegaConf.update(copied, key, value)
+        return RunConfig(copied)
+
+    def without_places(self) -> RunConfig:
+        """Return a copy without `LOCATIONS`, resolved as far as possible."""
+        values = resolved(self.composed)
+        _drop_places(values)
+        return RunConfig.of(values)
+
+    def bundled(self) -> RunConfig:
+        """Return a copy for another machine: like `shown`, but without secrets and `LOCATIONS`."""
+        values = with_references(self.composed)
+        _drop_places(values)
+        return RunConfig.of(without_masked(values))
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> RunConfig:
+        """Make it from plain values, which may hold references."""
+        return cls(OmegaConf.create(dict(values)))
+
+    def resolved(self) -> RunConfig:
+        """Return a copy without references. Raises OmegaConfBaseException if one cannot be resolved."""
+        copied = copy.deepcopy(self.composed)
+        OmegaConf.resolve(copied)
+        return RunConfig(copied)
+
+    def has_digest(self, digest: str) -> bool:
+        """Return whether this or an earlier release gives the configuration a digest."""
+        return any(config_digest(self.composed, places=places) == digest for places in (LOCATIONS, EARLIER_LOCATIONS))
+
+    def diff(self, new: RunConfig) -> list[Difference]:
+        """See `config_diff`."""
+        return config_diff(self.composed, new.composed)
+
+    def shown_diff(self, new: RunConfig) -> list[Difference]:
+        """Return `diff` with values for display, see `shown`."""
+        before, after = (dict(_plain_leaves(_plain_values(cfg.shown()), "")) for cfg in (self, new))
+        keys = (key for key, _, _ in self.diff(new))
+        return [Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys]

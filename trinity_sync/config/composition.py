@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -17,10 +17,12 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.overrides import as_typed, parse, quote
+from trinity_sync.host.process import replaced
+from trinity_sync.host.references import Settings, Value
 
 _SEARCH_PATH = "hydra.searchpath"
 
@@ -86,25 +88,47 @@ def inspected(
                 place(element.path)
         initialize_sources(self, config_search_path)
 
-    def loading(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
-        cfg = load_configuration(self, *args, **kwargs)
+    def loading(self: ConfigLoaderImpl, *args: object, **kwargs: object) -> DictConfig:
+        cfg = load_configuration(self, *args, **kwargs)  # type: ignore[arg-type]
         composed(cfg)
         return cfg
 
-    ConfigRepository.initialize_sources = looking  # type: ignore[method-assign]
-    ConfigLoaderImpl.load_configuration = loading  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(ConfigRepository, initialize_sources=looking),
+        replaced(ConfigLoaderImpl, load_configuration=loading),
+    ):
         yield
-    finally:
-        ConfigRepository.initialize_sources = initialize_sources  # type: ignore[method-assign]
-        ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
 
 
-def plain(node: DictConfig) -> dict[str, object]:
+def plain(node: DictConfig) -> Settings:
     """Return a node of the config as plain values, interpolations resolved."""
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def as_written(node: DictConfig | ListConfig) -> Value:
+    """Return a node of the config as plain values, interpolations as they are written."""
+    return cast("Value", OmegaConf.to_container(node, resolve=False))
+
+
+def override_texts(hydra: DictConfig, kind: str = "task") -> list[str]:
+    """Return the overrides of a command line from Hydra's own settings, as they are written; `kind`: task or hydra."""
+    return texts_of(hydra.overrides[kind])
+
+
+def texts_of(node: DictConfig | ListConfig | None) -> list[str]:
+    """Return the overrides of a list of Hydra's, as they are written; of an empty file none."""
+    texts = as_written(node) if node is not None else ()
+    return [str(text) for text in texts] if isinstance(texts, list | dict) else []
+
+
+def section(values: Mapping[str, Value], *keys: str) -> Settings:
+    """Return the part of plain values at a path of keys; empty if there is none."""
+    found: object = values
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
 
 
 def dtype_name(short: str) -> str:
@@ -117,9 +141,7 @@ def dtype_name(short: str) -> str:
 
 RESUME_FROM = "checkpoint.resume_from"
 """Not in `PATHS`: the digest has it as given, so it is resolved where it is read."""
-PATHS = (
-    "checkpoint.dir",
-    "checkpoint.mirror",
+NAMED_BY_PATH = (
     "model.path",
     "model.shapes",
     "model.lora.path",
@@ -127,6 +149,12 @@ PATHS = (
     "task.path",
     "task.validation.path",
     "task.reward.function_path",
+)
+"""Keys with a path whose last component alone counts in `config_digest`."""
+PATHS = (
+    "checkpoint.dir",
+    "checkpoint.mirror",
+    *NAMED_BY_PATH,
     "cluster.temp_dir",
 )
 _OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file, "algorithm.kl.reference": Path.exists}

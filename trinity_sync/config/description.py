@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -25,23 +24,14 @@ _BOUNDS = {"at_least": "at least", "more_than": "more than", "at_most": "at most
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A setting of one option.
+    """A setting of one option."""
 
-    Attributes:
-        key: dotted.
-        comment: its purpose, one line.
-        type: of its value, in words; empty if no schema types it.
-        default: YAML, one line; ``???`` if it is required.
-        file: of comment and default.
-        option: the option with this setting, such as ``sync=nccl``; empty for settings outside groups.
-    """
-
-    key: str
-    comment: str
-    type: str
-    default: str
-    file: Path
-    option: str
+    key: str  # dotted
+    comment: str  # its purpose, one line
+    type: str  # of its value, in words; empty if no schema types it
+    default: str  # YAML, one line; ``???`` if it is required
+    file: Path  # of comment and default
+    option: str  # the option with this setting, such as ``sync=nccl``; empty for settings outside groups
 
 
 @cache
@@ -145,10 +135,10 @@ def _kind(key: str, types_of: Mapping[str, type]) -> str:
     return _words(hint, field.metadata if field else {})
 
 
-def _words(hint: Any, metadata: Mapping[str, Any]) -> str:
+def _words(hint: object, metadata: Mapping[str, object]) -> str:
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if "choices" in metadata:
-        told = " | ".join(map(str, metadata["choices"]))
+    if isinstance(choices := metadata.get("choices"), tuple):
+        told = " | ".join(map(str, choices))
     else:
         kinds = [typing.get_origin(part) or part for part in parts if part is not types.NoneType]
         told = " or ".join(_KINDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)

@@ -16,11 +16,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from trinity_sync.config.composition import conf_dir
+from trinity_sync.config.composition import as_written, conf_dir
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import error_text, origin
+from trinity_sync.host.references import Settings, Value
 from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
@@ -197,10 +198,10 @@ GROUPS = (*LABELS, "checkpoint", "retention")
 
 
 @cache
-def own_options(group: str) -> Mapping[str, Mapping[str, object]]:
+def own_options(group: str) -> Mapping[str, Settings]:
     """Return our options of a group by name, each with its file's content, not merged or resolved."""
     files = sorted((conf_dir() / group).glob("*.yaml"))
-    return {file.stem: _content(OmegaConf.to_container(OmegaConf.load(file), resolve=False)) for file in files}
+    return {file.stem: _content(file) for file in files}
 
 
 @cache
@@ -247,11 +248,13 @@ def _choice(override: str, own: Collection[str]) -> str | None:
     return f"{group}={named[0]}" if named and classes.count(own_labels(group)[value]) == 1 else None
 
 
-def _content(value: object) -> dict[str, object]:
-    return {str(key): inner for key, inner in value.items()} if isinstance(value, dict) else {}
+def _content(file: Path) -> Settings:
+    node = OmegaConf.load(file)
+    value = as_written(node) if isinstance(node, DictConfig) else None
+    return value if isinstance(value, dict) else {}
 
 
-def _targets(value: object) -> Iterator[str]:
+def _targets(value: Value) -> Iterator[str]:
     for key, inner in value.items() if isinstance(value, dict) else ():
         if key == TARGET and isinstance(inner, str):
             yield inner

@@ -5,10 +5,9 @@ and the ``adapter_config.json`` of an existing adapter.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import ListConfig
 
@@ -54,15 +53,13 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
         targets = ALL_LINEAR if lora.targets is None else lora.targets
         return Adapter(lora.rank, ALPHA if lora.alpha is None else lora.alpha, _named(targets), None)
     found = _read(lora.path)
-    rank, alpha, targets = found.rank, found.alpha, found.targets
-    if lora.rank and lora.rank != rank:
-        raise ConfigError(f"model.lora.rank is {lora.rank}, the adapter at model.lora.path has {rank}; leave it out")
-    if lora.alpha is not None and lora.alpha != alpha:
-        raise ConfigError(f"model.lora.alpha is {lora.alpha}, the adapter at model.lora.path has {alpha}; leave it out")
-    if lora.targets is not None and target_names(lora.targets) != target_names(targets):
+    for name, given, there in (("rank", lora.rank or None, found.rank), ("alpha", lora.alpha, found.alpha)):
+        if given not in (None, there):
+            raise ConfigError(f"model.lora.{name} is {given}, the adapter at model.lora.path has {there}; leave it out")
+    if lora.targets is not None and target_names(lora.targets) != target_names(found.targets):
         raise ConfigError(
             f"model.lora.targets is {target_text(lora.targets)}, the adapter at model.lora.path is for "
-            f"{target_text(targets)}; leave it out"
+            f"{target_text(found.targets)}; leave it out"
         )
     return found
 
@@ -125,7 +122,7 @@ def _read(path: str) -> Adapter:
             raise ConfigError(f"model.lora.path is {path}, where there is no {name}; name a folder that peft saved")
     file = folder / CONFIG_FILE
     try:
-        body: Any = json.loads(file.read_text(encoding="utf-8"))
+        body = json.loads(file.read_text(encoding="utf-8"))
         kind, rank, alpha, targets = (body[key] for key in ("peft_type", "r", "lora_alpha", "target_modules"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.lora.path is {path}, whose {CONFIG_FILE} cannot be used: {error!r}") from error
@@ -140,7 +137,7 @@ def _read(path: str) -> Adapter:
     return Adapter(rank, alpha, _named(targets), path, rslora=rslora, dropout=dropout)
 
 
-def _named(targets: Any) -> str | tuple[str, ...]:
+def _named(targets: str | Iterable[str]) -> str | tuple[str, ...]:
     if not isinstance(targets, str):
         return tuple(targets)
     return ALL_LINEAR if targets.lower() == ALL_LINEAR else targets  # as in peft

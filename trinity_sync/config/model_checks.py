@@ -117,7 +117,7 @@ def hub_or_folder_problem(path: str) -> str | None:
     return f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name"
 
 
-def model_fields(get: Get) -> dict[str, object]:
+def model_fields(get: Get) -> Mapping[str, object]:
     """Return the fields of the model's Hugging Face config; empty for a model on the hub."""
     path = get("model.path")
     if path is not None:
@@ -126,7 +126,7 @@ def model_fields(get: Get) -> dict[str, object]:
     return {} if architecture is None else {str(name): value for name, value in architecture.items()}
 
 
-def read_fields(folder: Path) -> dict[str, object]:
+def read_fields(folder: Path) -> Mapping[str, object]:
     """Return the fields of a model folder's config.json; empty if it cannot be read, which other checks report."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -210,16 +210,16 @@ ROWS = "rows"
 """The key of a validation by loss, instead of `prompts`."""
 
 
-def validates(task: Mapping[Any, Any] | DictConfig) -> bool:
+def validates(task: Mapping[str, object] | DictConfig) -> bool:
     """Return whether a task is validated: by a file, or, for a task without a file, by a number of prompts."""
-    asked = task.get("validation") or {}
+    asked = task.get("validation")
+    asked = asked if isinstance(asked, Mapping) else {}
     return asked.get("path") is not None if "path" in task else _count(asked) is not None
 
 
-def _count(asked: Mapping[Any, Any] | DictConfig) -> int | None:
-    """Return the number of prompts or rows."""
-    found: int | None = asked.get(ROWS if ROWS in asked else "prompts")
-    return found
+def _count(asked: Mapping[str, object] | DictConfig) -> object:
+    """Return the number of prompts or rows, if one is given."""
+    return asked.get(ROWS if ROWS in asked else "prompts")
 
 
 def check_validation(get: Get) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ itself, or by the package with `--allow-target`.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import re
@@ -15,21 +16,33 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard, cast
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.composition import PATHS, RESUME_FROM, compose, inspected, is_name
+from trinity_sync.config.composition import (
+    PATHS,
+    RESUME_FROM,
+    as_written,
+    compose,
+    inspected,
+    is_name,
+    override_texts,
+)
 from trinity_sync.config.lookup import ModuleSource, module_source, own_options, own_targets_of
 from trinity_sync.config.overrides import quote
-from trinity_sync.config.user_record import NOTHING, Recorded, record
+from trinity_sync.config.user_record import FILE, NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import MASK, masked, masked_override, shown
+from trinity_sync.host.references import Settings, Value
 
+SETTINGS_FOLDER = ".hydra"
+"""The folder of saved settings in a run's folder."""
 _REWARDS = "trinity_sync.tasks.rewards"
 OWN = {
     "task": (
@@ -153,26 +166,17 @@ class Doubt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """The targets and places that the user trusts when saved settings are used again.
+    """The targets and places that the user trusts when saved settings are used again."""
 
-    Attributes:
-        where: the folder of the run or sweep, or a bundle.
-        started_in: the folder from which relative paths count.
-        new: the user's new overrides.
-        allowed: packages or dotted names that may also be run.
-        recorded: this user's record of the folder on this host.
-        places: which places outside the folder need trust.
-    """
-
-    where: Path
-    started_in: Path = Path()
-    new: Sequence[str] = ()
-    allowed: Sequence[str] = ()
-    recorded: Recorded = NOTHING
-    places: Places = "all"
+    where: Path  # the folder of the run or sweep, or a bundle
+    started_in: Path = Path()  # the folder from which relative paths count
+    new: Sequence[str] = ()  # the user's new overrides
+    allowed: Sequence[str] = ()  # packages or dotted names that may also be run
+    recorded: Recorded = NOTHING  # this user's record of the folder on this host
+    places: Places = "all"  # which places outside the folder need trust
 
     @cached_property
-    def given(self) -> frozenset[tuple[str, Any]]:
+    def given(self) -> frozenset[tuple[str, object]]:
         """Keys and values on the command line itself."""
         return frozenset(_given(self.new))
 
@@ -190,7 +194,7 @@ class Trust:
         return folders
 
     def _vouched(self) -> list[str]:
-        return [*self.allowed, *(value for key, value in self.given if _is_target(key, value))]
+        return [*self.allowed, *(value for key, value in self.given if _is_target(value, key))]
 
     def _candidates(self, module: str) -> list[Path]:
         recorded = self.recorded.folder_of(module)
@@ -268,13 +272,31 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
     return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
 
 
+def saved_texts(cfg: DictConfig, used: DictConfig, trust: Trust, *, saved_by_hydra: bool) -> dict[str, str]:
+    """Return the files of a run's `.hydra/` by name: its settings as Hydra composed them (`cfg`), unless Hydra has
+    saved them, and this user's record of them and of those that the run uses. The settings come last: if only some
+    files are written, the next resume shows the difference.
+    """
+    hydra = copy.deepcopy(HydraConfig.instance().cfg)
+    assert isinstance(hydra, DictConfig)
+    OmegaConf.set_readonly(hydra.hydra, False)
+    hydra.hydra.output_subdir = SETTINGS_FOLDER
+    hydra.hydra.runtime.cwd = str(trust.started_in)
+    OmegaConf.set_readonly(hydra.hydra, True)
+    parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
+    texts = {} if saved_by_hydra else {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
+    composed = [cfg] if OmegaConf.to_container(used) == OmegaConf.to_container(cfg) else [cfg, used]
+    record = record_of(composed, hydra.hydra, trust)
+    return texts if record is None else texts | {FILE: record}  # an unreadable key keeps the earlier record
+
+
 def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
     """Return the arguments, besides the folder, that a resume of a run needs, quoted for a shell; empty if the settings
     cannot be read.
     """
     with suppress(Exception):  # the resume itself reports the problem
-        hydra: Any = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
-        cfg: Any = OmegaConf.load(run / ".hydra" / "config.yaml")
+        hydra = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra
+        cfg = cast(DictConfig, OmegaConf.load(run / ".hydra" / "config.yaml"))
         for key, place in used.items():
             OmegaConf.update(cfg, key, place)
         trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=Recorded.read(run))
@@ -288,8 +310,7 @@ def _of_run(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> Iterator[Doubt]
     OmegaConf.set_readonly(whole, False)
     with open_dict(whole):
         whole.hydra = hydra
-    texts: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    return _doubts(whole, _shipped(), texts, trust)
+    return _doubts(whole, _shipped(), override_texts(hydra), trust)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +334,7 @@ def _shipped() -> _Shipped:
         ours = compose(hydra=True)
     finally:
         state.hydra = around
-    hydra = _values(ours.hydra)
+    hydra = _mapping(_mapping(as_written(ours))["hydra"])
     return _Shipped(
         interpolated=frozenset((key, text) for key, text, _ in _interpolated(ours)),
         written=dict(_written(hydra)),
@@ -332,16 +353,17 @@ def _check_place(trust: Trust, place: str) -> None:
 def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Trust) -> Iterator[Doubt]:
     """Yield everything that the user must trust in settings, with Hydra's own below `hydra`."""
     yield from _references(cfg, ours, overrides)
-    hydra = _values(cfg)["hydra"]
+    hydra = _mapping(_mapping(as_written(cfg))["hydra"])
     for key, name in _named(hydra.pop("searchpath", None), "hydra.searchpath"):  # see `only_trusted_places`
         if (key, name) not in trust.given:
             yield from _imported("hydra.searchpath", name, trust.allowed)
-    for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
+    job = _mapping(hydra["job"])
+    for key, value in _leaves(job.get("env_set", {}), "hydra.job.env_set"):
         yield _doubt(key, value, "which programs that are started would heed", value)
     for key, value in _written(hydra):
         if ours.written.get(key) != value:
             yield _doubt(key, value, "which says what is written, and where", value)
-    if hydra["job"].get("chdir"):
+    if job.get("chdir"):
         yield _doubt("hydra.job.chdir", True, "so that the run's processes would look for modules there", True)
     for key, name in _named(hydra, "hydra"):
         if name not in ours.named and (key, name) not in _OF_SWEEPS:
@@ -352,11 +374,13 @@ def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Tr
         yield from _links(trust)
 
 
-def _of_setting(cfg: DictConfig, key: str, text: object, value: Any, ours: _Shipped, trust: Trust) -> Iterator[Doubt]:
+def _of_setting(
+    cfg: DictConfig, key: str, text: object, value: object, ours: _Shipped, trust: Trust
+) -> Iterator[Doubt]:
     last = key.rpartition(".")[2]
     known = value is not _UNKNOWN
     value = value if known else text
-    if _is_target(key, value):
+    if _is_target(value, key):
         if value != text:
             yield _doubt(key, text, "which may come to any code", text)
         yield from _target(key, _dotted(value), trust.allowed)
@@ -374,14 +398,14 @@ def _of_setting(cfg: DictConfig, key: str, text: object, value: Any, ours: _Ship
         yield from _of_place(key, text, value, trust)
 
 
-def _of_place(key: str, text: object, value: Any, trust: Trust) -> Iterator[Doubt]:
+def _of_place(key: str, text: object, value: object, trust: Trust) -> Iterator[Doubt]:
     """Yield the doubt about a setting that names a place outside the run's folder."""
     written = any(f"{key}.".startswith(f"{name}.") for name in _WRITTEN) or _of_tracker(key, value)
-    path = isinstance(value, str) and "://" not in value and (key in PATHS or key == RESUME_FROM)
-    looks = isinstance(value, str) and _ELSEWHERE.match(value)
-    if not (written or (looks and "://" in value) or (trust.places == "all" and (key in _READ or looks))):
+    looks = isinstance(value, str) and _ELSEWHERE.match(value) is not None
+    url = isinstance(value, str) and "://" in value
+    if not (written or (looks and url) or (trust.places == "all" and (key in _READ or looks))):
         return
-    if path or (looks and "://" not in value):
+    if isinstance(value, str) and not url and (looks or key in PATHS or key == RESUME_FROM):
         place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - the name of an unknown user stays
         named = not looks and is_name(key, place)
         if (named and key == "model.shapes") or (not named and _inside(place, trust.where)):
@@ -524,59 +548,52 @@ def _home(name: str) -> str:
     return str(getattr(found, "__module__", None) or getattr(found, "__name__", None) or type(found).__module__)
 
 
-def _is_target(key: str, value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    return key.rpartition(".")[2] in _RUN or value.startswith(_IMPORTED)
+def _is_target(value: object, key: str) -> TypeGuard[str]:
+    return isinstance(value, str) and (key.rpartition(".")[2] in _RUN or value.startswith(_IMPORTED))
 
 
 def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _values(node: DictConfig) -> Any:
-    return OmegaConf.to_container(node, resolve=False)
-
-
-def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _named(value: Value, key: str) -> Iterator[tuple[str, str]]:
     """Yield (key, dotted name) of every import, at any depth."""
-    return ((place, _dotted(name)) for place, name in _leaves(value, key) if _is_target(place, name))
+    return ((place, _dotted(name)) for place, name in _leaves(value, key) if _is_target(name, place))
 
 
 def _dotted(name: str) -> str:
     return name.partition("://")[2].replace("/", ".") or name
 
 
-def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:
+def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, object]]:
     """Yield (key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` if it cannot be resolved
     now.
     """
 
-    def below(node: Any, texts: Any, key: str) -> Iterator[tuple[str, str, Any]]:
-        for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts):
+    def below(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, str, object]]:
+        for part, text in _parts(as_written(node)):
             place = f"{key}.{part}" if key else str(part)
             if isinstance(text, dict | list):
-                yield from below(node[part], text, place)
+                yield from below(node[part], place)  # type: ignore[index]
             elif isinstance(text, str) and "${" in text:
                 try:
-                    yield place, text, node[part]
+                    yield place, text, node[part]  # type: ignore[index]
                 except OmegaConfBaseException:
                     yield place, text, _UNKNOWN
 
-    yield from below(cfg, _values(cfg), "")
+    yield from below(cfg, "")
 
 
-def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterator[tuple[str, object, Any]]:
+def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterator[tuple[str, object, object]]:
     """Yield (key, text, value) of all settings but Hydra's own, at any depth, also behind interpolations."""
     if depth > _DEEPEST:
         raise ConfigError(f"{key[:60]}... lies more than {_DEEPEST} levels deep; write it out")
-    texts: Any = OmegaConf.to_container(node, resolve=False)
-    for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts or ()):
+    for part, text in _parts(as_written(node)):
         if (key, part) == ("", "hydra"):
             continue
         place = f"{key}.{part}" if key else str(part)
         try:
-            value = node[part]
+            value = node[part]  # type: ignore[index]
         except OmegaConfBaseException:
             value = None if text == "???" else _UNKNOWN
         if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_missing(node, part):
@@ -585,15 +602,28 @@ def _resolved(node: DictConfig | ListConfig, key: str, depth: int = 0) -> Iterat
             yield place, text, value
 
 
-def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
+def _written(hydra: Settings) -> Iterator[tuple[str, object]]:
     """Yield (key, value) of the settings of files that Hydra and Python's logging write."""
     for part in ("job_logging", "hydra_logging", "output_subdir"):
         yield from _leaves(hydra.get(part), f"hydra.{part}")
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _mapping(value: Value) -> Settings:
+    if not isinstance(value, dict):  # a reference in place of Hydra's settings could not be looked into
+        raise ConfigError(f"Hydra's own settings have {value!r} where a mapping belongs")
+    return value
+
+
+def _parts(value: Value) -> Iterable[tuple[str | int, Value]]:
+    """Return the parts of a mapping by key, or of a list by index; nothing of other values."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
+
+
+def _leaves(value: Value, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict | list):
-        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        for part, inner in _parts(value):
             yield from _leaves(inner, f"{key}.{part}" if key else str(part))
     else:
         yield key, value
@@ -602,7 +632,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _given(new: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield (key, value) of the command line itself; a choice of an option counts only by our option's content."""
     for override in OverridesParser.create().parse_overrides(list(new)):
-        key, value = override.get_key_element().lstrip("+~"), override.value()
+        key, value = override.get_key_element().lstrip("+~"), cast("Value", override.value())
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line} is a sweep; give one value here")
         yield from _named(value, key)

@@ -5,17 +5,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_type_hints
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_sync.config.composition import plain
-from trinity_sync.config.lookup import LABELS, TARGET
-from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy
+from trinity_sync.config.lookup import LABELS, TARGET, load_class
+from trinity_sync.host.references import Settings, Value
+from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy, make_policy, policy_named
 
 # -- fields
+
+
+if TYPE_CHECKING:
+    Option: TypeAlias = Settings
+    """An option with a schema of its own, as plain values after `typed`."""
+    LayerNames: TypeAlias = str | list[str] | None
+else:
+    Option = LayerNames = Any  # OmegaConf has no unions of containers
 
 
 LONGEST_S = 10**9
@@ -33,9 +44,8 @@ def number(*, at_least: float | None = None, more_than: float | None = None, at_
     return field(default=MISSING, metadata={name: bound for name, bound in bounds.items() if bound is not None})
 
 
-def seconds(*, at_least: float | None = None, more_than: float | None = None) -> Any:
-    """Declare a duration of at most `LONGEST_S`."""
-    return number(at_least=at_least, more_than=more_than, at_most=LONGEST_S)
+seconds = partial(number, at_most=LONGEST_S)
+"""Declares a duration of at most `LONGEST_S`."""
 
 
 # -- the groups trainer, algorithm, task and samples
@@ -223,11 +233,11 @@ class PromptFileConfig:
     path: str = MISSING
     prompt_key: str = MISSING
     shuffle: bool = MISSING
-    reward: dict[str, Any] = MISSING
+    reward: Settings = MISSING
     prompt_length: int = number(at_least=1)
     response_length: int = number(at_least=1)
     too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
+    chat_template: Settings = MISSING
     validation: FileValidationConfig = MISSING
 
 
@@ -246,33 +256,33 @@ class VerlConfig(PromptFileConfig):
 
 
 @dataclass(kw_only=True)
-class PairsConfig:
-    """Pairs of prompt and response from a file."""
+class ResponseFileConfig:
+    """Prompts with their responses from a file."""
 
     _target_: str = MISSING
     path: str = MISSING
-    prompt_key: str = MISSING
-    response_key: str = MISSING
     max_length: int = number(at_least=2)
     too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
+    chat_template: Settings = MISSING
     validation: LossValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
-class ConversationsConfig:
+class PairsConfig(ResponseFileConfig):
+    """Pairs of prompt and response from a file."""
+
+    prompt_key: str = MISSING
+    response_key: str = MISSING
+
+
+@dataclass(kw_only=True)
+class ConversationsConfig(ResponseFileConfig):
     """Conversations from a file."""
 
-    _target_: str = MISSING
-    path: str = MISSING
     messages_key: str = MISSING
     tools_key: str = MISSING
     enable_thinking_key: str = MISSING
-    max_length: int = number(at_least=2)
-    too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
     ignore_input_ids_mismatch: bool = MISSING
-    validation: LossValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
@@ -298,7 +308,7 @@ class BackendConfig:
     param_offload: bool = MISSING
     optimizer_offload: bool = MISSING
     timeout_s: float = seconds(more_than=0)
-    overrides: dict[str, Any] = MISSING
+    overrides: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -351,7 +361,7 @@ class SyncConfig:
 class RetentionConfig:
     """Which checkpoints are kept: the fields of each policy by its name."""
 
-    policies: dict[str, Any] = MISSING
+    policies: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -364,7 +374,7 @@ class CheckpointConfig:
     snapshot: str = choice("lazy", "eager")
     resume_from: str | None = MISSING
     mirror: str | None = MISSING
-    mirror_options: dict[str, Any] = MISSING
+    mirror_options: Settings = MISSING
     mirror_keep: str = choice("same", "all")
     mirror_tries: int = number(at_least=1)
     mirror_backoff_s: float = seconds(more_than=0)
@@ -375,8 +385,8 @@ class CheckpointConfig:
     fsync: bool = MISSING
     save_on_sigterm: bool = MISSING
     stop_s: float = seconds(more_than=0)
-    monitor: dict[str, Any] = MISSING
-    coordinator: dict[str, Any] = MISSING
+    monitor: Settings = MISSING
+    coordinator: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -385,7 +395,7 @@ class LoraConfig:
 
     rank: int = number(at_least=0)
     alpha: int | None = number(at_least=1)
-    targets: Any = MISSING
+    targets: LayerNames = MISSING
     path: str | None = MISSING
 
 
@@ -394,7 +404,7 @@ class ModelConfig:
     """The policy: a model in Hugging Face format, or the fields of a new model's config."""
 
     path: str | None = MISSING
-    architecture: dict[str, Any] | None = MISSING
+    architecture: Settings | None = MISSING
     shapes: str | None = MISSING
     layers: int | None = number(at_least=1)
     trust_remote_code: bool = MISSING
@@ -443,7 +453,7 @@ class VllmConfig(ExplorerConfig):
     kv_cache_gb: int | None = number(at_least=1)
     eager: bool | None = MISSING
     on_update: str = choice("wait", "keep", "abort")
-    engine: dict[str, Any] = MISSING
+    engine: Settings = MISSING
 
 
 @dataclass(kw_only=True)
@@ -536,17 +546,17 @@ class Config:
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
     algorithm: AlgorithmConfig = MISSING
-    task: Any = MISSING  # a dictionary after `typed`
+    task: Option = MISSING
     explorer: ExplorerConfig = MISSING
     samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING
-    tracker: dict[str, Any] = field(default_factory=dict)
+    tracker: Settings = field(default_factory=dict)
 
 
 def policy_schema(policy: type[Policy]) -> type:
     """Make the dataclass for the options of a retention policy: its class name and its fields."""
     types = get_type_hints(policy)
-    typed: list[tuple[str, Any, Any]] = [(TARGET, str, field(default=MISSING))]
+    typed: list[tuple[str, object, object]] = [(TARGET, str, field(default=MISSING))]
     for declared in fields(policy):  # type: ignore[arg-type]
         kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
         typed.append((declared.name, kind, field(default=MISSING)))
@@ -603,6 +613,28 @@ def typed(cfg: DictConfig) -> Config:
     return found
 
 
+# -- retention policies that a configuration names
+
+
+def retention_policies(cfg: DictConfig | Config) -> tuple[Policy, ...]:
+    """Build the chosen retention policies. Users' own policies are imported."""
+    policies = cfg.retention.policies
+    nodes = plain(policies) if isinstance(policies, DictConfig) else policies
+    return tuple(build_policy(name, node) for name, node in nodes.items())
+
+
+def build_policy(name: str, node: Value) -> Policy:
+    """Build one policy from its fields: the class under `_target_`, else our policy of that name. Errors as of
+    `retention_policies`.
+    """
+    given = dict(node) if isinstance(node, Mapping) else {}
+    target = given.pop(TARGET, None)
+    if target is None:
+        return make_policy(name, policy_named(name), given)
+    found: type[Policy] = load_class(f"retention.policies.{name}.{TARGET}", str(target), Policy)  # type: ignore[type-abstract]
+    return make_policy(name, found, given)
+
+
 # -- registration with Hydra
 
 FORMER_MODULES = ("trinity_sync.config.retention", "trinity_sync.config.training_schema")
@@ -615,8 +647,7 @@ _PASSED_ON: tuple[tuple[type, str], ...] = (
     (CheckpointConfig, "monitor"),
     (CheckpointConfig, "coordinator"),
     (PromptFileConfig, "chat_template"),
-    (PairsConfig, "chat_template"),
-    (ConversationsConfig, "chat_template"),
+    (ResponseFileConfig, "chat_template"),
 )
 """Keys whose values are passed unchanged to verl, fsspec, a chat template, or the named class."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.checks import check_own_classes
-from trinity_sync.config.composition import plain
+from trinity_sync.config.composition import plain, section
 from trinity_sync.config.lookup import TARGET, build, load, missing, own_options
 from trinity_sync.config.model_checks import KEY, ROWS, validates
-from trinity_sync.config.retention_policies import retention_policies
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import Config, retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import end_text, origin
+from trinity_sync.host.references import Settings
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.rewards import Judging
@@ -58,14 +58,14 @@ def _check_sync(cfg: DictConfig) -> None:
         )
 
 
-def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
+def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
     """Build the task from all keys of its node and the seed.
 
     Raises:
         TrinityError, ConfigError: as `instantiate_target`.
     """
-    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
-    assert isinstance(values, dict)
+    given: Mapping[str, object] = plain(node) if isinstance(node, DictConfig) else node
+    values = {**given}
     values.pop("validation", None)  # the task itself does not need it
     _check_text(values, "task")
     parameters = _parameters(values.get(TARGET))
@@ -82,7 +82,7 @@ def _parameters(target: object) -> Mapping[str, inspect.Parameter]:
     return {}
 
 
-def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, Judging]:
+def _judging(values: MutableMapping[str, object], parameters: Collection[str]) -> dict[str, Judging]:
     """Take our keys out of `task.reward` for a task with a parameter `judging`; for other tasks they are its own."""
     reward = values.get("reward")
     if not isinstance(reward, dict) or "judging" not in parameters:
@@ -93,7 +93,7 @@ def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, J
     return {"judging": judging}
 
 
-def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+def _leave_out_keys_of_ours(values: MutableMapping[str, object], parameters: Mapping[str, inspect.Parameter]) -> None:
     """Remove keys of one of our options if the user has replaced its class (``task._target_=...``) by one that has no
     such parameters.
     """
@@ -111,7 +111,7 @@ def validation_task(cfg: DictConfig | Config) -> Any:
     values = _task_values(cfg)
     if not validates(values):
         return None
-    asked = values["validation"]
+    asked = section(values, "validation")
     file = {"path": asked["path"]} if "path" in values else {}
     task = build_task(values | file, cfg.seed)
     method = "validation_rows" if ROWS in asked else "validation_prompts"
@@ -122,13 +122,13 @@ def validation_task(cfg: DictConfig | Config) -> Any:
 
 def validation_items(cfg: DictConfig | Config, task: Any) -> list[Any]:
     """Return the prompts of a `validation_task`, or its rows for a validation by the loss."""
-    asked = _task_values(cfg)["validation"]
+    asked = section(_task_values(cfg), "validation")
     by_loss = ROWS in asked
     found: list[object] = task.validation_rows(asked[ROWS]) if by_loss else task.validation_prompts(asked["prompts"])
     return found
 
 
-def _task_values(cfg: DictConfig | Config) -> dict[str, Any]:
+def _task_values(cfg: DictConfig | Config) -> Settings:
     return plain(cfg.task) if isinstance(cfg.task, DictConfig) else cfg.task
 
 

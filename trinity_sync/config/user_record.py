@@ -29,16 +29,11 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The record of one folder.
+    """The record of one folder."""
 
-    Attributes:
-        key: of this user on this host; None: nothing is trusted.
-        signatures: in hex.
-        modules: folders of top-level modules, hints until their signature is checked.
-    """
-
-    key: bytes | None = None
-    signatures: frozenset[str] = frozenset()
+    key: bytes | None = None  # of this user on this host; None: nothing is trusted
+    signatures: frozenset[str] = frozenset()  # in hex
+    # Folders of top-level modules, hints until their signature is checked.
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

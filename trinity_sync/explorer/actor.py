@@ -77,7 +77,7 @@ class Explorer:
         spec = self._spec
         from trinity_sync.sync.weight_loader import WeightLoader
 
-        layouts = LayoutCache(agents, spec.timeout_s)
+        layouts = LayoutCache(agents, spec.sync_timeout_s)
         mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
         node = ray.get_runtime_context().get_node_id()
         side = ExplorerSide(
@@ -85,7 +85,7 @@ class Explorer:
             node=node,
             agents=agents,
             layouts=layouts,
-            timeout_s=spec.timeout_s,
+            timeout_s=spec.sync_timeout_s,
             settings=spec.sync,
             lease_folder=partial(_lease_folder, spec),
             still_leased=lambda lease_id: self._synchronizer.holds(lease_id).result(self._synchronizer.timeout_s),
@@ -211,7 +211,7 @@ def _lease_folder(
     """
     from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 
-    seconds, renewed = spec.timeout_s, clock()
+    seconds, renewed = spec.sync_timeout_s, clock()
 
     def renew() -> None:
         nonlocal renewed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
+from trinity_sync.host.references import Settings
 from trinity_sync.protocol.rounds import RoundMember
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
@@ -15,26 +16,18 @@ _OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerSpec:
-    """The values that an explorer is built from.
+    """The values that an explorer is built from."""
 
-    Attributes:
-        member: its name, such as ``"explorer-0"``, and a number that each restart changes.
-        engine: class of the `RolloutEngine`, and its keyword arguments.
-        task: the `task` node of the config, to be instantiated in the explorer for its rewards.
-        sync: the `sync` node of the config, to be instantiated for the explorer's half of the mode.
-        processes: processes that hold its weights; one GPU each where there are GPUs.
-    """
-
-    member: RoundMember
-    engine: Mapping[str, object]
-    task: Mapping[str, object]
+    member: RoundMember  # its name, such as ``"explorer-0"``, and a number that each restart changes
+    engine: Mapping[str, object]  # class of the `RolloutEngine`, and its keyword arguments
+    task: Settings  # the `task` node of the config, to be instantiated in the explorer for its rewards
     seed: int
     deterministic: bool
-    sync: Mapping[str, object]
+    sync: Mapping[str, object]  # the `sync` node of the config, to be instantiated for the explorer's half of the mode
     verify: str
-    timeout_s: float
+    sync_timeout_s: float
     log_dir: str | None
-    processes: int = 1
+    processes: int = 1  # processes that hold its weights; one GPU each where there are GPUs
 
     @property
     def name(self) -> str:
@@ -72,7 +65,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
         sync=vars(cfg.sync),
         verify=cfg.sync.verify,
-        timeout_s=cfg.sync.timeout_s,
+        sync_timeout_s=cfg.sync.timeout_s,
         log_dir=log_dir,
         processes=_processes(cfg),
     )

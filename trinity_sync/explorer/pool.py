@@ -43,7 +43,7 @@ class ExplorerPool:
         num_gpus: GPUs reserved for each process of an explorer that holds weights.
         max_restarts: restarts of dead explorers, over the whole run.
         start_timeout_s: limit of an explorer's start, seconds.
-        timeout_s: limit of a generation, seconds.
+        explorer_timeout_s: limit of a generation, seconds.
         on_fault: called with each death that a restart repairs: (where, error).
     """
 
@@ -56,7 +56,7 @@ class ExplorerPool:
         num_gpus: float,
         max_restarts: int,
         start_timeout_s: float,
-        timeout_s: float,
+        explorer_timeout_s: float,
         on_fault: Callable[[str, str], None],
         on_generated: Callable[[Generated], None],
     ) -> None:
@@ -66,7 +66,7 @@ class ExplorerPool:
         self._restarts_left = max_restarts
         self._lock = threading.Lock()
         self._start_timeout_s = start_timeout_s
-        self._timeout_s = timeout_s
+        self._timeout_s = explorer_timeout_s
         self._on_fault = on_fault
         self._on_generated = on_generated
         self._agents: dict[str, AgentClient] = {}

@@ -51,23 +51,15 @@ class TextSettings(TypedDict):
 
 
 class SampleRequest(NamedTuple):
-    """The tokens and random numbers of the samples that an engine generates in one call.
+    """The tokens and random numbers of the samples that an engine generates in one call."""
 
-    Attributes:
-        step: the trainer step that the samples are for.
-        version: (attempt, step) of the loaded weights.
-        prompt_ids: tokens of each prompt.
-        prompt_of: int64 of shape (samples,), each sample's row in `prompt_ids`; samples of a prompt are neighbours.
-        keys: int64 of shape (samples,), see `sequence_keys`.
-        temperature: logits are divided by it; 0 takes the most likely token.
-    """
-
-    step: int
-    version: tuple[int, int]
-    prompt_ids: list[list[int]]
+    step: int  # the trainer step that the samples are for
+    version: tuple[int, int]  # (attempt, step) of the loaded weights
+    prompt_ids: list[list[int]]  # tokens of each prompt
+    # Int64 of shape (samples,), each sample's row in `prompt_ids`; samples of a prompt are neighbours.
     prompt_of: NDArray[np.int64]
-    keys: torch.Tensor
-    temperature: float
+    keys: torch.Tensor  # int64 of shape (samples,), see `sequence_keys`
+    temperature: float  # logits are divided by it; 0 takes the most likely token
 
 
 class Responses(NamedTuple):

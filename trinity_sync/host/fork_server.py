@@ -35,25 +35,16 @@ _REQUEST_S = 10.0
 
 @dataclass(frozen=True)
 class _ForkRequest:
-    """What somebody asks for.
+    """What somebody asks for."""
 
-    Attributes:
-        argv: of the process: a Python file, and its arguments.
-        cwd: where it works.
-        base: the environment to import in, the same for all.
-        env: variables of this process alone, which come on top.
-        blocked: signals that do not reach it.
-        oom: how willingly the kernel ends it where memory is short, `oom_score_adj`; None: as it does the server.
-        files: its standard input, output and error.
-    """
-
-    argv: Sequence[str]
-    cwd: str
-    base: Mapping[str, str]
-    env: Mapping[str, str]
-    blocked: Sequence[int]
+    argv: Sequence[str]  # of the process: a Python file, and its arguments
+    cwd: str  # where it works
+    base: Mapping[str, str]  # the environment to import in, the same for all
+    env: Mapping[str, str]  # variables of this process alone, which come on top
+    blocked: Sequence[int]  # signals that do not reach it
+    # How willingly the kernel ends it where memory is short, `oom_score_adj`; None: as it does the server.
     oom: str | None
-    files: Sequence[int]
+    files: Sequence[int]  # its standard input, output and error
 
     def become(self) -> None:
         """Make this process, a fork, the one that was asked for, up to its first line."""

@@ -63,6 +63,19 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
+def replaced(owner: object, **attributes: object) -> Iterator[None]:
+    """Replace attributes of a class or a module during the block: functions of other programs that have no switch."""
+    before = {name: vars(owner)[name] for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def driver_lifeline(path: Path) -> Iterator[dict[str, str]]:
     """Be the driver during the block: processes that call `end_with_driver` end with it. Yields variables for them.
 

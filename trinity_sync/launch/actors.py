@@ -310,7 +310,7 @@ class Actors:
             num_gpus=1.0 if self._use_gpu else 0.0,
             max_restarts=cfg.explorer.max_restarts,
             start_timeout_s=cfg.cluster.start_timeout_s,
-            timeout_s=cfg.explorer.timeout_s,
+            explorer_timeout_s=cfg.explorer.timeout_s,
             on_fault=self._recorder.fault,
             on_generated=partial(record_generated, self._recorder),
         )
@@ -405,7 +405,7 @@ def _placement(ranks: int, gpus_per_node: int) -> list[int]:
 def monitor_option(cfg: CheckpointConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
     """Return the monitor's class and the user's own arguments of it. Raises ConfigError if the class cannot be used."""
     own = dict(cfg.monitor)
-    return load_class(f"checkpoint.monitor.{TARGET}", own.pop(TARGET), CheckpointMonitor), own
+    return load_class(f"checkpoint.monitor.{TARGET}", str(own.pop(TARGET)), CheckpointMonitor), own
 
 
 def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
@@ -413,8 +413,8 @@ def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int
     ConfigError if the class cannot be used.
     """
     own = dict(cfg.coordinator)
-    found = load_class(f"checkpoint.coordinator.{TARGET}", own.pop(TARGET), CheckpointCoordinator)
-    return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)
+    found = load_class(f"checkpoint.coordinator.{TARGET}", str(own.pop(TARGET)), CheckpointCoordinator)
+    return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)  # type: ignore[arg-type]
 
 
 # -- the monitor's events, copied to the run's record

@@ -6,7 +6,6 @@ configuration. `launch.launcher` is imported only after all checks.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import shutil
@@ -24,31 +23,25 @@ from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync import config
-from trinity_sync.config.saved_config import Trust, record_of
-from trinity_sync.config.user_record import FILE
+from trinity_sync.config import FORMER_MODULES, Config, RunConfig
+from trinity_sync.config.composed_jobs import ComposedJob, composed_before, note_settings, sweep_jobs
+from trinity_sync.config.messages import CommandLine, explain, print_error
+from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.logs import LogFile, log_failure
-from trinity_sync.host.masking import hide, hide_typed
+from trinity_sync.host.masking import hide_typed
 from trinity_sync.host.origin import error_text, origin
+from trinity_sync.host.process import replaced
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
-from trinity_sync.launch.messages import CommandLine, explain, print_error
 from trinity_sync.launch.start import Resume, used_places
-from trinity_sync.launch.sweeps import (
-    ComposedJob,
-    composed_before,
-    for_each_job,
-    note_settings,
-    sweep_jobs,
-    sweep_problem,
-)
+from trinity_sync.launch.sweeps import sweep_problem
 from trinity_sync.tracking.run_record import holds_run, lock_owner, lock_run_folder, unlock_run_folder
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -57,31 +50,18 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass
 class _Session:
-    """The state of one call of `run_main`, shared by Hydra's calls of `job`.
+    """The state of one call of `run_main`, shared by Hydra's calls of `job`."""
 
-    Attributes:
-        resume: how the one job is resumed; None: it is new.
-        until: the step after which it ends; None: its last.
-        command: `sys.argv` as the user gave it.
-        codes: exit codes by run folder, of the jobs in this process.
-        sweep: folder of the sweep, once its jobs start.
-        before: folders of jobs of earlier sweeps in it.
-        around_jobs: closed at the end of the command.
-        dry_run: only check whether runs could start.
-        rerun: by Hydra's ``--experimental-rerun``, from a pickled configuration.
-        made: the folder of the one run; None: unknown yet, or several.
-    """
-
-    resume: Resume | None = None
-    until: int | None = None
-    command: list[str] = field(default_factory=lambda: list(sys.argv))
-    codes: dict[Path, int] = field(default_factory=dict)
-    sweep: Path | None = None
-    before: Sequence[Path] = ()
-    around_jobs: ExitStack = field(default_factory=ExitStack)
-    dry_run: bool = False
-    rerun: bool = False
-    made: NewFolder | None = None
+    resume: Resume | None = None  # how the one job is resumed; None: it is new
+    until: int | None = None  # the step after which it ends; None: its last
+    command: list[str] = field(default_factory=lambda: list(sys.argv))  # `sys.argv` as the user gave it
+    codes: dict[Path, int] = field(default_factory=dict)  # exit codes by run folder, of the jobs in this process
+    sweep: Path | None = None  # folder of the sweep, once its jobs start
+    before: Sequence[Path] = ()  # folders of jobs of earlier sweeps in it
+    around_jobs: ExitStack = field(default_factory=ExitStack)  # closed at the end of the command
+    dry_run: bool = False  # only check whether runs could start
+    rerun: bool = False  # by Hydra's ``--experimental-rerun``, from a pickled configuration
+    made: NewFolder | None = None  # the folder of the one run; None: unknown yet, or several
 
     def tidy(self) -> None:
         """Remove the folder of a run that did not start."""
@@ -116,13 +96,14 @@ def run_main(
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
         if _session.rerun:
-            sys.modules.update(dict.fromkeys(config.FORMER_MODULES, sys.modules[config.Config.__module__]))
+            sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))
         hide_typed(line.arguments)
         with (
             interruptible(),
             own_modules_found(Path.cwd(), unless_named=True),
-            _command_line(line.arguments),
-            _hydra_errors_raised(),
+            replaced(sys, argv=[sys.argv[0], *line.arguments]),
+            # Hydra's errors are raised; it would print them and exit with 1
+            replaced(hydra_internals, run_and_report=lambda function: function()),
             _session.around_jobs,
         ):
             main()
@@ -178,7 +159,7 @@ def job(cfg: DictConfig) -> float:
     code = FAILED
     try:
         with sweeps.beside_others(hydra_cfg):
-            code = _launch(cfg, run_dir)
+            code = _launch(RunConfig(cfg), run_dir)
     except TrinityError as error:
         code = error.exit_code
         log = "" if code == REFUSED or origin(error) is None else f" (traceback in {_log_of(run_dir)})"
@@ -206,7 +187,7 @@ def _log_of(run_dir: Path) -> Path:
     return run_dir / "logs" / "driver.log"
 
 
-def _launch(cfg: DictConfig, run_dir: Path) -> int:
+def _launch(cfg: RunConfig, run_dir: Path) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
     places: Mapping[str, str | None] = {}
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
@@ -215,22 +196,17 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
         if sweeps.has_completed(run_dir):
             return DONE
         resume, places = Resume(started_in=started_in), used_places(run_dir)
-    used = config.anchored(cfg, started_in)
-    for key, place in places.items():  # as `trinity-sync resume` does, see `cli.invocation`
-        OmegaConf.update(used, key, place)
-    config.check(used)
-    hide(config.plain(used))
-    config.check_inputs(used)
+    used = cfg.anchored(started_in).updated(places)  # the places as `trinity-sync resume` does, see `config.invocation`
+    used.check()
     from trinity_sync.launch import launcher
 
-    checked = config.RunConfig(used)
     if _session.dry_run:
-        launcher.look(checked, run_dir)
-        print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
+        launcher.look(used, run_dir)
+        print(f"dry run: {used.settings.name} could begin, in {run_dir}; nothing was started")
         return DONE
     saved = resume is None and not _session.rerun
     settings = settings_files(run_dir, cfg, used, started_in, saved_by_hydra=saved)
-    return launcher.run(checked, run_dir, resume=resume, until=_session.until, settings=settings)
+    return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 
 def _objective(run_dir: Path) -> float:
@@ -256,8 +232,8 @@ class RunHooks(Callback):
             _refuse(f"{folder} is in use by {owner}; stop that run or choose another folder by hydra.run.dir")
         _session.made = NewFolder.of(folder)
         if holds_run(folder) or _session.dry_run:
-            OmegaConf.set_readonly(config.hydra, False)
-            config.hydra.output_subdir = None
+            with read_write(config.hydra):
+                config.hydra.output_subdir = None
         elif _session.resume is None:
             try:
                 lock_run_folder(
@@ -271,7 +247,7 @@ class RunHooks(Callback):
         jobs: Sequence[ComposedJob] = ()
         try:
             jobs = sweep_jobs(config)
-            problem = sweep_problem(config, jobs)
+            problem = sweep_problem(config.hydra, jobs)
         except (HydraException, AssertionError) as error:
             problem = explain(error)
         except OmegaConfBaseException:
@@ -295,7 +271,9 @@ class RunHooks(Callback):
 def _try_jobs(jobs: Sequence[ComposedJob]) -> NoReturn:
     """Do the dry run of a sweep."""
     try:
-        for_each_job(jobs, _launch)
+        for job in jobs:
+            with job.begun() as folder:
+                _launch(job.settings, folder)
     except TrinityError as error:
         _refuse(str(error))
     raise SystemExit(DONE)
@@ -343,29 +321,6 @@ class DriverLog(LogFile):
         super().__init__(filename)
 
 
-@contextmanager
-def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = [before[0], *arguments]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextmanager
-def _hydra_errors_raised() -> Iterator[None]:
-    """Make Hydra raise its errors instead of printing them and exiting with 1. `HYDRA_FULL_ERROR` would also do so in
-    every process that a job starts.
-    """
-    before = hydra_internals.run_and_report
-    hydra_internals.run_and_report = lambda func: func()
-    try:
-        yield
-    finally:
-        hydra_internals.run_and_report = before
-
-
 def _is_rerun(arguments: Sequence[str]) -> bool:
     """Return whether a command line has Hydra's ``--experimental-rerun``."""
     return hydra_internals.get_args_parser().parse_known_args(list(arguments))[0].experimental_rerun is not None
@@ -399,15 +354,10 @@ def _take_free_folder() -> None:
 
 @dataclass(frozen=True)
 class NewFolder:
-    """A folder that is about to be made.
+    """A folder that is about to be made."""
 
-    Attributes:
-        path: absolute.
-        first: the topmost missing folder of its path; None: the folder exists.
-    """
-
-    path: Path
-    first: Path | None
+    path: Path  # absolute
+    first: Path | None  # the topmost missing folder of its path; None: the folder exists
 
     @classmethod
     def of(cls, path: Path) -> NewFolder:
@@ -438,21 +388,17 @@ class NewFolder:
 # -- the saved settings of a run and this user's record, in `.hydra/`
 
 
-FOLDER = ".hydra"
-"""In a run's folder."""
-
-
 @contextmanager
 def settings_files(
-    run: Path, cfg: DictConfig, used: DictConfig, started_in: Path, *, saved_by_hydra: bool
+    run: Path, cfg: RunConfig, used: RunConfig, started_in: Path, *, saved_by_hydra: bool
 ) -> Iterator[None]:
     """Save what a resume needs: of a new run the record, of a resumed run also the settings. If the launcher refuses
     the run, the earlier settings are restored.
     """
-    folder = run / FOLDER
-    texts = _texts(run, cfg, used, started_in)
-    if saved_by_hydra:  # unless hydra.output_subdir=null
-        texts = {name: text for name, text in texts.items() if name == FILE and folder.is_dir()}
+    folder = run / SETTINGS_FOLDER
+    trust = Trust(where=run, started_in=started_in)
+    unsaved = saved_by_hydra and not folder.is_dir()  # hydra.output_subdir=null
+    texts = {} if unsaved else saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra)
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:
@@ -461,22 +407,6 @@ def settings_files(
         if not saved_by_hydra:
             _write(folder, before)
         raise
-
-
-def _texts(run: Path, cfg: DictConfig, used: DictConfig, started_in: Path) -> dict[str, str]:
-    """Return the files by name. The configuration is last: if only some are written, the next resume shows the
-    difference.
-    """
-    hydra = copy.deepcopy(HydraConfig.instance().cfg)
-    assert isinstance(hydra, DictConfig)
-    OmegaConf.set_readonly(hydra.hydra, False)
-    hydra.hydra.output_subdir = FOLDER
-    hydra.hydra.runtime.cwd = str(started_in)
-    OmegaConf.set_readonly(hydra.hydra, True)
-    parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
-    texts = {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
-    record = record_of([cfg, used], hydra.hydra, Trust(where=run, started_in=started_in))
-    return texts if record is None else texts | {FILE: record}  # an unreadable key keeps the earlier record
 
 
 def _write(folder: Path, texts: Mapping[str, str | None]) -> None:

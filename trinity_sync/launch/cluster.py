@@ -11,17 +11,18 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.config.schema import ClusterConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.hardware import RAYS_HOOK, ScriptFolder, for_workers
 from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
+from trinity_sync.host.process import replaced
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
 from trinity_sync.launch.own_ray import (
@@ -73,9 +74,9 @@ def cluster(
     """
     import ray
 
-    common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
-    common["job_config"] = ray.job_config.JobConfig()
-    common["job_config"]._py_driver_sys_path = ScriptFolder()
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = ScriptFolder()
+    common = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR", "job_config": job}
     env = {**env, **for_workers(), RAYS_HOOK: _HOOK}
     own: Path | None = None
     with contextlib.ExitStack() as stack:
@@ -152,21 +153,15 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(f"cluster.address={address}: there is no answer ({error})") from error
 
 
-@contextlib.contextmanager
-def _ray_logged() -> Iterator[None]:
+def _ray_logged() -> contextlib.AbstractContextManager[None]:
     """Log Ray's messages about actors instead of printing them: the callers report an actor's end, with its name."""
     from ray._private import worker
 
-    def log(said: Mapping[str, Any], ignore_prefix: bool) -> None:
+    def log(said: Mapping[str, Sequence[str]], ignore_prefix: bool) -> None:
         for line in said["lines"]:
             logger.info("Ray: %s", line)
 
-    before = worker.print_to_stdstream
-    worker.print_to_stdstream = log
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = before
+    return replaced(worker, print_to_stdstream=log)
 
 
 @contextlib.contextmanager

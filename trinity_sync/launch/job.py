@@ -103,7 +103,7 @@ class Job:
                 "reference": self.actors.reference,
             },
             ranks=[info.part for info in self.actors.infos],
-            timeout_s=cfg.checkpoint.timeout_s,
+            save_timeout_s=cfg.checkpoint.timeout_s,
             of_versions=base is None or self.actors.published_base is not None,
         )
 
@@ -175,7 +175,7 @@ class Job:
             validator=self._validation(mode, settings.step_timeout_s),
         )
 
-    def _penalty(self, timeout_s: float) -> RewardPenalty | None:
+    def _penalty(self, step_timeout_s: float) -> RewardPenalty | None:
         """Make the penalty on divergence from a reference, if rewards have one."""
         from trinity_sync.trainer.algorithms.base import algorithm_of
         from trinity_sync.trainer.full_saves import driver_state
@@ -186,9 +186,9 @@ class Job:
             return None
         folder = self._start.folder
         saved = None if folder is None else driver_state(folder, "algorithm")
-        return RewardPenalty(self.actors.trainer, settings, timeout_s, saved)
+        return RewardPenalty(self.actors.trainer, settings, step_timeout_s, saved)
 
-    def _agreement(self, timeout_s: float) -> AgreementCheck | None:
+    def _agreement(self, step_timeout_s: float) -> AgreementCheck | None:
         """Make the check that trainer and explorers compute the same log-probs, if the run has one."""
         from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
 
@@ -196,7 +196,9 @@ class Job:
         if choice == "off" or self._cfg.workload.kind == "bytes" or self.actors.pool is None:
             return None
         bound = agreement_bound(self._cfg)
-        return AgreementCheck(self.actors.trainer, self._recorder.event, bound, timeout_s, refuse=choice == "refuse")
+        return AgreementCheck(
+            self.actors.trainer, self._recorder.event, bound, step_timeout_s, refuse=choice == "refuse"
+        )
 
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
         """Make the validation that runs concurrently with training, if the run has one."""
@@ -209,7 +211,7 @@ class Job:
             cfg, self._setup.scanned, times, start=start, pool=pool, synchronizer=synchronizer, recorder=recorder
         )
 
-    def _validation(self, mode: Publisher, timeout_s: float) -> Validation | LossValidation | None:
+    def _validation(self, mode: Publisher, step_timeout_s: float) -> Validation | LossValidation | None:
         """Make the validation between steps, if the run has one."""
         cfg, scanned, actors = self._cfg, self._setup.scanned, self.actors
         times = validation_times(cfg, self._start, self._setup.folder.metrics, self._setup.last_step)
@@ -218,7 +220,9 @@ class Job:
         if actors.pool is not None:
             return validation_of(cfg, scanned, times, actors.pool, mode)
         model_path, trainer = actors.model_path, actors.trainer
-        return loss_validation_of(cfg, scanned, times, model_path=model_path, trainer=trainer, timeout_s=timeout_s)
+        return loss_validation_of(
+            cfg, scanned, times, model_path=model_path, trainer=trainer, step_timeout_s=step_timeout_s
+        )
 
     def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:
         """Return the step of the version that explorers held when the checkpoint was saved, and the function that

@@ -21,6 +21,7 @@ from trinity_sync.checkpoint.folder import recovery
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
 from trinity_sync.config import Config, RunConfig
+from trinity_sync.config.composition import section
 from trinity_sync.config.lora_settings import Adapter, adapter_of
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import own_names
@@ -197,7 +198,7 @@ def _on_cpus(cfg: Config) -> bool:
 
 def run_trackers(cfg: Config) -> list[Tracker]:
     """Build the trackers of the config, and that of an existing cluster; errors as of `build_trackers`."""
-    trackers = build_trackers(cfg.tracker)
+    trackers = build_trackers({name: section(cfg.tracker, name) for name in cfg.tracker})
     if cfg.cluster.address is not None and cfg.cluster.metrics:
         trackers.append(ClusterMetrics())
     return trackers

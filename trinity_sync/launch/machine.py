@@ -34,17 +34,11 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        subject: in a word or two.
-        told: the observation; if bad, also what to do.
-        state: ``error`` would stop every run, ``warning`` may stop some.
-    """
-
-    subject: str
-    told: str
-    state: Literal["ok", "warning", "error"] = "ok"
+    subject: str  # in a word or two
+    told: str  # the observation; if bad, also what to do
+    state: Literal["ok", "warning", "error"] = "ok"  # ``error`` would stop every run, ``warning`` may stop some
 
 
 def findings(installed: Callable[[str], str | None] | None = None) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -29,7 +28,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host import interrupts, process
 from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
-from trinity_sync.host.process import driver_lifeline, environment
+from trinity_sync.host.process import driver_lifeline, environment, replaced
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch import worker_fork
 from trinity_sync.launch.node_watch import starting_raylets_watched
@@ -71,21 +70,13 @@ class _RayRequest:
 
 @dataclass(frozen=True)
 class OwnRay:
-    """A local Ray that this program has started and is connected to.
+    """A local Ray that this program has started and is connected to."""
 
-    Attributes:
-        folder: of its session.
-        request: what it was started for.
-        cpus: logical CPUs that it offers.
-        base: Ray's own processes, without workers.
-        end: ends it.
-    """
-
-    folder: Path
-    request: _RayRequest
-    cpus: int
-    base: frozenset[psutil.Process]
-    end: Callable[[], None]
+    folder: Path  # of its session
+    request: _RayRequest  # what it was started for
+    cpus: int  # logical CPUs that it offers
+    base: frozenset[psutil.Process]  # Ray's own processes, without workers
+    end: Callable[[], None]  # ends it
 
     def suits(self, request: _RayRequest, cpus: int) -> bool:
         """Return whether a run with these settings and this need of CPUs can use it."""
@@ -243,7 +234,7 @@ def _ended_on_error() -> Iterator[contextlib.ExitStack]:
         raise
 
 
-def start_ray(limit_s: float, **options: Any) -> None:
+def start_ray(limit_s: float, **options: object) -> None:
     """Start a Ray by `ray.init`, whatever RAY_ADDRESS says. Retry on a busy machine, where Ray gives its own processes
     only 30 seconds, and once if one of them dies.
     """
@@ -254,7 +245,7 @@ def start_ray(limit_s: float, **options: Any) -> None:
     dead = 0
     while True:
         try:
-            watched = starting_raylets_watched(folder) if folder else contextlib.nullcontext()
+            watched = starting_raylets_watched(str(folder)) if folder else contextlib.nullcontext()
             with _lean(), _processes_looked_after(), watched:  # the watch ends before cleanup kills the raylet
                 ray.init(address="local", **options)
             return
@@ -313,10 +304,12 @@ def _processes_looked_after() -> Iterator[None]:
             time.sleep(_LOOK_S)
         return answer.result()
 
-    services.start_ray_process = start_process
-    node.wait_for_persisted_port, services.get_node = wait_for_port, wait_for_node
     try:
-        yield
+        with (
+            replaced(services, start_ray_process=start_process, get_node=wait_for_node),
+            replaced(node, wait_for_persisted_port=wait_for_port),
+        ):
+            yield
     except BaseException:
         for _, running, _ in started:
             running.kill()
@@ -324,8 +317,6 @@ def _processes_looked_after() -> Iterator[None]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.wait(_KILLED_S)
         raise
-    finally:
-        services.start_ray_process, node.wait_for_persisted_port, services.get_node = start, gcs_port, own_node
 
 
 def _with_driver(argument: str) -> str:
@@ -347,22 +338,15 @@ def _end_of(code: int, printed: Path) -> str:
     return f"{how}: {said[:_MOST_SAID]}" if said else how
 
 
-@contextlib.contextmanager
-def _lean() -> Iterator[None]:
+def _lean() -> contextlib.AbstractContextManager[None]:
     """Start Ray's node without dashboard, autoscaler and log forwarder: a run uses none of them, and each takes seconds
     of a small machine's start. `ray.init` has no switches for them.
     """
     from ray._private.node import Node
 
     names = ("start_api_server", "start_monitor", "start_log_monitor")
-    before = {name: vars(Node)[name] for name in names if name in vars(Node)}  # other versions of Ray may lack a name
-    for name in before:
-        setattr(Node, name, lambda self, *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
+    there = [name for name in names if name in vars(Node)]  # other versions of Ray may lack one
+    return replaced(Node, **dict.fromkeys(there, lambda self, *args, **kwargs: None))
 
 
 def check_unconnected() -> None:
@@ -492,8 +476,7 @@ def forks_session(folder: Path) -> int | None:
         return None
 
 
-@contextlib.contextmanager
-def workers_forked() -> Iterator[None]:
+def workers_forked() -> contextlib.AbstractContextManager[None]:
     """Within the block, make Ray start its workers by `worker_fork`; `ray.init` has no switch for it."""
     from ray._private.node import Node
 
@@ -503,11 +486,7 @@ def workers_forked() -> Iterator[None]:
         self._ray_params.setup_worker_path = worker_fork.__file__
         return start(self, *args, **kwargs)
 
-    Node.start_raylet = start_raylet
-    try:
-        yield
-    finally:
-        Node.start_raylet = start
+    return replaced(Node, start_raylet=start_raylet)
 
 
 def _setup_worker() -> str:
@@ -576,17 +555,12 @@ def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [child for child, parent in parents.items() if parent in own]
 
 
-@contextlib.contextmanager
-def _killed_by_ray() -> Iterator[None]:
+def _killed_by_ray() -> contextlib.AbstractContextManager[None]:
     """Make Ray kill its own processes: they ignore SIGTERM, see `interrupts.left_to_driver`."""
     from ray._private.node import Node
 
     kill = Node.kill_all_processes
-    Node.kill_all_processes = lambda self, **kwargs: kill(self, **kwargs | {"allow_graceful": False})
-    try:
-        yield
-    finally:
-        Node.kill_all_processes = kill
+    return replaced(Node, kill_all_processes=lambda self, **kwargs: kill(self, **kwargs | {"allow_graceful": False}))
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import Config, build_task, validation_items, validation_task
+from trinity_sync.config.composition import section
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.references import Settings
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import class_problem, noise
 from trinity_sync.models.vllm_limits import model_problem
@@ -46,33 +48,21 @@ _LIMIT_S = 600.0
 
 
 class RowCounts(NamedTuple):
-    """Counts of the rows of a task.
+    """Counts of the rows of a task."""
 
-    Attributes:
-        rows: number of rows.
-        too_long: number of rows with more tokens than the settings or the model allow.
-        longest: tokens of the longest row.
-        policy: `task.too_long`.
-    """
-
-    rows: int
-    too_long: int
-    longest: int
-    policy: str
+    rows: int  # number of rows
+    too_long: int  # number of rows with more tokens than the settings or the model allow
+    longest: int  # tokens of the longest row
+    policy: str  # `task.too_long`
 
 
 class Scanned(NamedTuple):
-    """A task whose rows were checked.
+    """A task whose rows were checked."""
 
-    Attributes:
-        task: the run's task, if it has one.
-        counts: None if the rows were not checked: there is no file, or the tokenizer is not available here.
-        validation: the validation's prompts or rows, checked as well.
-    """
-
-    task: Any
+    task: Any  # the run's task, if it has one
+    # None if the rows were not checked: there is no file, or the tokenizer is not available here.
     counts: RowCounts | None
-    validation: Sequence[Item]
+    validation: Sequence[Item]  # the validation's prompts or rows, checked as well
 
 
 NOTHING = Scanned(None, None, ())
@@ -93,26 +83,16 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScanRequest:
-    """The child's input.
+    """The child's input."""
 
-    Attributes:
-        task: the keys of `task`.
-        prompts: whether the rows are prompts; otherwise pairs or conversations.
-        model_path: the model's folder; None: it is created from `architecture`.
-        trust_remote_code: whether code that comes with the model may run.
-        attention: as transformers names it.
-        vllm_on_cpu: whether vLLM's explorers run on a CPU, judged by this machine; None: there are none.
-        rows: places and rows.
-    """
-
-    task: dict[str, Any]
-    prompts: bool
-    model_path: str | None
+    task: Settings  # the keys of `task`
+    prompts: bool  # whether the rows are prompts; otherwise pairs or conversations
+    model_path: str | None  # the model's folder; None: it is created from `architecture`
     architecture: Mapping[str, object]
-    trust_remote_code: bool
-    attention: str
-    vllm_on_cpu: bool | None
-    rows: list[tuple[str, Item]]
+    trust_remote_code: bool  # whether code that comes with the model may run
+    attention: str  # as transformers names it
+    vllm_on_cpu: bool | None  # whether vLLM's explorers run on a CPU, judged by this machine; None: there are none
+    rows: list[tuple[str, Item]]  # places and rows
 
 
 class _Found(NamedTuple):
@@ -134,12 +114,12 @@ def scanned_task(cfg: Config) -> Scanned:
     if cfg.workload.kind == "bytes":
         return NOTHING
     task = build_task(cfg.task, cfg.seed)
-    counts = _look_through(cfg, task, cfg.task.get("path"))
+    counts = _look_through(cfg, task, cfg.task)
     validating = validation_task(cfg)
     if validating is None:
         return Scanned(task, counts, ())
     if hasattr(validating, "all_rows"):
-        _look_through(cfg, validating, cfg.task["validation"].get("path"))
+        _look_through(cfg, validating, section(cfg.task, "validation"))
     items = validation_items(cfg, validating)
     _tell_shared(cfg, task, validating, len(items))
     return Scanned(task, counts, items)
@@ -152,18 +132,19 @@ def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         _note(
-            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task['validation'])} are also in "
+            f"{len(shared)} of the {count} rows of the validation{_named(section(cfg.task, 'validation'))} are also in "
             f"the task{_named(cfg.task)}, the first of them {shared[0]}: the validation does not use new rows only"
         )
 
 
-def _named(node: Any) -> str:
+def _named(node: Settings) -> str:
     path = node.get("path")
     return f" ({path})" if path else ""
 
 
-def _look_through(settings: Config, task: Any, path: str | None) -> RowCounts | None:
+def _look_through(settings: Config, task: Any, node: Settings) -> RowCounts | None:
     """Check the model and the rows of a task with a file, and let the task leave out rows by its policy."""
+    path = None if node.get("path") is None else str(node["path"])
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     explores = algorithm_of(settings.algorithm).explores
@@ -369,7 +350,7 @@ def _tokens(request: _ScanRequest) -> ModelTokens:
 
 def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
     """Apply the policy to rows with these lengths in tokens."""
-    policy = request.task.get("too_long", "refuse")
+    policy = str(request.task.get("too_long", "refuse"))
     limit = encoder.limit
     too_long = [number for number, length in enumerate(lengths) if limit is not None and length > limit]
     longest, found = max(lengths), f"{len(too_long)} of {len(lengths)} rows are too long"

@@ -11,7 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from trinity_sync.config.schema import Config, FilterGroupsConfig, OverlongConfig
+from trinity_sync.config.schema import (
+    Config,
+    FileValidationConfig,
+    FilterGroupsConfig,
+    OverlongConfig,
+    ValidationTimesConfig,
+)
 from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
@@ -53,13 +59,11 @@ class _Groups:
         from trinity_sync.samples.advantages import GroupFilter, Overlong, group_advantages
 
         keys = vars(cfg.algorithm)
-        penalty = _section(keys.get("overlong"), OverlongConfig)
-        overlong = None
-        if penalty is not None and penalty.buffer:
-            longest = cfg.task["response_length"]
+        overlong, group_filter = None, None
+        if (given := keys.get("overlong")) is not None and (penalty := _section(given, OverlongConfig)).buffer:
+            longest = cast(int, cfg.task["response_length"])
             overlong = Overlong(longest=longest, buffer=penalty.buffer, penalty=penalty.penalty)
-        rules, group_filter = _section(keys.get("filter_groups"), FilterGroupsConfig), None
-        if rules is not None and rules.enable:
+        if (given := keys.get("filter_groups")) is not None and (rules := _section(given, FilterGroupsConfig)).enable:
             group_filter = GroupFilter(
                 wanted=keys["prompts_per_step"],
                 metric=rules.metric,
@@ -78,12 +82,12 @@ class _Groups:
 S = TypeVar("S")
 
 
-def _section(value: object, schema: type[S]) -> S | None:
+def _section(value: object, schema: type[S]) -> S:
     """Return a part of the configuration as its dataclass, also if a user's option file has no schema or further keys.
 
     The user's class gets the further keys itself.
     """
-    if value is None or isinstance(value, schema):
+    if isinstance(value, schema):
         return value
     values = value if isinstance(value, Mapping) else vars(value)
     names = {one.name for one in fields(schema)}  # type: ignore[arg-type]
@@ -137,11 +141,11 @@ def validation_of(
 def _validation_settings(cfg: Config, times: ValidationTimes) -> ValidationSettings:
     from trinity_sync.explorer.validation import ValidationSettings
 
-    settings, groups = cfg.task["validation"], _Groups.of(cfg)
+    settings, groups = _section(cfg.task["validation"], FileValidationConfig), _Groups.of(cfg)
     return ValidationSettings(
         times=times,
-        samples_per_prompt=settings["samples_per_prompt"],
-        temperature=settings["temperature"],
+        samples_per_prompt=settings.samples_per_prompt,
+        temperature=settings.temperature,
         at_a_time=groups.prompts_per_step * groups.samples_per_prompt,
     )
 
@@ -153,12 +157,12 @@ def loss_validation_of(
     *,
     model_path: str,
     trainer: TrainerGroup,
-    timeout_s: float,
+    step_timeout_s: float,
 ) -> LossValidation | None:
     """Make the validation in which the trainer measures the loss of rows; None: there are no rows.
 
     Args:
-        timeout_s: timeout of a batch as large as a step's, seconds.
+        step_timeout_s: timeout of a batch as large as a step's, seconds.
     """
     rows, most = cast("Examples", scanned.validation), _batch_size(cfg)
     if not rows:
@@ -166,7 +170,7 @@ def loss_validation_of(
     from trinity_sync.trainer.steps import LossValidation
 
     batches = partial(_pair_batches, _pair_encoder(cfg, model_path), rows, most)
-    return LossValidation(batches, trainer, times, timeout_s)
+    return LossValidation(batches, trainer, times, step_timeout_s)
 
 
 def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -> ValidationTimes | None:
@@ -179,8 +183,8 @@ def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -
 
     if not validates(cfg.task):
         return None
-    settings = cfg.task["validation"]
-    times = ValidationTimes(interval=settings["interval"], last=last_step, at_start=settings["at_start"])
+    settings = _section(cfg.task["validation"], ValidationTimesConfig)
+    times = ValidationTimes(interval=settings.interval, last=last_step, at_start=settings.at_start)
     if not start.continued:
         return times
     return replace(times, at_start=times.due(start.step) and not was_validated(metrics, start.step))

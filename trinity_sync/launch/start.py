@@ -30,21 +30,13 @@ from trinity_sync.tracking.units import progress_bar
 
 @dataclass(frozen=True)
 class Start:
-    """The step after which a run starts, and its checkpoint.
+    """The step after which a run starts, and its checkpoint."""
 
-    Attributes:
-        step: 0 for a fresh run.
-        resumed: the run is resumed in its own folder.
-        checkpoints: the run's checkpoint folder.
-        folder: the checkpoint to load; None: the initial model.
-        weights_only: load only the checkpoint's weights, and start with a new optimizer.
-    """
-
-    step: int
-    resumed: bool
-    checkpoints: Path
-    folder: Path | None
-    weights_only: bool = False
+    step: int  # 0 for a fresh run
+    resumed: bool  # the run is resumed in its own folder
+    checkpoints: Path  # the run's checkpoint folder
+    folder: Path | None  # the checkpoint to load; None: the initial model
+    weights_only: bool = False  # load only the checkpoint's weights, and start with a new optimizer
 
     @property
     def continued(self) -> bool:
@@ -309,19 +301,12 @@ PLACES = (_DIR, _MIRROR, _RESUME_FROM)
 
 @dataclass(frozen=True)
 class Resume:
-    """Resume in place from the newest checkpoint that verifies.
+    """Resume in place from the newest checkpoint that verifies."""
 
-    Attributes:
-        from_scratch: start again at step 1; existing checkpoints are set aside.
-        skip_unreadable: use an older checkpoint if newer ones cannot be read or are gone.
-        started_in: folder of the first start, from which relative paths count.
-        given: keys of `PLACES` on the command line of this resume.
-    """
-
-    from_scratch: bool = False
-    skip_unreadable: bool = False
-    started_in: Path = Path()
-    given: frozenset[str] = frozenset()
+    from_scratch: bool = False  # start again at step 1; existing checkpoints are set aside
+    skip_unreadable: bool = False  # use an older checkpoint if newer ones cannot be read or are gone
+    started_in: Path = Path()  # folder of the first start, from which relative paths count
+    given: frozenset[str] = frozenset()  # keys of `PLACES` on the command line of this resume
 
 
 def written_places(cfg: Config, run: Path) -> dict[str, str | None]:

@@ -4,7 +4,6 @@ reads the results of jobs that a Hydra launcher runs in other processes. `launch
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import multiprocessing
@@ -13,71 +12,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 import psutil
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.conf import HydraConf
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.core.utils import env_override
-from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.backends.platform import accelerator_count
-from trinity_sync.config import anchored, check, check_inputs
-from trinity_sync.config.saved_config import Trust, record_of
-from trinity_sync.config.user_record import OF_SWEEP
+from trinity_sync.config.composed_jobs import ComposedJob, is_fixed
+from trinity_sync.config.composition import section
 from trinity_sync.errors import TrinityError
-from trinity_sync.host.durable import replace_file
 from trinity_sync.host.interrupts import SAME_S, ending_signals, handling
 from trinity_sync.host.urls import absolute, local_folder, shown
 from trinity_sync.tracking.run_record import holds_run, lock_owner
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComposedJob:
-    """A job of a sweep: its overrides, and the composed configuration with Hydra's own settings."""
-
-    number: int
-    overrides: Sequence[str]
-    cfg: DictConfig
-
-    @contextmanager
-    def begun(self) -> Iterator[Path]:
-        """Within the block, ${hydra:...} and the environment are those of the job; yields the job's folder."""
-        state = HydraConfig.instance()
-        before = state.cfg
-        with read_write(self.cfg.hydra), open_dict(self.cfg.hydra):
-            self.cfg.hydra.job.id = self.cfg.hydra.job.num = self.number
-        state.set_config(self.cfg)
-        try:
-            hydra: Any = HydraConfig.get()
-            folder = Path(hydra.sweep.dir, str(hydra.sweep.subdir)).absolute()
-            with read_write(hydra.runtime):
-                hydra.runtime.output_dir = str(folder)
-            with env_override(hydra.job.env_set):
-                yield folder
-        finally:
-            state.cfg = before
-
-    def settings(self) -> DictConfig:
-        """Return the configuration without Hydra's own settings, as the job will get it."""
-        settings = copy.deepcopy(self.cfg)
-        with read_write(settings), open_dict(settings):
-            del settings["hydra"]
-        return settings
-
-
-def sweep_problem(config: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
+def sweep_problem(hydra: HydraConf, jobs: Sequence[ComposedJob]) -> str | None:
     """Say why a sweep cannot start; None: it can.
 
     A search (a sweeper that chooses values as it goes) has only its first job checked, without the chosen values, and
@@ -86,13 +41,13 @@ def sweep_problem(config: DictConfig, jobs: Sequence[ComposedJob]) -> str | None
     Raises:
         OmegaConfBaseException: the folder of a job cannot be resolved.
     """
-    sweep, fixed = Path(config.hydra.sweep.dir).absolute(), _is(config.hydra.sweeper, BasicSweeper)
+    sweep, fixed = Path(hydra.sweep.dir).absolute(), is_fixed(hydra)
     # a search: two jobs with the known values, which show a shared place
     alike = jobs if fixed else [*jobs, *(replace(job, number=1) for job in jobs)]
-    problem = _folder_problem(sweep, jobs) or _place_problem(alike, fixed=fixed) or _gpu_problem(config.hydra, jobs)
+    problem = _folder_problem(sweep, jobs) or _place_problem(alike, fixed=fixed) or _gpu_problem(hydra, jobs)
     if not fixed:
         return problem or _search_problem(sweep)
-    return problem or (_settings_problem(jobs) if on_this_machine(config.hydra) else None)
+    return problem or (_settings_problem(jobs) if on_this_machine(hydra) else None)
 
 
 def _folder_problem(sweep: Path, jobs: Sequence[ComposedJob]) -> str | None:
@@ -122,13 +77,13 @@ def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
     seen: dict[str, int] = {}
     for job in jobs:
         with job.begun() as folder:
-            settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
-            texts: Any = OmegaConf.to_container(settings.checkpoint, resolve=False)
+            settings = job.settings.anchored(job.started_in)
+            texts = section(settings.written(), "checkpoint")
             for name in ("dir", "mirror"):
                 if not fixed and "${" in str(texts[name]):
                     continue  # the search may choose a value of it
                 with suppress(OmegaConfBaseException):  # resolvable only where the job runs
-                    place = settings.checkpoint[name]
+                    place = settings.select(f"checkpoint.{name}")
                     if place is None and name == "dir":
                         place = folder / "checkpoints"
                     if place is None:
@@ -157,9 +112,9 @@ def _search_problem(sweep: Path) -> str | None:
     return None
 
 
-def _gpu_problem(hydra: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
+def _gpu_problem(hydra: HydraConf, jobs: Sequence[ComposedJob]) -> str | None:
     shared = is_beside_others(hydra) and accelerator_count() > 0
-    if shared and any(job.cfg.cluster.address is None for job in jobs):
+    if shared and any(job.settings.select("cluster.address") is None for job in jobs):
         return (
             "jobs side by side would all take the same GPUs, each by a Ray of its own, so nothing was started; start "
             "one Ray for all (ray start --head) and give cluster=existing, or run them one after another "
@@ -171,100 +126,18 @@ def _gpu_problem(hydra: DictConfig, jobs: Sequence[ComposedJob]) -> str | None:
 def _settings_problem(jobs: Sequence[ComposedJob]) -> str | None:
     tasks: dict[str, object] = {}  # reads each file of prompts once
     for job in jobs:
-        settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
+        settings = job.settings.anchored(job.started_in)
         with job.begun():
             try:
-                check(settings)
-                task = OmegaConf.to_yaml(settings.task, resolve=True)
-                tasks[task] = check_inputs(settings, tasks.get(task))
+                settings.check(tasks)
             except TrinityError as error:
                 given = " ".join(job.overrides)
                 return f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}"
     return None
 
 
-def for_each_job(jobs: Sequence[ComposedJob], do: Callable[[DictConfig, Path], object]) -> None:
-    """Call a function with the settings and the folder of each job of a sweep."""
-    for job in jobs:
-        with job.begun() as folder:
-            do(job.settings(), folder)
-
-
-@contextmanager
-def composed_before(hydra: DictConfig) -> Iterator[None]:
-    """Within the block, keep Hydra's own sweeper from composing all jobs again: `sweep_problem` has done so."""
-    validate = Sweeper.validate_batch_is_legal
-    if _is(hydra.sweeper, BasicSweeper):
-        Sweeper.validate_batch_is_legal = lambda self, batch: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Sweeper.validate_batch_is_legal = validate  # type: ignore[method-assign]
-
-
-def note_settings(config: DictConfig, jobs: Sequence[ComposedJob]) -> None:
-    """Save the settings of a sweep in its folder, which mark it as a sweep, if Hydra's sweeper does not. Record its
-    jobs as this user's.
-    """
-    sweep = Path(config.hydra.sweep.dir)
-    sweep.mkdir(parents=True, exist_ok=True)
-    if not _is(config.hydra.sweeper, BasicSweeper):
-        OmegaConf.save(config, sweep / "multirun.yaml")
-        return
-    trust = Trust(where=sweep, started_in=Path(config.hydra.runtime.cwd))
-    if (text := record_of([job.cfg for job in jobs], config.hydra, trust, sweep=True)) is not None:
-        replace_file(sweep / OF_SWEEP, text)
-
-
-def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
-    """Return the overrides of each job of a sweep; None: its sweeper chooses values as it goes. Call it while Hydra is
-    initialized.
-
-    Raises:
-        HydraException: an override cannot be parsed.
-    """
-    if not _is(hydra.sweeper, BasicSweeper):
-        return None
-    (jobs,) = BasicSweeper.split_arguments(_parsed(_texts(hydra)), None)
-    return [list(job) for job in jobs]
-
-
-def sweep_jobs(config: DictConfig) -> list[ComposedJob]:
-    """Compose the jobs of a sweep; of a search only one, without the values that it chooses.
-
-    Raises:
-        HydraException: a job cannot be composed.
-    """
-    jobs = split_jobs(config.hydra)
-    if jobs is None:
-        texts = _texts(config.hydra)
-        fixed = [text for text, one in zip(texts, _parsed(texts), strict=True) if not one.is_sweep_override()]
-        jobs = [fixed]
-    loader = GlobalHydra.instance().config_loader()
-    return [
-        ComposedJob(number=number, overrides=job, cfg=loader.load_sweep_config(config, job))
-        for number, job in enumerate(jobs)
-    ]
-
-
-def _texts(hydra: DictConfig) -> list[str]:
-    params = OmegaConf.to_container(hydra.sweeper, resolve=False).get("params") or {}  # type: ignore[union-attr]
-    given = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    return [*(f"{key}={value}" for key, value in params.items()), *map(str, given or ())]
-
-
-def _parsed(texts: list[str]) -> list[Override]:
-    return OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(texts)
-
-
-def _is(plugin: DictConfig, kind: type) -> bool:
-    return str(plugin._target_) == f"{kind.__module__}.{kind.__qualname__}"
-
-
 # -- jobs in other processes: parallel on this machine (joblib), or in a queue (submitit)
 
-
-HydraSettings = HydraConf | DictConfig
 
 # prefixes of `_target_`
 _BASIC = "hydra._internal.core_plugins.basic_launcher."
@@ -273,37 +146,27 @@ _SUBMITIT = "hydra_plugins.hydra_submitit_launcher."
 _SUBMITIT_LOCAL = f"{_SUBMITIT}submitit_launcher.LocalLauncher"
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 
-EXTRA = "launchers"
-"""The extra of this package that installs them."""
-OPTIONS = {
-    "hydra/launcher/joblib": "joblib",
-    "hydra/launcher/submitit_local": "submitit",
-    "hydra/launcher/submitit_slurm": "submitit",
-    "hydra/sweeper/optuna": "Optuna",
-}
-"""Options that need it, with the product that each needs."""
-
 _FREE_S = 120.0
 _POLL_S = 0.05
 
 
-def in_this_process(hydra: HydraSettings) -> bool:
+def in_this_process(hydra: HydraConf) -> bool:
     """Return whether the jobs of a sweep run in this process, one after another."""
     return str(hydra.launcher._target_).startswith(_BASIC)
 
 
-def on_this_machine(hydra: HydraSettings) -> bool:
+def on_this_machine(hydra: HydraConf) -> bool:
     """Return whether all jobs of a sweep run on this machine, so that they see the same files."""
     return str(hydra.launcher._target_).startswith((_BASIC, _JOBLIB, _SUBMITIT_LOCAL))
 
 
-def is_beside_others(hydra: HydraSettings) -> bool:
+def is_beside_others(hydra: HydraConf) -> bool:
     """Return whether the jobs of a sweep run concurrently on this machine."""
     local = str(hydra.launcher._target_).startswith((_JOBLIB, _SUBMITIT_LOCAL))
     return local and hydra.launcher.get("n_jobs") != 1
 
 
-def takes_no_nan(hydra: HydraSettings) -> bool:
+def takes_no_nan(hydra: HydraConf) -> bool:
     """Return whether the sweeper stops at a NaN objective, but continues after a job that raises."""
     return str(hydra.sweeper._target_).startswith(_OPTUNA)
 
@@ -333,7 +196,7 @@ def _code(folder: Path) -> int:
         return 1
 
 
-def started_again(hydra: HydraSettings, folder: Path) -> bool:
+def started_again(hydra: HydraConf, folder: Path) -> bool:
     """Return whether a queue has restarted this job, so that the run in its folder is resumed. No other run can be
     there: a sweep into a folder with runs is refused.
     """
@@ -349,7 +212,7 @@ def wait_until_free(folder: Path) -> None:
         time.sleep(_POLL_S)
 
 
-def command_in_queue(hydra: HydraSettings) -> list[str]:
+def command_in_queue(hydra: HydraConf) -> list[str]:
     """Return the command line of the job itself if a queue has started it by a command of its own."""
     return ["trinity-sync", "run", *map(str, hydra.overrides.task)] if _in_queue() else []
 
@@ -369,7 +232,7 @@ def _in_queue() -> bool:
 
 
 @contextmanager
-def beside_others(hydra: HydraSettings) -> Iterator[None]:
+def beside_others(hydra: HydraConf) -> Iterator[None]:
     """Around a job that shares its terminal with concurrent jobs: prefix its lines with its number, and leave Ctrl-C to
     the program that started it, see `jobs_end_first`.
     """
@@ -402,7 +265,7 @@ class _Prefixed(io.TextIOBase):
 
 
 @contextmanager
-def jobs_end_first(hydra: HydraSettings, limit_s: float) -> Iterator[None]:
+def jobs_end_first(hydra: HydraConf, limit_s: float) -> Iterator[None]:
     """Around a sweep: Ctrl-C, SIGTERM and SIGHUP first end its parallel jobs cleanly, then the sweep. joblib would kill
     the jobs and leave their processes behind.
 

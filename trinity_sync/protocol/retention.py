@@ -87,16 +87,12 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether the checkpoint of a step stays, and why.
-
-    Args:
-        reasons: at least one reason for keeping or for deleting it.
-        warnings: messages for the user, such as a budget that cannot be met; given with the newest checkpoint.
-    """
+    """Whether the checkpoint of a step stays, and why."""
 
     step: int
     keep: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # at least one reason for keeping or for deleting it
+    # Messages for the user, such as a budget that cannot be met; given with the newest checkpoint.
     warnings: tuple[str, ...] = ()
 
 
@@ -178,16 +174,12 @@ class KeepBest(Policy):
     """Keep the `n` best by a metric of the manifest; among equals the newer.
 
     A checkpoint without a finite number under that name might be the best, so it is kept too, with a warning.
-
-    Args:
-        metric: its name, such as ``reward/mean``.
-        mode: ``max``: more is better; ``min``: less is.
     """
 
     name: ClassVar[str] = "keep_best"
-    metric: str
+    metric: str  # its name, such as ``reward/mean``
     n: int = 1
-    mode: str = "max"
+    mode: str = "max"  # ``max``: more is better; ``min``: less is
 
     def __post_init__(self) -> None:
         _at_least_one("keep_best.n", self.n)

@@ -38,25 +38,15 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A measured quantity.
+    """A measured quantity."""
 
-    Attributes:
-        key: its name in JSON.
-        title: its name for people.
-        meaning: a short description.
-        better: the better direction.
-        statistic: the value of a job: median or mean of the measurements, or the only one.
-        text: formats a value.
-        measure: returns the measurements of a job.
-    """
-
-    key: str
-    title: str
-    meaning: str
-    better: Better
-    statistic: Statistic
-    text: Callable[[float], str]
-    measure: Callable[[Run], Iterable[float | None]]
+    key: str  # its name in JSON
+    title: str  # its name for people
+    meaning: str  # a short description
+    better: Better  # the better direction
+    statistic: Statistic  # the value of a job: median or mean of the measurements, or the only one
+    text: Callable[[float], str]  # formats a value
+    measure: Callable[[Run], Iterable[float | None]]  # returns the measurements of a job
 
     @property
     def tail(self) -> str:

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import resolved, shown_values
+from trinity_sync.host.references import read_shown, read_started_in, read_written
 from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
@@ -152,12 +150,12 @@ def load_run(path: Path) -> Run:
     run.validation_samples = _of_last_step([line for line in samples if line.get("validation")])
     run.overrides = _read(run, ".hydra/overrides.yaml", _read_list, [])
     nothing: tuple[str | None, Mapping[str, object]] = (None, {})
-    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, nothing)
+    run.config_text, run.config = _read(run, ".hydra/config.yaml", read_shown, nothing)
     recorded, elsewhere = recorded_checkpoints(run.record, path), run.setting("checkpoint", "dir")
     if recorded is not None:
         run.checkpoints = recorded
     elif elsewhere:
-        run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, str(path)), str(elsewhere))
+        run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", read_started_in, str(path)), str(elsewhere))
     peaks = _read(run, "summary.json", _read_peaks, None)
     # Computed from the lines: after a kill and a resume, summary.json may be from an earlier attempt.
     wall = wall_seconds(run.record, run.metrics, run.events)
@@ -258,18 +256,5 @@ def _read_peaks(path: Path) -> dict[str, int] | None:
 
 
 def _read_list(path: Path) -> list[str]:
-    found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return [masked_override(str(item)) for item in found or ()]
-
-
-def _read_started_in(path: Path) -> str:
-    """Read the working directory of a run."""
-    return str(OmegaConf.load(path).hydra.runtime.cwd)
-
-
-def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
-    """Read the config: its text, and its values, unresolved where only Hydra can resolve them."""
-    config = OmegaConf.load(path)
-    if not isinstance(config, DictConfig):
-        raise ValueError("it is not a mapping")
-    return OmegaConf.to_yaml(OmegaConf.create(shown_values(config))), resolved(config)
+    found = read_written(path)
+    return [masked_override(str(item)) for item in (found if isinstance(found, list | dict) else ())]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.host.masking import masked_override
+from trinity_sync.host.references import select_values
 from trinity_sync.report import charts, run_charts, timeline
 from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
 from trinity_sync.tracking import json_lines, units
@@ -323,9 +323,7 @@ def _read_settings(folder: Path, line: RunLine) -> None:
         raise ValueError(f"{path} is not a mapping")
     values = [_at(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
-        resolved = OmegaConf.create(config)
-        assert isinstance(resolved, DictConfig)
-        values = [OmegaConf.select(resolved, key) for key in _KEYS]
+        values = select_values(config, _KEYS)
     name, steps, backend, ranks, sync = values
     line.name, line.backend, line.sync = (None if text is None else str(text) for text in (name, backend, sync))
     line.total_steps, line.ranks = (number if isinstance(number, int) else None for number in (steps, ranks))

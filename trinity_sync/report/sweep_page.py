@@ -83,19 +83,12 @@ def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """One row.
+    """One row."""
 
-    Attributes:
-        settings: the overrides that distinguish it.
-        runs: its jobs; several differ by seed only.
-        figures: by the key of their column, where measured.
-        marks: by the key of their column, where marked.
-    """
-
-    settings: tuple[str, ...]
-    runs: tuple[Run, ...]
-    figures: Mapping[str, Figure]
-    marks: Mapping[str, Mark]
+    settings: tuple[str, ...]  # the overrides that distinguish it
+    runs: tuple[Run, ...]  # its jobs; several differ by seed only
+    figures: Mapping[str, Figure]  # by the key of their column, where measured
+    marks: Mapping[str, Mark]  # by the key of their column, where marked
 
     @property
     def jobs(self) -> list[str]:
@@ -276,19 +269,12 @@ class DigestDifference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Comparison of the digests of jobs.
+    """Comparison of the digests of jobs."""
 
-    Attributes:
-        jobs: the number of jobs that were compared.
-        sets: the number of sets of jobs that should be equal.
-        versions: the number of versions with digests of at least two jobs of a set.
-        differs: the first difference.
-    """
-
-    jobs: int
-    sets: int
-    versions: int
-    differs: DigestDifference | None
+    jobs: int  # the number of jobs that were compared
+    sets: int  # the number of sets of jobs that should be equal
+    versions: int  # the number of versions with digests of at least two jobs of a set
+    differs: DigestDifference | None  # the first difference
 
     @property
     def agree(self) -> bool | None:

@@ -26,21 +26,13 @@ _NOT_A_DISTRIBUTION = ("python", "trinity-sync")
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A run for another machine.
+    """A run for another machine."""
 
-    Attributes:
-        record: the environment, from its run.json.
-        config_name: the primary config.
-        overrides: of the command line, as text.
-        config: all settings, resolved.
-        outcome: digests and metrics.
-    """
-
-    record: RunJson
-    config_name: str
-    overrides: tuple[str, ...]
-    config: Mapping[str, object]
-    outcome: Outcome
+    record: RunJson  # the environment, from its run.json
+    config_name: str  # the primary config
+    overrides: tuple[str, ...]  # of the command line, as text
+    config: Mapping[str, object]  # all settings, resolved
+    outcome: Outcome  # digests and metrics
 
     def write(self, path: Path) -> None:
         """Write the file; raises RunError if the disk refuses."""

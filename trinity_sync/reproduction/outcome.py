@@ -34,14 +34,11 @@ class Unequal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The numbers that a run computed.
+    """The numbers that a run computed."""
 
-    Attributes:
-        digests: digest of the weights by published or committed step, 0 for the initial ones.
-        metrics: numbers by step and name, without measured times.
-    """
-
+    # Digest of the weights by published or committed step, 0 for the initial ones.
     digests: Mapping[int, str] = field(default_factory=dict)
+    # Numbers by step and name, without measured times.
     metrics: Mapping[int, Mapping[str, Number]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -35,37 +35,23 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response to one prompt, with its reward and the version that made it.
+    """One response to one prompt, with its reward and the version that made it."""
 
-    Attributes:
-        step: the trainer step it was made for.
-        prompt: number of the prompt within the step.
-        sample: number of the sample within the prompt's group.
-        prompt_ids: tokens of the prompt.
-        response_ids: tokens of the response, the end-of-sequence token included where it was reached.
-        log_probs: natural log-probability of each response token at the sampler's temperature, before truncation.
-        version: (attempt, step) of the weights; of several, the oldest.
-        reward: None: the response could not be judged and is not trained on.
-        exact: 1.0 for a right answer, 0.0 for a wrong one, None if the task does not tell.
-        text: the response, as given to the reward.
-        finished: whether the end-of-sequence token was reached.
-        spans: ``[start, end, step of the version]`` of the response's tokens; empty: `version` made all.
-        error: why the response could not be judged; empty: it was judged.
-    """
-
-    step: int
-    prompt: int
-    sample: int
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    step: int  # the trainer step it was made for
+    prompt: int  # number of the prompt within the step
+    sample: int  # number of the sample within the prompt's group
+    prompt_ids: tuple[int, ...]  # tokens of the prompt
+    response_ids: tuple[int, ...]  # tokens of the response, the end-of-sequence token included where it was reached
+    # Natural log-probability of each response token at the sampler's temperature, before truncation.
     log_probs: tuple[float, ...]
-    version: tuple[int, int]
-    reward: float | None
-    exact: float | None
-    text: str
-    finished: bool
+    version: tuple[int, int]  # (attempt, step) of the weights; of several, the oldest
+    reward: float | None  # None: the response could not be judged and is not trained on
+    exact: float | None  # 1.0 for a right answer, 0.0 for a wrong one, None if the task does not tell
+    text: str  # the response, as given to the reward
+    finished: bool  # whether the end-of-sequence token was reached
+    # ``[start, end, step of the version]`` of the response's tokens; empty: `version` made all.
     spans: tuple[tuple[int, int, int], ...] = ()
-    error: str = ""
+    error: str = ""  # why the response could not be judged; empty: it was judged
 
     def __post_init__(self) -> None:
         if not self.spans:

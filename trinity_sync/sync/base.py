@@ -141,21 +141,14 @@ class Delivery:
 
 
 class Bucket(NamedTuple):
-    """One piece of a part.
+    """One piece of a part."""
 
-    Attributes:
-        layout: `PartLayout` of the part.
-        number: of the piece.
-        data: its bytes, valid until the next piece is asked for; None where they are in their destination already.
-        digest: of the bytes; None where only the whole version is checked, or nothing.
-        cut: the kind of pieces, see `PartLayout.pieces`.
-    """
-
-    layout: PartLayout
-    number: int
+    layout: PartLayout  # `PartLayout` of the part
+    number: int  # of the piece
+    # Its bytes, valid until the next piece is asked for; None where they are in their destination already.
     data: Segment | None
-    digest: bytes | None
-    cut: Cut = "bucket"
+    digest: bytes | None  # of the bytes; None where only the whole version is checked, or nothing
+    cut: Cut = "bucket"  # the kind of pieces, see `PartLayout.pieces`
 
 
 FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
@@ -295,16 +288,11 @@ class BucketReceiver(ABC):
 
 
 class MappedPart(NamedTuple):
-    """A mapped part of a version.
+    """A mapped part of a version."""
 
-    Attributes:
-        layout: of the part.
-        data: its bytes, ``layout.nbytes`` or more, read-only; mapped as long as anything refers to them.
-        buckets: a digest of 16 bytes per bucket; None where only the whole version is checked, or nothing.
-    """
-
-    layout: PartLayout
-    data: Segment
+    layout: PartLayout  # of the part
+    data: Segment  # its bytes, ``layout.nbytes`` or more, read-only; mapped as long as anything refers to them
+    # A digest of 16 bytes per bucket; None where only the whole version is checked, or nothing.
     buckets: Sequence[bytes] | None
 
 

@@ -11,19 +11,12 @@ from trinity_sync.tasks.rows import FileExamples, Row, RowFile, chat_message
 
 
 class Conversation(NamedTuple):
-    """A chat of several turns.
+    """A chat of several turns."""
 
-    Attributes:
-        messages: the turns, with ``role`` and ``content``.
-        tools: argument of the template; None: not given.
-        thinking: the template's argument ``enable_thinking``; None: not given.
-        where: place in the file, as in ``train.jsonl:17``.
-    """
-
-    messages: list[Mapping[str, object]]
-    tools: list[object] | None
-    thinking: bool | None
-    where: str
+    messages: list[Mapping[str, object]]  # the turns, with ``role`` and ``content``
+    tools: list[object] | None  # argument of the template; None: not given
+    thinking: bool | None  # the template's argument ``enable_thinking``; None: not given
+    where: str  # place in the file, as in ``train.jsonl:17``
 
 
 class ConversationsTask(FileExamples[Conversation]):

@@ -29,7 +29,7 @@ class BytesWorker(Member):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        join_group("gloo", spec.timeout_s)
+        join_group("gloo", spec.backend_timeout_s)
 
     def initialise(self) -> RankInfo:
         """Make the weights. Collective."""

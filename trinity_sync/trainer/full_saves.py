@@ -56,7 +56,7 @@ class SaveSettings:
     seed: int
     meta: CommitMeta  # manifest fields: backend, world_size, config_digest, wire; of an adapter base
     ranks: list[str]
-    timeout_s: float  # limit from the announcement to the commit, seconds (`checkpoint.timeout_s`)
+    save_timeout_s: float  # limit from the announcement to the commit, seconds (`checkpoint.timeout_s`)
     # The saved weights are those that are published. Otherwise manifests of full checkpoints have no version digest.
     of_versions: bool = True
 
@@ -145,8 +145,8 @@ class FullSaves:
             folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
         except TrinityError as error:
             raise _SaveFailed(str(error)) from error
-        call = self._monitor.wait_committed(step, settings.attempt, settings.timeout_s, kind="full")
-        limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
+        call = self._monitor.wait_committed(step, settings.attempt, settings.save_timeout_s, kind="full")
+        limit = _WAITS_OF_A_RANK * settings.save_timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = _OpenSave(step, max(blocked), began)
         place = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
@@ -163,7 +163,7 @@ class FullSaves:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
         if not settings.of_versions:
             digest = None
-        wait_s = settings.timeout_s / 2
+        wait_s = settings.save_timeout_s / 2
         with self._reporting:
             self._unreported.append(_DriverPart(step, files, digest, metrics, late, time.monotonic() + wait_s))
         if late is not None:  # `poll` may come later than that: a step may take longer
@@ -174,9 +174,9 @@ class FullSaves:
     def _report(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
         """Report the driver's parts to the monitor, which then commits. Called when their steps' metrics are on disk,
         so that no run resumes from a step without metrics. `timeout_s`: limit of each report, seconds; None:
-        `SaveSettings.timeout_s`.
+        `SaveSettings.save_timeout_s`.
         """
-        limit = self._settings.timeout_s if timeout_s is None else timeout_s
+        limit = self._settings.save_timeout_s if timeout_s is None else timeout_s
         with self._reporting:
             while self._unreported:
                 part = self._unreported[0]
@@ -192,7 +192,7 @@ class FullSaves:
             while self._unreported and time.monotonic() >= self._unreported[0].deadline:
                 part = self._unreported.pop(0)
                 try:
-                    self._report_part(part, {}, self._settings.timeout_s)
+                    self._report_part(part, {}, self._settings.save_timeout_s)
                 except TrinityError as error:
                     self._fail(part.step, error)
 
@@ -225,9 +225,9 @@ class FullSaves:
         self._report(at_once=True)
         finished = self._trainer.begin(RankClient.finish_saves)  # first: from now on saves need not yield to training
         for call in list(self._pending):
-            self._collect(call, settings.timeout_s + ANSWER_S)
+            self._collect(call, settings.save_timeout_s + ANSWER_S)
         self._raise_failure()
-        finished(settings.timeout_s)
+        finished(settings.save_timeout_s)
 
     def settle(self, seconds: float) -> None:
         """Give the running saves of a run that ends early so many seconds to commit, and record the results."""
@@ -321,7 +321,7 @@ class WeightSaves:
 
     def commit(self, version: Version, digest: str | None) -> Path:
         self._notify(version, _DIGEST, [], digest)
-        limit = self._settings.timeout_s
+        limit = self._settings.save_timeout_s
         call = self._monitor.wait_committed(version.step, version.attempt, limit, kind="state_dict")
         result = call.result(limit + ANSWER_S)
         record_commit(self._log, result, 0.0, self._began.get(version))
@@ -335,7 +335,7 @@ class WeightSaves:
         call = self._monitor.notify_finished(
             version.step, True, part=part, attempt=version.attempt, files=files, digest=digest
         )
-        call.result(self._settings.timeout_s)
+        call.result(self._settings.save_timeout_s)
 
 
 def record_commit(log: Recorder, result: Committed, blocked_s: float, began: float | None) -> None:
@@ -355,7 +355,7 @@ def _begin(
 ) -> Path:
     meta: CommitMeta = {**settings.meta, "metrics": metrics}
     call = monitor.begin(version.step, version.attempt, kind, parts, meta, durable=durable)
-    return Path(call.result(settings.timeout_s))
+    return Path(call.result(settings.save_timeout_s))
 
 
 # The explorers' version in a full checkpoint, where it is not the checkpoint's own.
@@ -369,13 +369,15 @@ _FILE = "version.json"
 
 class PublishedState:
     """Saves and restores the newest published version. `agents`: the agents of the nodes that hold parts, by Ray node
-    id. `timeout_s`: limit of each wait, seconds.
+    id. `sync_timeout_s`: limit of each wait, seconds.
     """
 
-    def __init__(self, synchronizer: SynchronizerClient, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
+    def __init__(
+        self, synchronizer: SynchronizerClient, agents: Mapping[str, AgentClient], sync_timeout_s: float
+    ) -> None:
         self._synchronizer = synchronizer
         self._agents = agents
-        self._timeout_s = timeout_s
+        self._timeout_s = sync_timeout_s
 
     def parts(self) -> list[str]:
         """Return the names of the parts that `save` adds to a checkpoint."""

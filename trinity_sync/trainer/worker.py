@@ -79,7 +79,7 @@ class TrinityWorker(Member, TrainingWorker):
         # In place of verl's own call, which is skipped if a group exists: on a CPU it names gloo twice, which torch
         # refuses, and it sets no timeout.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        join_group(backend, spec.timeout_s)
+        join_group(backend, spec.backend_timeout_s)
         spec.backend.prepare()
         lean_verl.install()
         follow_indexes()

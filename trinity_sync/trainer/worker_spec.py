@@ -46,7 +46,7 @@ class WorkerSpec:
         bucket_bytes: unit of transfer and checking.
         checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
         lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
-        timeout_s: limit of a collective of the engine's process group, seconds.
+        backend_timeout_s: limit of a collective of the engine's process group, seconds.
         log_dir: where the rank logs, None for Ray's own logs.
     """
 
@@ -76,7 +76,7 @@ class WorkerSpec:
     bucket_bytes: int
     checkpoint_format: Literal["verl", "dcp"]
     lazy_snapshot: bool
-    timeout_s: float
+    backend_timeout_s: float
     log_dir: str | None = None
 
 
@@ -133,7 +133,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         bucket_bytes=cfg.sync.bucket_mb * 2**20,
         checkpoint_format="dcp" if cfg.checkpoint.format == "dcp" else "verl",
         lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
-        timeout_s=cfg.backend.timeout_s,
+        backend_timeout_s=cfg.backend.timeout_s,
         log_dir=log_dir,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from trinity_sync.backends.megatron.megatron_families import FAMILIES, WITH_EXPERTS, check_layout, dense_layers
 from trinity_sync.backends.option import PACKED, BackendOption, ConfigFields, adam_fields, check_unpadded, shared_fields
 from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.composition import section
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
 
@@ -194,11 +195,11 @@ class MegatronOption(MegatronConfig, BackendOption):
             "dist_ckpt_optim_fully_reshardable": self.optimizer_format == "fully_reshardable",
             **shared_fields(cfg),
             **overrides,
-            _OF_TRANSFORMER: {**transformer, **overrides.get(_OF_TRANSFORMER, {})},
+            _OF_TRANSFORMER: {**transformer, **section(overrides, _OF_TRANSFORMER)},
         }
 
     def optimizer_fields(self, cfg: Config) -> ConfigFields:
-        trainer, ddp = cfg.trainer, cfg.backend.overrides.get("override_ddp_config", {})
+        trainer, ddp = cfg.trainer, section(cfg.backend.overrides, "override_ddp_config")
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,

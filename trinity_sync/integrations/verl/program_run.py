@@ -27,29 +27,17 @@ _END_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VerlRun:
-    """A run's actors.
+    """A run's actors."""
 
-    Attributes:
-        namespace: of the actors; pass it to the workers as `ray_namespace`.
-        attempt: 0 for a fresh folder, one more for each later start on it.
-        step: the step to resume after; 0: the initial weights.
-        resume_path: folder of that step, None for 0.
-        verified: False: verl itself wrote that checkpoint, so its files have no digests.
-        monitor: handle of the checkpoint monitor.
-        synchronizer: the client.
-        root: the checkpoint folder.
-        lock: the lock of the checkpoint folder, which keeps other runs out.
-    """
-
-    namespace: str
-    attempt: int
-    step: int
-    resume_path: Path | None
-    verified: bool
-    monitor: ActorHandle
-    synchronizer: Synchronizer
-    root: Path
-    lock: ExitStack = field(repr=False)
+    namespace: str  # of the actors; pass it to the workers as `ray_namespace`
+    attempt: int  # 0 for a fresh folder, one more for each later start on it
+    step: int  # the step to resume after; 0: the initial weights
+    resume_path: Path | None  # folder of that step, None for 0
+    verified: bool  # False: verl itself wrote that checkpoint, so its files have no digests
+    monitor: ActorHandle  # handle of the checkpoint monitor
+    synchronizer: Synchronizer  # the client
+    root: Path  # the checkpoint folder
+    lock: ExitStack = field(repr=False)  # the lock of the checkpoint folder, which keeps other runs out
 
     def close(self) -> None:
         """End the actors and unlock the folder. The end of the driver does the same."""

@@ -5,24 +5,27 @@ starts again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync import config
-from trinity_sync.config.overrides import as_numbers
-from trinity_sync.config.saved_config import Places
+from trinity_sync.config.comparison import RunConfig
+from trinity_sync.config.composition import compose, from_here, override_texts, section, texts_of
+from trinity_sync.config.lookup import chosen_by_option
+from trinity_sync.config.messages import explain
+from trinity_sync.config.overrides import as_numbers, quote
+from trinity_sync.config.saved_config import Places, Trust, only_trusted, only_trusted_places
 from trinity_sync.config.user_record import NOTHING, Recorded
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.hardware import own_modules_found
-from trinity_sync.launch.messages import explain
-from trinity_sync.launch.start import used_places
+from trinity_sync.host.references import Value
 
 _WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
 """Exceptions of a composition of invalid settings."""
@@ -49,34 +52,48 @@ def readable(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def saved_settings(run: Path) -> DictConfig:
+def saved_settings(run: Path) -> RunConfig:
     """Return all settings that a run has saved in its folder. Raises ConfigError if they cannot be read."""
     with readable(run / ".hydra" / "config.yaml") as path:
         found = OmegaConf.load(path)
         if not isinstance(found, DictConfig):
             raise ValueError("it holds no settings")
-        return found
+        return RunConfig(found)
+
+
+def saved_setting(run: Path, key: str) -> tuple[Value, str]:
+    """Return a saved setting of a run (None if it has none), and the directory in which the run was started."""
+    if not (run / ".hydra" / "config.yaml").is_file():
+        return None, ""
+    try:
+        value: object = OmegaConf.select(cast(DictConfig, OmegaConf.load(run / ".hydra" / "config.yaml")), key)
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        started_in = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.cwd
+    except Exception as error:
+        raise ConfigError(
+            f"{run / '.hydra'} cannot be read: {error}; name the folder of the checkpoints instead"
+        ) from error
+    return cast("Value", value), str(started_in)
+
+
+def experiment_of(run: Path) -> object:
+    """Return the experiment of a run; None if it has none or cannot be read."""
+    try:
+        return OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.choices.get("experiment")
+    except Exception:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """How a run was started.
+    """How a run was started."""
 
-    Attributes:
-        overrides: of the command line, as text.
-        config_name: the primary config.
-        config_dir: folder of further options, if there was one.
-        started_in: the folder from which relative paths count.
-        place: the run's folder or a bundle, for errors.
-        recorded: this user's record of it on this host.
-    """
-
-    overrides: tuple[str, ...]
-    config_name: str
-    config_dir: Path | None
-    started_in: Path
-    place: Path
-    recorded: Recorded = NOTHING
+    overrides: tuple[str, ...]  # of the command line, as text
+    config_name: str  # the primary config
+    config_dir: Path | None  # folder of further options, if there was one
+    started_in: Path  # the folder from which relative paths count
+    place: Path  # the run's folder or a bundle, for errors
+    recorded: Recorded = NOTHING  # this user's record of it on this host
 
     @classmethod
     def read(cls, folder: Path) -> Invocation:
@@ -93,26 +110,24 @@ class Invocation:
             )
         with readable(saved / "overrides.yaml") as path:
             # unresolved: references point into the composed configuration
-            texts = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            texts = texts_of(OmegaConf.load(path))
         with readable(saved / "hydra.yaml") as path:
-            return cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
+            return cls.of_hydra(OmegaConf.load(path).hydra, texts, folder)
 
     @classmethod
-    def of_resume(cls, folder: Path) -> Invocation:
+    def of_resume(cls, folder: Path, used_places: Callable[[Path], Mapping[str, str | None]]) -> Invocation:
         """Read it like `read`, with the places of checkpoints in run.json instead of those in the settings."""
-        found, written = cls.read(folder), OmegaConf.to_container(saved_settings(folder), resolve=False)
-        saving = written.get("checkpoint") if isinstance(written, dict) else None
-        saved = saving if isinstance(saving, dict) else {}
-        places = {key: place for key, place in used_places(folder).items() if saved.get(key.partition(".")[2]) != place}
-        used = [f"{key}={'null' if place is None else config.quote(place)}" for key, place in places.items()]
+        found, saved = cls.read(folder), section(saved_settings(folder).written(), "checkpoint")
+        moved = {key: place for key, place in used_places(folder).items() if saved.get(key.partition(".")[2]) != place}
+        used = [f"{key}={'null' if place is None else quote(place)}" for key, place in moved.items()]
         return found.of([*found.overrides, *used])
 
     @classmethod
     def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
         """Make it from Hydra's own saved settings of a run or a sweep."""
         extra = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
-        given = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
-        searched = [text for text in map(str, given or ()) if text.startswith("hydra.searchpath=")]
+        given = override_texts(settings, "hydra")
+        searched = [text for text in given if text.startswith("hydra.searchpath=")]
         return cls(
             overrides=(*as_numbers(overrides), *searched),
             config_name=str(settings.job.config_name),
@@ -126,9 +141,9 @@ class Invocation:
         """Return a copy with other overrides."""
         return replace(self, overrides=tuple(overrides))
 
-    def trust(self, new: Sequence[str], allowed: Sequence[str], places: Places = "all") -> config.Trust:
+    def trust(self, new: Sequence[str], allowed: Sequence[str], places: Places = "all") -> Trust:
         """Return what the user vouches for; see `recompose`."""
-        return config.Trust(
+        return Trust(
             where=self.place,
             started_in=self.started_in,
             new=tuple(new),
@@ -152,25 +167,25 @@ class Invocation:
         self, new: Sequence[str], allowed: Sequence[str], *, places: Places = "all", given: Sequence[str] = ()
     ) -> Recomposed:
         """Compose the settings again, with new overrides after the old ones."""
-        saved = config.chosen_by_option(self.overrides)
+        saved = chosen_by_option(self.overrides)
         try:
             merge_overrides(saved, ())
         except ConfigError as error:
             raise self._misfit(str(error)) from error
         try:
-            new = config.from_here(new, self.started_in)
+            new = from_here(new, self.started_in)
             merge_overrides(saved, new)
             trust = self.trust((*new, *given), allowed, places)
-            with config.only_trusted_places(trust):
+            with only_trusted_places(trust):
                 overrides = without_foreign_keys(saved, new, lambda choice: self._compose([choice]))
             overrides = merge_overrides(overrides, new)
-            with config.only_trusted(overrides, trust):
+            with only_trusted(overrides, trust):
                 cfg = self._compose(overrides)
         except _WRONG as error:
             if new and self._composes(saved, self.trust((), allowed, places)):
                 raise ConfigError(explain(error)) from error
             raise self._misfit(explain(error)) from error
-        return Recomposed(invocation=self.of(overrides), trust=trust, cfg=cfg)
+        return Recomposed(invocation=self.of(overrides), trust=trust, config=RunConfig(cfg))
 
     def _misfit(self, told: str) -> ConfigError:
         return ConfigError(
@@ -178,31 +193,25 @@ class Invocation:
             "version that the run was made with (packages in run.json), or give the setting again"
         )
 
-    def _composes(self, overrides: Sequence[str], trust: config.Trust) -> bool:
+    def _composes(self, overrides: Sequence[str], trust: Trust) -> bool:
         try:
-            with config.only_trusted(overrides, trust):
+            with only_trusted(overrides, trust):
                 self._compose(overrides)
         except (*_WRONG, ConfigError):
             return False
         return True
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        return config.compose(overrides, config_name=self.config_name, config_dir=self.config_dir)
+        return compose(overrides, config_name=self.config_name, config_dir=self.config_dir)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomposed:
-    """Settings composed again.
+    """Settings composed again."""
 
-    Attributes:
-        invocation: with all overrides, old and new.
-        trust: what the user vouches for in them.
-        cfg: the composed settings; relative paths stay.
-    """
-
-    invocation: Invocation
-    trust: config.Trust
-    cfg: DictConfig
+    invocation: Invocation  # with all overrides, old and new
+    trust: Trust  # what the user vouches for in them
+    config: RunConfig  # the composed settings; relative paths stay
 
     def also(self, new: Sequence[str]) -> Recomposed:
         """Compose again with further overrides; errors as of `Invocation.recompose`."""
@@ -214,13 +223,13 @@ class Recomposed:
         settings.
         """
         name, options = self.invocation.config_name, self.invocation.config_dir
-        one = [f"hydra.run.dir={config.quote(str(folder))}", "hydra.mode=RUN"]
+        one = [f"hydra.run.dir={quote(str(folder))}", "hydra.mode=RUN"]
         line = [*self.invocation.overrides, *one, f"--config-name={name}"]
         return [*line, *([f"--config-dir={options}"] if options else [])]
 
     def only_trusted(self) -> AbstractContextManager[None]:
         """Within the block, Hydra refuses to compose untrusted settings."""
-        return config.only_trusted(self.invocation.overrides, self.trust)
+        return only_trusted(self.invocation.overrides, self.trust)
 
 
 def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:

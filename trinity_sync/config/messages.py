@@ -19,10 +19,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync import config
+from trinity_sync.config.composition import conf_dir
 from trinity_sync.config.overrides import as_typed, parse, quote
+from trinity_sync.config.schema import SCHEMA
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.launch import sweeps
 
 
 def print_error(text: str) -> None:
@@ -32,6 +32,13 @@ def print_error(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 
+_OF_LAUNCHERS = {
+    "hydra/launcher/joblib": "joblib",
+    "hydra/launcher/submitit_local": "submitit",
+    "hydra/launcher/submitit_slurm": "submitit",
+    "hydra/sweeper/optuna": "Optuna",
+}
+"""Options that need the extra `launchers`, with the product of each."""
 _KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
@@ -92,16 +99,16 @@ def _explain_null_group(error: Exception) -> str:
 
 
 def _options(group: str) -> list[str]:
-    return sorted(found.stem for found in (config.conf_dir() / group).glob("*.yaml"))
+    return sorted(found.stem for found in (conf_dir() / group).glob("*.yaml"))
 
 
 def _explain_missing_option(error: MissingConfigException) -> str:
-    if needed := sweeps.OPTIONS.get(str(error.missing_cfg_file)):
-        return f"{needed} is not installed; install it by: pip install 'trinity-sync[{sweeps.EXTRA}]'"
+    if needed := _OF_LAUNCHERS.get(str(error.missing_cfg_file)):
+        return f"{needed} is not installed; install it by: pip install 'trinity-sync[launchers]'"
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     known = list(error.options or [])
     if not group:
-        return f"there is no configuration {option}.yaml in {config.conf_dir()}"
+        return f"there is no configuration {option}.yaml in {conf_dir()}"
     if not known:
         known = _options(group)
     return f"{group}={option} is not an option; {group} has {', '.join(known)}{near(option, known)}"
@@ -110,7 +117,7 @@ def _explain_missing_option(error: MissingConfigException) -> str:
 def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> str:
     parent, _, last = key.rpartition(".")
     kind = re.search(r"object_type=(\w+)", text)
-    schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
+    schema = next((node for node in SCHEMA.values() if kind and node.__name__ == kind[1]), None)
     node = getattr(cause, "parent_node", None)
     known = [str(name) for name in node] if isinstance(node, DictConfig) else []
     if schema:  # a user's option may have more keys
@@ -138,15 +145,10 @@ _GRAMMAR = "'\"\\[]{}()$"
 
 
 class CommandLine(NamedTuple):
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        arguments: for Hydra, without the program.
-        dry_run: only check whether the run could start.
-    """
-
-    arguments: list[str]
-    dry_run: bool
+    arguments: list[str]  # for Hydra, without the program
+    dry_run: bool  # only check whether the run could start
 
     @classmethod
     def read(cls, given: Sequence[str]) -> CommandLine:
