@@ -160,7 +160,7 @@ def test_an_own_name_whose_answer_came_too_late_is_nobody_elses() -> None:
 
 
 class ClosingHandler(http.server.BaseHTTPRequestHandler):
-    """Closes each connection when a second request comes on it, as a server does whose timer for idle ones has ended."""
+    """Closes each connection at its second request, as a server whose timer for idle connections has just ended."""
 
     protocol_version = "HTTP/1.1"
     requests = 0
