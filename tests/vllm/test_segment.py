@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.sync.arrivals import SharedSegment
+from trinity_sync.sync.arrivals import SharedSegment, engine_memory
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
+from trinity_sync.weights.slots import DEFAULT_ROOT
 
 
 def laid_out(rows: int) -> PartLayout:
@@ -29,6 +32,31 @@ def test_a_segment_stays_while_its_layout_does_and_goes_with_another_one_and_at_
     segment.close()
     assert not second.exists()
     segment.close()
+
+
+def test_a_want_of_shared_memory_is_reported_once_a_layout_and_not_for_each_file_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.statvfs
+
+    def statvfs(path: str | Path) -> os.statvfs_result:
+        found = list(real(path))
+        if str(path) == str(DEFAULT_ROOT):
+            found[4] = 0  # f_bavail
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine_memory("server-1", "file", 100).close()
+        assert not caplog.records
+        segment = SharedSegment()
+        for _ in range(2):
+            segment.laid_out(laid_out(4))
+        segment.close()
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        f"{DEFAULT_ROOT} cannot hold the 1 slots"
+    ]
 
 
 PROGRAM = """

@@ -243,10 +243,7 @@ def engine_memory(owner: str, part: str, nbytes: int) -> SlotArena:
     fallback = Path(tempfile.gettempdir())
     for root in (DEFAULT_ROOT, fallback):
         remove_stale(root)
-    arena = SlotArena.create(f"{owner}-{secrets.token_hex(8)}", 1, {part: nbytes}, fallback=fallback)
-    for note in arena.notes:
-        story.warning("%s", note)
-    return arena
+    return SlotArena.create(f"{owner}-{secrets.token_hex(8)}", 1, {part: nbytes}, fallback=fallback)
 
 
 class SharedSegment:
@@ -268,6 +265,8 @@ class SharedSegment:
             self.close()
             self._arena = engine_memory("vllm", layout.part, layout.nbytes)
             self._layout = layout
+            for note in self._arena.notes:
+                story.warning("%s", note)
         return self._arena
 
     def close(self) -> None:
