@@ -11,6 +11,7 @@ import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -32,15 +33,15 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 67_100,
-    "modules": 309,
+    "lines": 65_800,
+    "modules": 300,
     "docstring lines / code lines": 0.26,
-    "import lines / code lines": 0.12,
+    "import lines / code lines": 0.11,
     "modules on the path of a full save": 20,
-    "duplicates": 6,
+    "duplicates": 2,
     "class names that occur twice": 0,
-    "uses of Any": 212,
-    "uses of dict[str, Any] or dict[str, object]": 148,
+    "uses of Any": 60,
+    "uses of dict[str, Any] or dict[str, object]": 20,
 }
 """The figures that a change must not exceed."""
 
@@ -56,11 +57,10 @@ def modules() -> dict[str, str]:
 def figures() -> dict[str, float]:
     """Measure the package. Ratios have two decimals."""
     texts = modules()
-    trees = {path: ast.parse(text) for path, text in texts.items()}
-    docstrings = sum(len(_docstring_lines(tree)) for tree in trees.values())
-    imports = sum(len(_import_lines(tree)) for tree in trees.values())
+    docstrings = sum(len(_docstring_lines(text)) for text in texts.values())
+    imports = sum(len(_import_lines(text)) for text in texts.values())
     code = sum(len(code_lines(text)) for text in texts.values())
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for text in texts.values() for node in _nodes(text)]
     return {
         "lines": sum(len(text.splitlines()) for text in texts.values()),
         "modules": len(texts),
@@ -68,10 +68,12 @@ def figures() -> dict[str, float]:
         "import lines / code lines": round(imports / code, 2),
         "modules on the path of a full save": len({hop.path for hop in walk("A full save")}),
         "duplicates": len(list(duplicates(texts))),
-        "class names that occur twice": len(repeated_classes(trees)),
+        "class names that occur twice": len(repeated_classes(texts)),
         "uses of Any": sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
         "uses of dict[str, Any] or dict[str, object]": sum(
-            isinstance(node, ast.Subscript) and ast.unparse(node) in ("dict[str, Any]", "dict[str, object]")
+            isinstance(node, ast.Subscript)
+            and ast.unparse(node.value) == "dict"
+            and ast.unparse(node.slice) in ("(str, Any)", "(str, object)")
             for node in nodes
         ),
     }
@@ -98,9 +100,10 @@ def section(title: str, page: str = "architecture.md") -> str:
     return found[1]
 
 
+@cache
 def code_lines(text: str) -> dict[int, str]:
     """Return the lines of a module that hold code, by number: no blank line, comment or docstring."""
-    documented = _docstring_lines(ast.parse(text))
+    documented = _docstring_lines(text)
     held: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NO_CODE:
@@ -112,7 +115,7 @@ def duplicates(texts: Mapping[str, str]) -> Iterator[str]:
     """Name each pair of places with the same run of code, line by line; imports do not count."""
     places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     for path, text in texts.items():
-        imports = _import_lines(ast.parse(text))
+        imports = _import_lines(text)
         lines = [
             (number, line.strip())
             for number, line in code_lines(text).items()
@@ -130,9 +133,9 @@ def duplicates(texts: Mapping[str, str]) -> Iterator[str]:
             seen.add((path, other, other_line - line))
 
 
-def repeated_classes(trees: Mapping[str, ast.Module]) -> list[str]:
+def repeated_classes(texts: Mapping[str, str]) -> list[str]:
     """Return the names of classes that occur in more than one place."""
-    count = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    count = Counter(node.name for text in texts.values() for node in _nodes(text) if isinstance(node, ast.ClassDef))
     return sorted(name for name, times in count.items() if times > 1)
 
 
@@ -146,9 +149,14 @@ _NO_CODE = {
 }
 
 
-def _docstring_lines(tree: ast.Module) -> set[int]:
+@cache
+def _nodes(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+def _docstring_lines(text: str) -> set[int]:
     """Lines of docstrings, those below attributes and constants among them."""
-    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    texts = (node for node in _nodes(text) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
     return {
         line
         for node in texts
@@ -157,8 +165,8 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     }
 
 
-def _import_lines(tree: ast.Module) -> set[int]:
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+def _import_lines(text: str) -> set[int]:
+    found = (node for node in _nodes(text) if isinstance(node, ast.Import | ast.ImportFrom))
     return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
@@ -169,7 +177,7 @@ def main() -> None:
     texts = modules()
     for place in duplicates(texts):
         print(f"duplicate: {place}")
-    for name in repeated_classes({path: ast.parse(text) for path, text in texts.items()}):
+    for name in repeated_classes(texts):
         print(f"class in more than one place: {name}")
 
 

@@ -73,6 +73,16 @@ def test_the_silence_of_the_other_machine_is_no_timeout_of_the_caller() -> None:
         connection.receive(LIMIT)
 
 
+def test_a_close_in_another_thread_is_an_error_of_the_connection() -> None:
+    class Closed(socket.socket):
+        def send(self, *given: object) -> int:
+            self.close()
+            raise BlockingIOError
+
+    with pytest.raises(ConnectionAbortedError, match="closed"):
+        Connection(Closed()).send(pack("a message"), LIMIT)
+
+
 def test_a_thread_that_waits_for_a_message_is_woken_by_the_end(ends: tuple[Connection, Connection]) -> None:
     threading.Timer(0.1, ends[0].end).start()
     with pytest.raises(EOFError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ import pytest
 
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.integrations.vllm.server import HttpControl, lock_server
+from trinity_sync.integrations.vllm import server as server_module
+from trinity_sync.integrations.vllm.server import HttpControl, Server, lock_server
 
 CHANGES_WEIGHTS = ("/start_weight_update", "/update_weights", "/collective_rpc")
 
@@ -153,3 +157,40 @@ def test_an_own_name_whose_answer_came_too_late_is_nobody_elses() -> None:
     server.held = "0.3-of-somebody"
     with pytest.raises(EngineDied, match=r"says that it holds 0\.3-of-somebody, but it was given 0\.3-"):
         control.check()
+
+
+class ClosingHandler(http.server.BaseHTTPRequestHandler):
+    """Closes each connection at its second request, as a server whose timer for idle connections has just ended."""
+
+    protocol_version = "HTTP/1.1"
+    requests = 0
+
+    def do_GET(self) -> None:
+        self.requests += 1
+        if self.requests > 1:
+            self.close_connection = True
+            return
+        self.answer()
+
+    def do_POST(self) -> None:
+        time.sleep(0.5)
+        self.answer()
+
+    def answer(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_closes_idle_connections_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_WATCH_S", 0.1)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClosingHandler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        try:
+            assert Server(f"http://127.0.0.1:{made.server_port}", 20.0).post("/work", "work") == {}
+        finally:
+            made.shutdown()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trinity_sync.actors import local
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.actors.local import ANSWER
 from trinity_sync.errors import RunError, WaitTimeout
@@ -117,6 +118,32 @@ def test_a_worker_that_does_not_listen_is_named(link: WorkerLink) -> None:
         WaitTimeout, match=r"worker 1 of vLLM of explorer-0 did not read the request to work within 2 s"
     ):
         link.ask("work", lambda rank: (b"." * (4 << 20),), 2.0)
+    stopped.close()
+
+
+def test_a_worker_that_is_busy_for_long_is_not_taken_for_dead(
+    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_SEND_S", 0.3)
+    release = threading.Event()
+    for rank in (0, 1):
+        worker(link, rank, work=lambda: release.wait(LIMIT), count=len)
+    link.wait(LIMIT)
+    with pytest.raises(WaitTimeout):
+        link.ask("work", lambda rank: (), 0.1)
+    threading.Timer(1.0, release.set).start()
+    assert link.ask("count", lambda rank: (b"." * (4 << 20),), LIMIT) == [4 << 20, 4 << 20]
+
+
+def test_a_link_closes_at_once_though_a_worker_does_not_read(link: WorkerLink) -> None:
+    worker(link, 0, count=len)
+    stopped = nobody(link, 1)
+    link.wait(LIMIT)
+    with pytest.raises(WaitTimeout):
+        link.ask("count", lambda rank: (b"." * (4 << 20),), 0.1)
+    began = time.monotonic()
+    link.close()
+    assert time.monotonic() - began < LIMIT / 4
     stopped.close()
 
 

@@ -36,8 +36,7 @@ T = TypeVar("T")
 # The calling side.
 
 
-_SEND_S = 30
-"""Limit for the other process to take a message, seconds."""
+_SEND_S = 30.0
 _MOST_IN_VAIN, _HOLDS_S = 5, 10.0
 """Reconnections in a row without an answer in between, before the handle gives up; a connection that lasted longer than
 the second (seconds) starts the count again.
@@ -116,10 +115,12 @@ class LocalHandle(CallTransport):
         link: the connection.
         again: returns another connection, given the reason for the end of the last one. It limits its own wait, and
             raises a `TrinityError` if there is none.
+        send_s: limit for the other process to take a message, seconds; the connection ends after it. None: 30.
     """
 
-    def __init__(self, link: Link, again: Callable[[str], Link] | None = None) -> None:
+    def __init__(self, link: Link, again: Callable[[str], Link] | None = None, send_s: float | None = None) -> None:
         self._again = again
+        self._send_s = _SEND_S if send_s is None else send_s
         self._connection: Connection | None = link.connection
         self._over: str | None = None
         self._lock = threading.Lock()
@@ -151,7 +152,7 @@ class LocalHandle(CallTransport):
             self._calls[name] = call
             if self._connection is not None:
                 with contextlib.suppress(OSError):  # the reading thread notices it, and repeats the call
-                    self._connection.send(call.frame, _SEND_S)
+                    self._connection.send(call.frame, self._send_s)
         return call
 
     def close(self) -> None:
@@ -214,7 +215,7 @@ class LocalHandle(CallTransport):
                     return None
                 try:
                     for call in self._calls.values():
-                        connection.send(call.frame, _SEND_S)
+                        connection.send(call.frame, self._send_s)
                 except OSError as error:
                     self._in_vain += 1
                     why = str(error)
@@ -226,8 +227,10 @@ class LocalHandle(CallTransport):
         return None
 
     def _end(self, why: str) -> None:
+        self._over = self._over or why
+        if (sending := self._connection) is not None:
+            sending.end()  # before the lock: a thread may hold it while the other process does not read
         with self._lock:
-            self._over = self._over or why
             calls, self._calls = list(self._calls.values()), {}
             connection, self._connection = self._connection, None
         if connection is not None:

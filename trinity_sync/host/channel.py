@@ -155,7 +155,10 @@ class Connection:
             except TimeoutError as error:  # the kernel's
                 raise ConnectionAbortedError("the other machine does not answer") from error
             poll = select.poll()
-            poll.register(self.socket, event)
+            try:
+                poll.register(self.socket, event)
+            except ValueError:  # its descriptor is -1
+                raise ConnectionAbortedError("another thread has closed the connection") from None
             if not poll.poll(None if until == math.inf else max(until - time.monotonic(), 0.0) * 1000):
                 raise TimeoutError("timed out")
 

@@ -111,8 +111,10 @@ class Server:
         self.timeout_s = timeout_s
         self._url = url
         self._ssl = httpx.create_ssl_context(trust_env=False)
-        # Without a proxy of the environment, which is for other places.
-        self._client = httpx.Client(base_url=url, trust_env=False, verify=self._ssl)
+        # Without a proxy of the environment, which is for other places. Each call has a new connection: vLLM closes an
+        # idle one, and a call at that moment would look like a death.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=url, trust_env=False, verify=self._ssl, limits=limits)
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until it answers, for so many seconds."""

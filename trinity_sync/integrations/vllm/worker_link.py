@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -143,7 +144,8 @@ class WorkerLink:
             if before := self._workers.pop(hello.rank, None):
                 before.handle.close()
             name = f"worker {hello.rank} of {self._who}"
-            self._workers[hello.rank] = _Worker(name, hello.pid, LocalHandle(link))
+            # without a limit of its own for a request to be read: a busy worker reads it later
+            self._workers[hello.rank] = _Worker(name, hello.pid, LocalHandle(link, send_s=math.inf))
             if len(self._workers) == self._count:
                 self._complete.set()
 
