@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_sync.actors.monitor_client import PrunedStep
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
 from trinity_sync.checkpoint.folder.contents import read_tracker
@@ -28,6 +27,7 @@ from trinity_sync.tracking.summary import note_prunes
 from trinity_sync.tracking.units import Progress, progress_bar
 
 if TYPE_CHECKING:
+    from trinity_sync.actors.monitor_client import PrunedStep
     from trinity_sync.host.references import Settings
 
 _VERDICTS = {

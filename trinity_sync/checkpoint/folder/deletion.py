@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from trinity_sync.actors.monitor_client import PrunedStep
 from trinity_sync.checkpoint.folder import catalog, contents, leases
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, committed_manifest, scan
 from trinity_sync.checkpoint.folder.contents import Manifest, UnreadableError
@@ -29,6 +28,9 @@ from trinity_sync.host.durable import replace_file, sync_folder
 from trinity_sync.host.locks import check_no_link
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.monitor_client import PrunedStep
 
 
 def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
