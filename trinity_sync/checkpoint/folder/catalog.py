@@ -282,24 +282,26 @@ def _report_within(progress: Callable[[int, int], None], before: int, most: int,
 
 def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> ManifestError | None:
     try:
-        problem = difference(folder / entry.path, entry, progress=progress)
+        problem = difference(folder, entry, progress=progress)
     except OSError as error:
         return contents.read_error(folder / entry.path, error)
-    return None if problem is None else ManifestError(problem)
+    return None if problem is None else ManifestError(f"{folder}/{problem}")
 
 
 def difference(
-    path: Path, entry: FileEntry, *, durable: bool = False, progress: Callable[[int], None] | None = None
+    folder: Path, entry: FileEntry, *, durable: bool = False, progress: Callable[[int], None] | None = None
 ) -> str | None:
-    """Return how a file differs from its entry; None: it does not. `durable`: fsync it. Raises OSError."""
+    """Return how a file in the folder differs from its entry, beginning with its name there, since a copy from a mirror
+    may be the one that differs; None: it does not. `durable`: fsync it. Raises OSError.
+    """
     try:
-        size, digest = digest_file(path, durable=durable, progress=progress)
+        size, digest = digest_file(folder / entry.path, durable=durable, progress=progress)
     except FileNotFoundError:
-        return f"{path} is missing"
+        return f"{entry.path} is missing"
     if size != entry.bytes:
-        return f"{path} has {size} bytes instead of {entry.bytes}"
+        return f"{entry.path} has {size} bytes instead of {entry.bytes}"
     if digest != entry.xxh3_128:
-        return f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
+        return f"{entry.path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
     return None
 
 

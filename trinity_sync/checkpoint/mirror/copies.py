@@ -267,7 +267,7 @@ class Mirror:
         rest = [entry for entry in manifest.files if entry.path not in arrived]
 
         def send(storage: Storage, entry: FileEntry) -> None:
-            if problem := catalog.difference(source / entry.path, entry):
+            if problem := catalog.difference(source, entry):
                 raise DamagedError(f"the checkpoint of step {manifest.step} is damaged here: {problem}")
             storage.put(source / entry.path, f"{folder}/{entry.path}")
             with lock:
@@ -388,14 +388,13 @@ class Mirror:
         staging = root / contents.STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
 
         def fetch(storage: Storage, entry: FileEntry) -> None:
-            target = staging / entry.path
-            if catalog.difference(target, entry, durable=True) is None:
+            if catalog.difference(staging, entry, durable=True) is None:
                 return
             try:
-                storage.get(f"{folder}/{entry.path}", target)
+                storage.get(f"{folder}/{entry.path}", staging / entry.path)
             except FileNotFoundError:
                 raise DamagedError(f"{entry.path} is missing") from None
-            if problem := catalog.difference(target, entry, durable=True):
+            if problem := catalog.difference(staging, entry, durable=True):
                 raise DamagedError(problem)
 
         staging.mkdir(parents=True, exist_ok=True)
