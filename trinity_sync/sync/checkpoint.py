@@ -257,6 +257,7 @@ class FolderReceiver(BucketReceiver):
         self._version.release(remove=failed)
 
 
+# ---- the folder of such versions
 #
 #     <dir>/.lock                        locked while a folder is made or the folders are listed
 #     <dir>/.sending-<token>/            a version that is being written, or deleted
