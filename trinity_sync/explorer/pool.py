@@ -206,8 +206,8 @@ class ExplorerPool:
         self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
 
     def replace(self, name: str, why: Exception) -> bool:
-        """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on. Returns False: no
-        restart is left; the explorer is gone for good.
+        """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on. Returns False if no
+        restart is left, which ends the explorer.
         """
         while self._may_restart():
             self._on_fault(name, str(why))
