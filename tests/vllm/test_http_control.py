@@ -194,3 +194,12 @@ def test_a_server_that_closes_idle_connections_is_not_taken_for_dead(monkeypatch
             assert Server(f"http://127.0.0.1:{made.server_port}", 20.0).post("/work", "work") == {}
         finally:
             made.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_that_has_ended_is_reported_with_the_systems_reason(host: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(EngineDied, match=rf"{host}:{port} disconnected \(.*refused.*\) before it could work"):
+        Server(f"http://{host}:{port}", 20.0).post("/work", "work")

@@ -118,9 +118,10 @@ class Hub:
 
     def _stop_listening(self) -> None:
         self._listener.close()
-        while not self._connected.empty():
-            if (connected := self._connected.get()) is not None:
-                connected[1].close()
+        with contextlib.suppress(Empty):  # two threads may be here
+            while True:
+                if (connected := self._connected.get_nowait()) is not None:
+                    connected[1].close()
 
     def tell(self, message: FromSender) -> None:
         """Send a message to all receivers, after their messages so far were read."""

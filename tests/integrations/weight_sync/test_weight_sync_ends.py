@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import queue
 import socket
 import struct
 import threading
@@ -275,6 +276,21 @@ def test_who_comes_too_late_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -
     met.set()
     thread.join(LIMIT / 2)
     assert "the sender disconnected" in str(late)
+
+
+def test_two_threads_that_refuse_the_same_late_receiver_both_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(queue.SimpleQueue[None]):
+        """The other thread has taken its last item just now."""
+
+        def empty(self) -> bool:
+            return False
+
+    hub = Hub("127.0.0.1", 1.0)
+    monkeypatch.setattr(hub, "_connected", Emptied())
+    closing = threading.Thread(target=hub.close, daemon=True)
+    closing.start()
+    closing.join(LIMIT / 4)
+    assert not closing.is_alive()
 
 
 def test_who_answers_in_another_language_is_no_sender() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -279,6 +280,12 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _reason(error: httpx.RequestError) -> str:
+    """Return the system's reason for it, which says more than its own text, if there is one."""
+    root: BaseException = error
+    while cause := root.exceptions[0] if isinstance(root, BaseExceptionGroup) else root.__cause__ or root.__context__:
+        root = cause
+    if isinstance(root, OSError) and root.errno is not None and root.errno > 0:
+        return f"[Errno {root.errno}] {os.strerror(root.errno)}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
