@@ -118,6 +118,13 @@ def test_a_field_of_the_engine_that_has_a_key_is_not_set_past_it(override: str, 
     )
 
 
+@pytest.mark.parametrize("name", ["override_transformer_config", "override_ddp_config"])
+def test_fields_of_megatrons_config_that_have_no_values_are_refused(name: str) -> None:
+    assert refused("backend=megatron", f"backend.overrides.{name}=[overlap_param_gather]") == (
+        f"backend.overrides.{name} is ['overlap_param_gather']; must hold fields of megatron-core's config"
+    )
+
+
 def test_a_batch_is_shared_out_over_the_data_parallel_ranks_only() -> None:
     sizes = ["algorithm.prompts_per_step=3", "algorithm.samples_per_prompt=3", "explorer.replicas=1"]
     check(compose(["backend=megatron", "backend.tp=2", *sizes]))

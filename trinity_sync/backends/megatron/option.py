@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
 """Fields of megatron-core's `TransformerConfig` that other keys set."""
 
-_OF_TRANSFORMER = "override_transformer_config"
+_OF_TRANSFORMER, _OF_DDP = "override_transformer_config", "override_ddp_config"
 
 
 def _check_ranks(get: Get) -> Iterator[Problem]:
@@ -121,6 +121,10 @@ def _check_settings(get: Get) -> Iterator[Problem]:
             "checkpoint.save_strategy",
             f"is {writers}; the ranks of backend=megatron finish a checkpoint together, so set it to unrestricted",
         )
+    for name in (_OF_TRANSFORMER, _OF_DDP):
+        fields = get(f"backend.overrides.{name}")
+        if fields is not None and not isinstance(fields, Mapping):
+            yield Problem(f"backend.overrides.{name}", f"is {fields}; must hold fields of megatron-core's config")
 
 
 @dataclass(kw_only=True)
@@ -199,7 +203,7 @@ class MegatronOption(MegatronConfig, BackendOption):
         }
 
     def optimizer_fields(self, cfg: Config) -> ConfigFields:
-        trainer, ddp = cfg.trainer, section(cfg.backend.overrides, "override_ddp_config")
+        trainer, ddp = cfg.trainer, section(cfg.backend.overrides, _OF_DDP)
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,
