@@ -345,7 +345,7 @@ _MODELS = [
 
 _DATA = [
     Bad(given=["task=jsonl"], says=["task.path has no value"]),
-    Bad(given=["task=jsonl", "task.path=no.jsonl"], says=["task.path is", "no.jsonl", "no file"]),
+    Bad(given=["task=jsonl", "task.path=no.jsonl"], says=["task.path is", "no.jsonl", "not a file"]),
     Bad(given=JSONL, files={"d.jsonl": ""}, says=["d.jsonl", "is empty"], when="data"),
     Bad(given=JSONL, files={"d.jsonl": b"\xff\xfe\n"}, says=["d.jsonl:1", "UTF-8"], when="data"),
     Bad(given=JSONL, files=jsonl({"prompt": "a", "answer": "b"}, "{"), says=["d.jsonl:2"], when="data"),
@@ -430,7 +430,7 @@ _DATA = [
     Bad(given=[*JSONL, "task.reward.timeout_s=0"], files=ROW, says=["task.reward.timeout_s", "0"]),
     Bad(given=[*JSONL, "task.reward.processes=0"], files=ROW, says=["task.reward.processes", "at least 1"]),
     Bad(given=[*JSONL, "task.too_long=drop"], files=ROW, says=["task.too_long is drop", "filter"]),
-    Bad(given=[*JSONL, "task.validation.path=v.jsonl"], files=ROW, says=["task.validation.path", "no file"]),
+    Bad(given=[*JSONL, "task.validation.path=v.jsonl"], files=ROW, says=["task.validation.path", "not a file"]),
     Bad(
         given=[*JSONL, "+task.chat_template.thinking=false"],
         files=ROW,

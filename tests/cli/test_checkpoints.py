@@ -460,6 +460,15 @@ def test_the_commands_load_nothing_that_only_runs_need(run: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program, str(run)], cwd=root, capture_output=True).returncode == 0
 
 
+def test_a_folder_of_checkpoints_alone_is_listed_without_hydra(run: Path) -> None:
+    program = (
+        "import sys; from trinity_sync.cli import main as cli; code = cli.main(['ckpt', 'list', sys.argv[1]]); "
+        "sys.exit(code or len({'hydra', 'omegaconf'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", program, str(run / "checkpoints")]
+    assert subprocess.run(command, cwd=config.conf_dir().parent, capture_output=True).returncode == 0
+
+
 HOSTILE = [
     ("created", 1e300),
     ("step", 2.5),

@@ -20,7 +20,7 @@ from trinity_sync.explorer.actor import _lease_folder
 from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.protocol.versions import Version
 
-SPEC: Any = SimpleNamespace(name="explorer-0", timeout_s=60.0)
+SPEC: Any = SimpleNamespace(name="explorer-0", sync_timeout_s=60.0)
 
 
 def delete_all_but_the_newest(root: Path) -> None:

@@ -141,8 +141,8 @@ class Execution:
             self._in_background(self._empty_trash())
         return pruned
 
-    async def prune_late(self, keep_last: int | None = None) -> list[PrunedStep]:
-        """As `prune`, after the commit: the deletions are events."""
+    async def prune_and_record(self, keep_last: int | None = None) -> list[PrunedStep]:
+        """As `prune`; each deletion is an event of its own, as no commit names it."""
         pruned = await self.prune(keep_last)
         for deleted in pruned:
             self._events.add(PruneEvent(**deleted))
@@ -273,7 +273,7 @@ class Execution:
 
     def _unmirrored(self) -> None:
         """Run retention again: a lease of the mirror, which may have kept an old checkpoint, has ended."""
-        self._in_background(self.prune_late())
+        self._in_background(self.prune_and_record())
 
 
 # Events that the driver fetches.

@@ -579,7 +579,7 @@ class CheckpointMonitor:
         configured policies keep; for programs that pass their limit with each save. None: the configured policies
         alone. Returns the deletions: [{step, reason, freed_bytes}].
         """
-        return await self._execution.prune_late(keep_last)
+        return await self._execution.prune_and_record(keep_last)
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
         """Wait until nothing is being copied to the mirror, or until the timeout. Returns the steps that are not there,

@@ -28,7 +28,7 @@ from trinity_sync.tracking.units import Progress, progress_bar
 
 if TYPE_CHECKING:
     from trinity_sync.actors.monitor_client import PrunedStep
-    from trinity_sync.host.references import Settings
+    from trinity_sync.host.references import Settings, Value
 
 _VERDICTS = {
     "committed": "good",
@@ -310,9 +310,7 @@ def _checkpoints_of(run: Path) -> Path:
         recorded = recorded_checkpoints(read_record(run / "run.json"), run)
     if recorded is not None:
         return recorded
-    from trinity_sync.config.invocation import saved_setting
-
-    folder, started_in = saved_setting(run, "checkpoint.dir")
+    folder, started_in = _saved_setting(run, "checkpoint.dir")
     return Path(started_in, str(folder)) if folder else run / "checkpoints"
 
 
@@ -323,6 +321,15 @@ def _check_owned(run: Path, checkpoints: Path) -> None:
         check_owned(run, checkpoints)
     except ConfigError as error:
         raise ConfigError(f"{error}. To look at the checkpoints there, name that folder in place of {run}") from error
+
+
+def _saved_setting(run: Path, key: str) -> tuple[Value, str]:
+    """Return a saved setting of a run (None if it has none), and the directory in which the run was started."""
+    if not (run / ".hydra" / "config.yaml").is_file():
+        return None, ""
+    from trinity_sync.config.invocation import saved_setting  # loads Hydra
+
+    return saved_setting(run, key)
 
 
 def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
@@ -337,12 +344,10 @@ def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> li
 def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
     if options.keep:
         return given_policies(options.keep)
-    from trinity_sync.config.invocation import saved_setting
-
     for run in (options.path, root.parent):
         if _checkpoints_of(run).resolve() != root:
             continue
-        policies, _ = saved_setting(run, "retention.policies")
+        policies, _ = _saved_setting(run, "retention.policies")
         if isinstance(policies, dict) and policies:
             return saved_policies(policies, options.allow_target, run)
     raise ConfigError(

@@ -62,9 +62,7 @@ def saved_settings(run: Path) -> RunConfig:
 
 
 def saved_setting(run: Path, key: str) -> tuple[Value, str]:
-    """Return a saved setting of a run (None if it has none), and the directory in which the run was started."""
-    if not (run / ".hydra" / "config.yaml").is_file():
-        return None, ""
+    """Return a saved setting of a run, None if it has none, and the directory in which the run was started."""
     try:
         value: object = OmegaConf.select(cast(DictConfig, OmegaConf.load(run / ".hydra" / "config.yaml")), key)
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
