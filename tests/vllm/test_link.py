@@ -99,6 +99,18 @@ def test_a_worker_that_dies_is_told_at_once_though_another_one_is_busy(link: Wor
     release.set()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_whose_thread_fails_at_its_start_is_dead_at_once(link: WorkerLink) -> None:
+    def fail() -> None:
+        raise OSError("no such device")
+
+    worker(link, 0, work=len)
+    serve(link.address, 1, {"work": len}, fail, lambda: None)
+    link.wait(LIMIT / 4)
+    with pytest.raises(EngineDied, match="worker 1 of vLLM of explorer-0"):
+        link.ask("work", lambda rank: (b"",), LIMIT)
+
+
 def test_a_worker_that_is_late_is_named_and_its_late_answer_is_no_answer_to_the_next_question(link: WorkerLink) -> None:
     release = threading.Event()
     worker(link, 0, work=lambda word: word)

@@ -299,7 +299,9 @@ class LocalServer:
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
-        self._ready: asyncio.Future[tuple[object, Callable[[], object]]] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[tuple[object, Callable[[], object] | None]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._members: set[_Caller] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changes = Changes()
@@ -316,8 +318,8 @@ class LocalServer:
         self._listener = Listener((address, 0), secret, lambda one: loop.call_soon_threadsafe(self._begin, one))
         return int(self._listener.address[1])
 
-    def serve(self, body: object, hello: Callable[[], object]) -> None:
-        """Answer calls from now on."""
+    def serve(self, body: object, hello: Callable[[], object] | None) -> None:
+        """Answer calls from now on. `hello`: returns the first message to each caller; None: it was sent before."""
         self._ready.set_result((body, hello))
 
     async def members_gone(self, *, first_s: float, grace_s: float, least_s: float = 0.0) -> None:
@@ -360,7 +362,8 @@ class LocalServer:
         caller = _Caller(writer)
         try:
             body, hello = await asyncio.shield(self._ready)
-            await _send(caller, pack(hello()))
+            if hello is not None:
+                await _send(caller, pack(hello()))
             while True:
                 head = await reader.readexactly(LENGTH.size)
                 call, method, arguments = pickle.loads(await reader.readexactly(length_of(head)))

@@ -25,7 +25,7 @@ from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.actors.local import Link, LocalHandle, LocalServer
 from trinity_sync.actors.pending import MemberDied
 from trinity_sync.errors import WaitTimeout
-from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection
+from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection, pack
 from trinity_sync.host.threads import in_background
 
 _LONGEST_FOLDER = 70
@@ -167,13 +167,13 @@ def serve(
     """
     try:
         connection = open_connection(address.path, bytes.fromhex(address.key), _CONNECT_S)
+        connection.send(pack(WorkerHello(rank, os.getpid())), _CONNECT_S)
     except TimeoutError:
         raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S) from None
-    hello = WorkerHello(rank, os.getpid())
 
     async def answer() -> None:
         server = LocalServer()
-        server.serve(SimpleNamespace(**methods), lambda: hello)
+        server.serve(SimpleNamespace(**methods), None)
         await server.answer(connection)
 
     def work() -> None:
