@@ -50,9 +50,12 @@ DISTRIBUTED = "dcp"
 
 
 class HeldBase(NamedTuple):
-    """A rank's part of the base model of an adapter. `saved`: all tensors of the base, as `Backend.saved` of a run
-    without an adapter returns them. `shards`: this rank's shards of it; replicas have none. `sources`: the elements of
-    each shard, live, by name.
+    """A rank's part of the base model of an adapter.
+
+    Args:
+        saved: all tensors of the base, as `Backend.saved` of a run without an adapter returns them.
+        shards: this rank's shards of it; replicas have none.
+        sources: the elements of each shard, live, by name.
     """
 
     saved: Mapping[str, Saved]

@@ -388,9 +388,15 @@ def tower_in(weights: Weights) -> list[str]:
 
 def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """Open the tensors that the model's folder has and the trained model has not, such as draft heads. Reads them.
-    Raises WeightsError if a file of the folder is damaged. `told`: the manifest's note of them; None: there are none.
-    `given`: the folder that the user named; None: the manifest's. Returns the tensors; and the names of those that are
-    missing or changed. One digest is of all of them, so one of the two is empty.
+    Raises WeightsError if a file of the folder is damaged.
+
+    Args:
+        told: the manifest's note of them; None: there are none.
+        given: the folder that the user named; None: the manifest's.
+
+    Returns:
+        The tensors; and the names of those that are missing or changed. One digest is of all of them, so one of the two
+        is empty.
     """
     if told is None:
         return {}, ()

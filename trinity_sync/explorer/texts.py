@@ -63,9 +63,12 @@ class SampleRequest(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """The responses to a request, sample by sample. `rows`: the tokens of each response, its end token included.
-    `log_probs`: float32, natural; one for each token of `rows`, in the same order. `spans`: the versions that made the
-    tokens; None: `SampleRequest.version` made all.
+    """The responses to a request, sample by sample.
+
+    Args:
+        rows: the tokens of each response, its end token included.
+        log_probs: float32, natural; one for each token of `rows`, in the same order.
+        spans: the versions that made the tokens; None: `SampleRequest.version` made all.
     """
 
     rows: TokenRows
@@ -78,8 +81,11 @@ def sequence_keys(
     seed: int, step: int, prompts: ArrayLike, samples: ArrayLike, purpose: Purpose = Purpose.SAMPLING
 ) -> torch.Tensor:
     """Compute the keys from which the random numbers of sequences derive, int64 of shape (sequences,) on the CPU.
-    `step`: trainer step that the samples are for. `prompts`: integers of shape (sequences,), `Prompt.index` of each.
-    `samples`: integers of shape (sequences,), number of each within its prompt's group.
+
+    Args:
+        step: trainer step that the samples are for.
+        prompts: integers of shape (sequences,), `Prompt.index` of each.
+        samples: integers of shape (sequences,), number of each within its prompt's group.
     """
     keys = path(seed, purpose, step, prompts, samples)
     return torch.from_numpy(keys.view(np.int64))

@@ -40,9 +40,14 @@ def write_report(folder: str | os.PathLike[str] | Run | Sweep) -> Path:
 
 
 def render_table(folder: str | os.PathLike[str] | Run | Sweep, width: int | None = None) -> str:
-    """Render the main figures of a run, or the comparison of a sweep, as plain text. `folder`: the folder of the run or
-    sweep, or what `load` read from it. `width`: columns; those of the terminal by default. Raises ConfigError: the
-    folder has neither a run nor a sweep.
+    """Render the main figures of a run, or the comparison of a sweep, as plain text.
+
+    Args:
+        folder: the folder of the run or sweep, or what `load` read from it.
+        width: columns; those of the terminal by default.
+
+    Raises:
+        ConfigError: the folder has neither a run nor a sweep.
     """
     return terminal_tables.render(_read(folder), width)
 

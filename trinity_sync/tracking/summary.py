@@ -105,9 +105,12 @@ class RowFigures(TypedDict):
 
 
 class ShapesFigures(TypedDict):
-    """The cost of a version where only bytes are moved (`workload=bytes`). `share`: of the bytes of the whole model.
-    `gb_s`: bytes of a version divided by the median times of its publish and its load, GB/s. `copies`: the same time in
-    copies of these bytes by one thread, at the speed measured for each version; median.
+    """The cost of a version where only bytes are moved (`workload=bytes`).
+
+    Args:
+        share: of the bytes of the whole model.
+        gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
+        copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
     """
 
     share: float
@@ -414,9 +417,12 @@ ABS_DIFF, ABS_DIFF_MAX = "rollout_corr/log_prob_abs_diff", "rollout_corr/log_pro
 
 
 class MismatchFigures(TypedDict):
-    """Difference of the samplers' log-probs from the trainer's; None: no step measured it. `kl`, `k3_kl`: estimators of
-    the divergence of the trainer from the sampler, in nats per token; means of the steps. `log_prob_abs_diff`: absolute
-    difference of a token's log-probs; mean of the steps. `log_prob_abs_diff_max`: the largest of all steps.
+    """Difference of the samplers' log-probs from the trainer's; None: no step measured it.
+
+    Args:
+        kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
+        log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
+        log_prob_abs_diff_max: the largest of all steps.
     """
 
     kl: float | None

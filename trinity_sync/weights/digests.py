@@ -126,10 +126,13 @@ class RowPlan:
         """Digest the rows. Segments are in the order of the layouts, and free once this returns.
 
         Whole rows are digested in place. Rows split over several of the parts are assembled first; incomplete ones are
-        copied into fragments. `pool`: threads for long rows; `processes`: for other rows, with the files of the
-        segments.
+        copied into fragments.
 
         Raises LayoutError if a segment is too small.
+
+        Args:
+            pool: threads for long rows.
+            processes: for other rows, with the files of the segments.
         """
         parts = zip(self._layouts, segments, strict=True)
         views = [np.asarray(layout.view(segment)) for layout, segment in parts]

@@ -48,10 +48,13 @@ def write_shard_file(
 ) -> tuple[int, str]:
     """Write a part's segment with its layout; return the file's length in bytes and its xxh3_128 hex.
 
-    The file at `path` is replaced; on an error none is left. `metadata`: further texts for its metadata; `fsync`: the
-    bytes are on disk when this returns (the caller syncs the folder).
+    The file at `path` is replaced; on an error none is left.
 
     Raises LayoutError if the buffer is too small.
+
+    Args:
+        metadata: further texts for its metadata.
+        fsync: the bytes are on disk when this returns (the caller syncs the folder).
     """
     data = layout.view(buffer)
     header = _header(layout, metadata)
@@ -275,10 +278,13 @@ def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, dura
     """Fill the holes of a file of its final length with bytes of a segment; return its length in bytes and its xxh3_128
     hex.
 
-    The node agent calls it, so it needs no torch. `extents`: ascending in the file, without overlap; `durable`: the
-    bytes are on disk when this returns.
+    The node agent calls it, so it needs no torch.
 
     Raises ImageError if an extent reaches beyond the file or the segment, or into the extent before.
+
+    Args:
+        extents: ascending in the file, without overlap.
+        durable: the bytes are on disk when this returns.
     """
     if not extents:
         return digest_file(path, durable=durable)
