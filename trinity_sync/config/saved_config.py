@@ -150,18 +150,15 @@ Places = Literal["none", "written", "all"]
 
 
 class Doubt(NamedTuple):
-    """A saved value that the user must trust: its text, its form in a record (None: never recorded), the reason, the
-    argument to add on the command line, the dotted name of an import, and the resolved value if it differs from the
-    text.
-    """
+    """A saved value that the user must trust."""
 
     key: str
-    text: object
-    signed: object
-    why: str
-    again: str
-    target: str | None = None
-    comes_to: object = None
+    text: object  # the value as it is written
+    signed: object  # its form in the user's record; None: it is never recorded
+    why: str  # the reason, for the error
+    again: str  # the argument to add on the command line
+    target: str | None = None  # the dotted name of an import
+    comes_to: object = None  # the resolved value, if it differs from the text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,18 +117,19 @@ class CommittedSaves(Saves):
         self.previous_saved_paths = []
         self._copies = self._make_copies(timeout_s, lazily=lazily)
         self._timeout_s = timeout_s
-        # The newest step that was saved, and its contents by place in the step's folder.
+        self._saving = threading.Lock()  # held during a save's collective calls
+        # The newest step of `_save`, its contents by place in the step's folder, and the commits it was saved for.
         self._step: int | None = None
         self._saved: dict[str, set[str]] = {}
         self._kinds: set[Kind] = set()
-        self._loaded: int | None = None
-        self._limit: int | None = None
-        self._root: Path | None = None
+        self._loaded: int | None = None  # the step of the last load
+        self._announced: int | None = None  # the newest version that was announced
+        self._limit: int | None = None  # verl's max_ckpt_to_keep of the newest full save
+        # Of a program without a checkpoint folder at its start: `_open` fills them at the first save.
         self._opens = opens
-        self._last_loaded: str | None = None
-        self._saving = threading.Lock()
+        self._last_loaded: str | None = None  # a path
+        self._root: Path | None = None
         self._trainer_files: TrainerFiles | None = None
-        self._announced: int | None = None
         self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
         if opens is None:
             self._use(RunMonitor.in_namespace(ray_namespace, timeout_s))
