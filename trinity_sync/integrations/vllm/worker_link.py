@@ -105,6 +105,8 @@ class WorkerLink:
             except MemberDied as error:
                 raise EngineDied(f"{worker.name} (pid {worker.pid}) has died") from error
 
+        # A death ends the wait at once, since the other workers may wait for the dead one. Any other error is raised
+        # when all have answered, so that no worker is at this request while the next one is sent.
         answers = [in_background(partial(answer, rank), "ask a worker") for rank in range(self._count)]
         while True:
             for one in answers:
