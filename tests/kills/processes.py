@@ -135,15 +135,29 @@ def _started(pid: int) -> str:
 def _role(pid: int, driver: int) -> tuple[str, str]:
     if pid == driver:
         return "driver", "driver"
-    log, title = "", ""
+    log = ""
     with contextlib.suppress(OSError):
         log = Path(f"/proc/{pid}/fd/1").readlink().name.removesuffix(".log")
-    with contextlib.suppress(OSError):
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    title = _title(pid)
     for start, role in _BY_LOG.items():
         if log.startswith(start):
             return role, log
     for text, role in _BY_TITLE.items():
         if text in title.partition(" ")[0]:
-            return role, title.partition(" ")[0]
+            # a child of the raylet has its title until it is another program
+            return ("other" if title == _title(_parent(pid)) else role), title.partition(" ")[0]
     return "other", title[:60]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -389,6 +390,21 @@ def test_only_processes_with_the_mark_are_found_and_struck(
     assert mine.wait(LIMIT_S) == -signal.SIGKILL
     assert other.poll() is None
     assert foreign.poll() is None
+
+
+def test_a_child_of_the_raylet_is_none_before_it_is_another_program(tmp_path: Path) -> None:
+    mark, raylet = own_mark("raylet"), tmp_path / "raylet" / "raylet"
+    raylet.parent.mkdir()
+    raylet.symlink_to(sys.executable)
+    code = "import os, time; os.fork(); print(flush=True); time.sleep(600)"
+    environment = {**os.environ, MARK: mark}
+    with subprocess.Popen([raylet, "-c", code], env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline(), parent.stdout.readline()] == [b"\n", b"\n"]
+        members = processes.members(mark, 0)
+        processes.end_all(mark)
+    assert {member.pid for member in members if member.role == "raylet"} == {parent.pid}
+    assert len(members) == 2
 
 
 def test_what_a_dead_campaign_left_is_ended(sleeper: Callable[[str | None], subprocess.Popen[bytes]]) -> None:
