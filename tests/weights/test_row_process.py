@@ -94,10 +94,10 @@ def test_answers_to_a_question_that_failed_are_not_taken_for_those_to_the_next(
 def test_a_helper_that_was_stopped_is_done_without(
     processes: RowProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_rows, "_ANSWER_S", 0.2)
     (tmp_path / "segment").write_bytes(bytes(4096))
     spans = [(str(tmp_path / "segment"), 0, 4, 1024)] * 3
     processes.digest(spans, lambda number: b"first")
+    monkeypatch.setattr(tensor_rows, "_ANSWER_S", 0.2)  # not before the processes have started
     for child in processes._processes:
         child.process.send_signal(signal.SIGSTOP)
     assert processes.digest(spans, lambda number: b"here") == [b"here"] * 3
