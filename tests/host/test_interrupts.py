@@ -226,8 +226,8 @@ from trinity_sync.host import interrupts
 def fork():
     if child := os.fork():
         return child
-    signal.alarm(20)  # the end of a fork that nothing else ends
-    time.sleep(60)
+    signal.alarm(60)  # the end of a fork that nothing else ends
+    time.sleep(90)
 
 def end(child, signum=signal.SIGTERM):
     os.kill(child, signum)
@@ -254,11 +254,11 @@ print(*ended_by)
 def test_a_signal_to_a_fork_ends_that_alone_and_a_fork_that_lives_holds_nothing_up(where: str, signals: str) -> None:
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", _FORKS, where], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _FORKS, where], capture_output=True, text=True, timeout=90, check=False
     )
     assert (done.returncode, done.stdout.split()) == (0, signals.split())
     assert "stopping" not in done.stderr
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 45
 
 
 @pytest.mark.parametrize("signum", interrupts.ENDING)
