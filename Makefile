@@ -34,8 +34,9 @@ UV_FLAGS := --python $(BIN)/python --constraint constraints.txt $(if $(filter vl
 	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
 # Three files of tests at a time, on two cores, too: a third of their time is waiting for processes. The longest come first, as in
-# every part: none is left for the end, when only one of the workers has anything to do.
-BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# every part: none is left for the end, when only one of the workers has anything to do. A worker that dies ends the run:
+# pytest-xdist may wait without a limit for the tests of its successor.
+BESIDE = -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 PYTEST = $(BIN)/python -m pytest $(BESIDE) --part $(or $(PART),1/1)
 
