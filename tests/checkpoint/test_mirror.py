@@ -619,7 +619,7 @@ def test_one_folder_that_no_record_lists_keeps_the_mark_away(here: Path, there: 
     mirror_at(there).upload(here, 10)
     foreign(there, 20, kind)
     Storage(there).delete(MARK)
-    with pytest.raises(ForeignError, match="it holds global_step_20, of which /runs/ours has no record"):
+    with pytest.raises(ForeignError, match="it holds global_step_20, and /runs/ours has no record of it"):
         at(there).claim(commits_in(here), again=again)
 
 

@@ -242,7 +242,7 @@ def test_one_checkpoint_that_is_not_in_the_record_shows_that_a_folder_is_another
 ) -> None:
     first, second = of_run(root, 10, None), of_run(root, 20, None)
     other = {"step": 20, "attempt": 0, "digest": second.digest, "bytes": second.bytes} | change
-    with pytest.raises(ConfigError, match=f"holds step 20, of which {run} has no record; give checkpoint.dir="):
+    with pytest.raises(ConfigError, match=f"holds step 20, and {run} has no record of it; give checkpoint.dir="):
         owner.check(root, Owner.new(OURS, run), recorded=[*recorded(first), tuple(other.values())])
     owner.check(root, Owner.new(OURS, run), recorded=[*recorded(first), *recorded(second)])
 

@@ -260,7 +260,7 @@ class Listener:
             try:
                 accepted, peer = self._listening.accept()
                 threading.Thread(target=self._meet, args=(accepted, peer), name="a peer connects", daemon=True).start()
-            except (OSError, RuntimeError):  # such as for want of a descriptor or a thread
+            except (OSError, RuntimeError):  # such as a lack of descriptors or threads
                 if not self.closed:
                     time.sleep(_PAUSE_S)
 

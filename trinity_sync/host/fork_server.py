@@ -35,7 +35,7 @@ _REQUEST_S = 10.0
 
 @dataclass(frozen=True)
 class _ForkRequest:
-    """What somebody asks for."""
+    """The request for a fork."""
 
     argv: Sequence[str]  # of the process: a Python file, and its arguments
     cwd: str  # where it works
@@ -160,7 +160,7 @@ _added_path: list[str] = []
 
 
 def _receive(connection: socket.socket) -> _ForkRequest | None:
-    """What somebody asks for; None: it is not whole."""
+    """Return the request; None: it is not whole."""
     until = time.monotonic() + _REQUEST_S
     connection.settimeout(_REQUEST_S)
     files: Sequence[int] = ()

@@ -268,7 +268,7 @@ class FolderReceiver(BucketReceiver):
 #
 # A process that releases a version deletes it unless another process has its lease. A killed process has no lease, so
 # the last of the others deletes the folder; where there are no others, the next sender does. A folder with another
-# name, or a committed one without a lease, belongs to somebody else and stays.
+# name, or a committed one without a lease, belongs to another process and stays.
 
 _DRAFT = ".sending-"
 _COMMITTED = "version"

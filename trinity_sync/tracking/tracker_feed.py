@@ -303,7 +303,7 @@ def serve(descriptor: int) -> None:
         with contextlib.suppress(OSError):  # where the parent is gone `_listen` finds out
             connection.send(answer)
         if method == "close":
-            os._exit(0)  # libraries leave threads and connections behind, for which nobody has to wait
+            os._exit(0)  # without waiting for threads and connections that libraries leave behind
     if tracker is not None:  # the run's process has died
         with contextlib.suppress(Exception):
             call_end(tracker, "failed")

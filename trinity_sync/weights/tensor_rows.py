@@ -198,7 +198,7 @@ class TensorPlan:
     def digest(
         self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[tuple[int, int], bytes]
     ) -> TensorRows:
-        if self._only is not None:  # a small tensor, of which there may be many
+        if self._only is not None:  # a small tensor; there may be many
             only = self._only
             digests = elsewhere.get(only.place) or rows_digest(only.data(views))
             return TensorRows(*self._kind, ((only.row, digests),), ())

@@ -394,7 +394,7 @@ class Base:
     path: str
     what: str = "lora"  # the kind of adapter: ``lora``
     wire: WireFormat | None = None  # the dtypes of `digest`; None: not known
-    # The adapter's ``adapter_config.json``, of which weights-only checkpoints have no file; None: not known.
+    # The adapter's ``adapter_config.json``; weights-only checkpoints have no such file. None: not known.
     adapter: Mapping[str, object] | None = None
 
     @classmethod

@@ -181,7 +181,7 @@ def _problem(root: Path, owner: Owner, recorded: Recorded | None, named: bool) -
         if (other := owner.unlisted(foreign, recorded or ())) is None:
             return None
         whose, advice = ("", take) if other.run is None else (f" of run {other.run}", "name another folder")
-        return f"holds step {other.step}{whose}, of which {owner.folder} has no record; {advice}"
+        return f"holds step {other.step}{whose}, and {owner.folder} has no record of it; {advice}"
     if mark.run != owner.run:
         # A run without a folder of its own locks the place itself next.
         ours = mark.is_of(str(root)) or (inside and mark.is_of(owner.folder))

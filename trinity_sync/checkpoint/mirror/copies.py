@@ -133,7 +133,7 @@ class Mirror:
                 manifest = self._sound(step)
                 if not self._unfinished(step) if manifest is None else owner.unlisted([manifest], known):
                     raise ForeignError(
-                        f"it holds {_folder(step)}, of which {owner.folder} has no record; name another place"
+                        f"it holds {_folder(step)}, and {owner.folder} has no record of it; name another place"
                     )
             if again and not steps:
                 raise RunError(_UNMARKED)
