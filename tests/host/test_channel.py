@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -14,7 +16,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from trinity_sync.host.channel import Connection, ForeignPeerError, Listener, open_connection, pack
+from trinity_sync.host.channel import LENGTH, MOST_BYTES, Connection, ForeignPeerError, Listener, open_connection, pack
 
 SECRET = b"s" * 32
 LIMIT = 10.0
@@ -81,6 +83,25 @@ def test_a_close_in_another_thread_is_an_error_of_the_connection() -> None:
 
     with pytest.raises(ConnectionAbortedError, match="closed"):
         Connection(Closed()).send(pack("a message"), LIMIT)
+
+
+def test_a_length_over_the_limit_is_refused_before_the_message_arrives(ends: tuple[Connection, Connection]) -> None:
+    ends[0].socket.send(LENGTH.pack(MOST_BYTES + 1))
+    with pytest.raises(OSError, match="over the limit"):
+        ends[1].receive(LIMIT)
+
+
+def test_a_fork_does_not_keep_the_connection_open(ends: tuple[Connection, Connection]) -> None:
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        ends[0].close()
+        with pytest.raises(EOFError):
+            ends[1].receive(LIMIT)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_thread_that_waits_for_a_message_is_woken_by_the_end(ends: tuple[Connection, Connection]) -> None:
