@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trinity_sync.config.composition import plain
+from trinity_sync.config.composition import plain, register_resolvers
 from trinity_sync.config.lookup import LABELS, TARGET, load_class
 from trinity_sync.host.references import Settings, Value
 from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy, make_policy, policy_named
@@ -658,7 +658,7 @@ def _same_store(memo: object) -> ConfigStore:
 
 
 def register() -> None:
-    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Called on import of the package."""
+    """Give the schema to Hydra's ConfigStore and our resolvers to OmegaConf. Called on import of the package."""
     store = ConfigStore.instance()
     # Hydra copies the whole store for each group of --help, which takes seconds; it copies nodes when it loads them
     vars(store)["__deepcopy__"] = _same_store
@@ -677,4 +677,4 @@ def register() -> None:
     for group in LABELS:
         closed[group]._set_flag("struct", True)
     store.store(group="schema", name="closed", node=closed)
-    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
+    register_resolvers()
