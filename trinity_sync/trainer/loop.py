@@ -3,9 +3,9 @@ publishes and saves. Runs in the driver.
 
 One step, in this order: the explorers generate; advantages are computed; all ranks train. If a publish is due, the
 ranks stage the weights into a slot, the sync mode publishes them and the explorers load them; a supervised run has no
-explorers and publishes nothing. If a validation is due, the explorers answer its prompts. If a checkpoint is due, the ranks copy their state and write it in the background of
-the next step. All random numbers are a function of the seed and the step, so a resumed or repeated run sees the same
-data.
+explorers and publishes nothing. If a validation is due, the explorers answer its prompts. If a checkpoint is due, the
+ranks copy their state and write it in the background of the next step. All random numbers are a function of the seed
+and the step, so a resumed or repeated run sees the same data.
 """
 
 from __future__ import annotations
