@@ -102,6 +102,8 @@ def test_a_program_is_told_all_of_it(here: Path, capsys: pytest.CaptureFixture[s
     assert found[1] == {
         "path": str(run),
         "name": "try",
+        "task": None,
+        "model": None,
         "status": "completed",
         "steps": 20,
         "total_steps": 20,

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import select_values
+from trinity_sync.host.references import model_name, select_values, task_name
 from trinity_sync.report import charts, run_charts, timeline
 from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
 from trinity_sync.tracking import json_lines, units
@@ -201,6 +201,7 @@ class RunLine:
 
     Attributes:
         status: as in a report, or `UNREADABLE`.
+        task, model: see `task_name`, `model_name`.
         steps, total_steps: completed, and planned.
         reward: mean of the last ten steps.
         wall_s: seconds of all attempts.
@@ -210,6 +211,8 @@ class RunLine:
 
     path: Path
     name: str | None = None
+    task: str | None = None
+    model: str | None = None
     status: str = "not started"
     steps: int = 0
     total_steps: int | None = None
@@ -321,6 +324,7 @@ def _read_settings(folder: Path, line: RunLine) -> None:
     config = _load(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a mapping")
+    line.task, line.model = task_name(config), model_name(config)
     values = [_at(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
         values = select_values(config, _KEYS)
