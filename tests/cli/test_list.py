@@ -83,7 +83,7 @@ def test_runs_are_listed_the_newest_last(here: Path, capsys: pytest.CaptureFixtu
     leave("outputs/a/2", at=1000.0, steps=5, status="failed", task="math.parquet")
     leave("elsewhere/3")
     assert [[cell.strip() for cell in row] for row in listed(capsys)] == [
-        ["outputs/a/2", "math", "Qwen3-0.6B", "failed", "5/20", "0.300", "5 s"],
+        ["outputs/a/2", "math", "Qwen3-0.6B", "failed", "5/20", "0.450", "5 s"],
         ["outputs/b/1", "gsm8k", "Qwen3-0.6B", "completed", "1800/20", "179.550", "30 min"],
     ]
     assert [row[0].strip() for row in listed(capsys, "elsewhere")] == ["elsewhere/3"]
@@ -117,6 +117,7 @@ def test_a_program_is_told_all_of_it(here: Path, capsys: pytest.CaptureFixture[s
         "steps": 20,
         "total_steps": 20,
         "reward": pytest.approx(1.55),
+        "loss": None,
         "backend": "fsdp2",
         "ranks": 2,
         "sync": "memory",
@@ -204,6 +205,12 @@ def test_figures_are_those_of_the_report(here: Path, capsys: pytest.CaptureFixtu
         summary["reward_last"],
         summary["wall_s"],
     )
+
+
+def test_a_run_without_rewards_shows_its_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = leave("outputs/a/1", steps=8)
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("reward/mean", "loss"))
+    assert listed(capsys)[0][4].strip() == "loss 0.650"
 
 
 def test_names_that_refer_to_others_are_resolved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
