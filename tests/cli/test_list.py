@@ -210,7 +210,7 @@ def test_figures_are_those_of_the_report(here: Path, capsys: pytest.CaptureFixtu
 def test_a_run_without_rewards_shows_its_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = leave("outputs/a/1", steps=8)
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("reward/mean", "loss"))
-    assert listed(capsys)[0][4].strip() == "loss 0.650"
+    assert listed(capsys)[0][5].strip() == "loss 0.650"
 
 
 def test_names_that_refer_to_others_are_resolved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,6 @@ def _roots(folder: Path | None) -> list[Path]:
 
 
 def _run_row(run: RunLine, task: str, model: str) -> tuple[str, ...]:
-    from trinity_sync.tracking import units
     from trinity_sync.tracking.run_end import shorten
 
     return (
