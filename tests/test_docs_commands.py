@@ -22,7 +22,7 @@ import launch
 from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
-from tests.pages import PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
+from tests.pages import OWN_MODEL, PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
 from tests.verl_rows import write_problems
 from trinity_sync import config
 from trinity_sync.cli import main as cli
@@ -45,10 +45,10 @@ UNTRIED = {
 """Commands that nothing here can try, as patterns, and why."""
 
 # Names that the pages use for what a reader has.
-RUNS = ("RUN", "OTHER_RUN", "outputs/copy-digits/2026-11-21_12-00-00", "outputs/first")
-SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00", "multirun/modes")
+RUNS = ("RUN", "OTHER_RUN", "outputs/copy-digits/2026-11-21_12-00-00", "outputs/first", "outputs/sft")
+SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00", "multirun/modes", "multirun/rates")
 BUNDLE = "NAME-DATE_TIME.bundle.json"
-MODELS = ("Qwen3-0.6B",)
+MODELS = ("models/Qwen3-0.6B", "Qwen3-0.6B", "sft-model")
 SHAPES = "models/mine/config.json"
 ROWS = ("prompts.jsonl", "pairs.jsonl", "train.jsonl", "test.jsonl")
 ELSEWHERE = ("/models", "/data", "/mnt")
@@ -76,7 +76,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, standing_in(Computing(), folder, patch):
         patch.setenv("OMP_NUM_THREADS", "1")
         assert cli.main(["run", "hydra.run.dir=RUN", "trainer.steps=30"]) == 0
-        assert cli.main(["run", "-m", f"hydra.sweep.dir={SWEEPS[0]}", "trainer.steps=2"]) == 0
+        assert cli.main(["run", "-m", f"hydra.sweep.dir={SWEEPS[0]}", "trainer.steps=2,3"]) == 0
         for step in (20, 30):
             commit(folder / "RUN" / "checkpoints", step)
             commit(folder / "ROOT", step)
@@ -85,7 +85,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in kind[1:]:
             shutil.copytree(folder / kind[0], folder / name)
     for name in MODELS:
-        bare_model(folder / "models" / name)
+        bare_model(folder / name)
     (folder / SHAPES).parent.mkdir()
     shutil.copy(ROOT / "trinity_sync" / "models" / "published" / "qwen3-8b.json", folder / SHAPES)
     for name in ROWS:
@@ -97,7 +97,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         write_problems(folder / "gsm8k" / f"{split}.parquet", 2, split)
     (folder / "data" / "runs").mkdir(parents=True)
-    write_examples(folder)
+    write_examples(folder, *sorted(ROOT.glob("docs/extending*.md")), OWN_MODEL)
     return folder
 
 
