@@ -321,7 +321,7 @@ def test_a_run_that_never_started_has_a_page(tmp_path: Path) -> None:
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     with synthetic.recording(tmp_path):
         text = Page(write_report(tmp_path)).text
-    for words in ("No version has been published.", "No checkpoint has been committed.", "Digests not checked"):
+    for words in ("No step has recorded a reward.", "No checkpoint has been committed.", "Digests not checked"):
         assert words in text
 
 
