@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import read_shown, read_started_in, read_written
+from trinity_sync.host.references import model_name, read_shown, read_started_in, read_written, task_name
 from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
@@ -65,6 +65,16 @@ class Run:
     @property
     def name(self) -> str:
         return str(self.config.get("name") or self.path.name)
+
+    @property
+    def task(self) -> str | None:
+        """See `task_name`."""
+        return task_name(self.config)
+
+    @property
+    def model(self) -> str | None:
+        """See `model_name`."""
+        return model_name(self.config)
 
     @property
     def total_steps(self) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import select_values
+from trinity_sync.host.references import model_name, select_values, task_name
 from trinity_sync.report import charts, run_charts, timeline
 from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
 from trinity_sync.tracking import json_lines, units
@@ -188,6 +188,9 @@ def _saving(sync: SyncFigures) -> str:
 # Lists of runs and sweeps.
 
 
+_LAST_LINES = 4 * REWARD_STEPS
+"""Lines that are read of metrics.jsonl: those of twice the steps of a mean, each also with a late validation."""
+
 UNREADABLE = "unreadable"
 """Status of a run or folder that cannot be read."""
 
@@ -201,8 +204,9 @@ class RunLine:
 
     Attributes:
         status: as in a report, or `UNREADABLE`.
+        task, model: see `task_name`, `model_name`.
         steps, total_steps: completed, and planned.
-        reward: mean of the last ten steps.
+        reward, loss: as in summary.json, at the end.
         wall_s: seconds of all attempts.
         started: the beginning of its newest attempt, in Unix seconds.
         problems: one sentence for each file that could not be read.
@@ -210,10 +214,13 @@ class RunLine:
 
     path: Path
     name: str | None = None
+    task: str | None = None
+    model: str | None = None
     status: str = "not started"
     steps: int = 0
     total_steps: int | None = None
     reward: float | None = None
+    loss: float | None = None
     backend: str | None = None
     ranks: int | None = None
     sync: str | None = None
@@ -225,6 +232,12 @@ class RunLine:
     @property
     def running(self) -> bool:
         return self.status == "running"
+
+    @property
+    def figure(self) -> str:
+        """The reward, or the loss of a run without rewards; empty without both."""
+        name, value = ("loss", self.loss) if self.reward is None else ("reward", self.reward)
+        return f"{name} {units.number(value)}" if value is not None else ""
 
 
 @dataclass(kw_only=True)
@@ -302,7 +315,7 @@ def _read_record(folder: Path, line: RunLine) -> None:
     metrics, events = _last_lines(folder, record)
     line.wall_s = wall_seconds(record, metrics, events)
     summary = summarise(metrics, (), line.status, line.wall_s)
-    line.steps, line.reward = summary["steps"], summary["reward_last"]
+    line.steps, line.reward, line.loss = summary["steps"], summary["reward_last"], summary["loss_last"]
 
 
 def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[Event]]:
@@ -310,7 +323,7 @@ def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[E
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
         return json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
-    metrics, lines = (json_lines.read_last(folder / name, REWARD_STEPS) for name in ("metrics.jsonl", "events.jsonl"))
+    metrics, lines = (json_lines.read_last(folder / name, _LAST_LINES) for name in ("metrics.jsonl", "events.jsonl"))
     return metrics, [parse_event(line) for line in lines]
 
 
@@ -321,6 +334,7 @@ def _read_settings(folder: Path, line: RunLine) -> None:
     config = _load(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a mapping")
+    line.task, line.model = task_name(config), model_name(config)
     values = [_at(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
         values = select_values(config, _KEYS)
