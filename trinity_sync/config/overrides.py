@@ -130,16 +130,17 @@ def _inlong_form(override: Override, cfg: DictConfig) -> Override:
     value = cast("Value", override.value())
     if not isinstance(node, DictConfig) or "_target_" not in node or not isinstance(value, str | list):
         return override
-    with open_dict(node):
-        for name in ("functions", "weights"):  # of a sum that is replaced
-            node.pop(name, None)
+    if "functions" in node:  # a sum, which this replaces
+        with open_dict(node):
+            del node["functions"], node["weights"]
+            node["_partial_"] = True
     return replace(override, type=OverrideType.FORCE_ADD, _value=long_form(value))
 
 
 def long_form(reward: Value) -> Value:
     """Return the long form of a reward's names; other values stay."""
     if isinstance(reward, str) and "*" not in reward:
-        return {"_target_": reward, "_partial_": True}
+        return {"_target_": reward}
     if not isinstance(reward, str | list):
         return reward
     functions, weights = list[Value](), list[Value]()

@@ -166,7 +166,13 @@ class FunctionReward:
         return RewardResult(self._function(prompt, text, **more))
 
     def _check(self, signature: inspect.Signature) -> None:
-        check_plain(self._function, self.name)
+        inner = check_plain(self._function, self.name)
+        if {"solution_str", "ground_truth"} <= signature.parameters.keys():
+            file, _, name = (inspect.getsourcefile(inner) or "FILE"), *self.name.rpartition(".")[1:]
+            raise ConfigError(
+                f"task.reward._target_ is {self.name}{signature}, a function of verl's form; use task=verl "
+                f"task.reward.function_path={file} task.reward.function_name={name}, with verl's columns in task.path"
+            )
         if ours := sorted(set(KEYS) & signature.parameters.keys()):
             raise ConfigError(
                 f"task.reward._target_ is {self.name}, which has a parameter {ours[0]}; task.reward.{ours[0]} says how "
@@ -217,16 +223,22 @@ class WeightedSum:
         return SummedResult.of(sum(map(operator.mul, self._weights, found.values())), found)
 
 
-def check_plain(function: Callable[..., object], name: str) -> None:
-    """Check that a function is neither asynchronous nor a generator."""
+def check_plain(function: Callable[..., object], name: str) -> Callable[..., object]:
+    """Check that a function is neither a class, asynchronous nor a generator; return it without its `partial`."""
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
+    if isinstance(inner, type):
+        raise ConfigError(
+            f"task.reward._target_ is {name}, which is a class; name a function, or set task.reward._partial_=false to "
+            "use an object of it"
+        )
     for called in (inner, getattr(inner, "__call__", None)):  # noqa: B004 - the method of a callable object
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             raise ConfigError(f"task.reward._target_ is {name}, which is asynchronous; make it a plain function")
         if inspect.isgeneratorfunction(called):
             raise ConfigError(f"task.reward._target_ is {name}, which is a generator; have it return a number")
+    return inner
 
 
 def name_of(function: Callable[..., object]) -> str:
