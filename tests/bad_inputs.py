@@ -499,32 +499,41 @@ _DATA = [
 
 _SMALL = ["trainer.steps=2", "task.response_length=8", "task.prompt_length=32"]
 
-_RUNS = [
-    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+_TRIALS = [
     Bad(
         given=[*REWARD, *_SMALL],
         files=reward("def f(p, r):\n    return {}['x']\n"),
-        says=["rw.f", "KeyError", "rw.py:2", "traceback in", ".log"],
-        when="run",
-        code=app.FAILED,
+        says=["task.reward: the reward function rw.f, called for the first row", "KeyError", "rw.py:2"],
+        when="data",
     ),
     Bad(
         given=[*REWARD, *_SMALL],
         files=reward("import sys\n\n\ndef f(p, r):\n    sys.exit(3)\n"),
-        says=["rw.f", "called sys.exit(3)", "rw.py:5", "traceback in", ".log"],
-        when="run",
-        code=app.FAILED,
+        says=["task.reward: ", "rw.f", "called sys.exit(3)", "rw.py:5"],
+        when="data",
     ),
     Bad(
-        given=[*REWARD, *_SMALL],
-        files=reward("def f(p, r):\n    return 'good'\n"),
-        says=["rw.f", "'good'", "finite number"],
-        when="run",
-        code=app.FAILED,
+        given=[*REWARD, *_SMALL, "task.reward.timeout_s=0.3"],
+        files=reward("import time\n\n\ndef f(p, r):\n    time.sleep(60)\n"),
+        says=["task.reward: ", "did not return within 0.3 s", "rw.py:5"],
+        when="data",
+    ),
+    Bad(
+        given=["task=verl", "task.path=d.jsonl", "task.reward.function_path=rw.py", *_SMALL],
+        files={
+            "rw.py": "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    1 / 0\n",
+            **jsonl({"prompt": "1", "data_source": "x", "reward_model": {"ground_truth": "1"}}),
+        },
+        says=["task.reward: ", "rw.py:compute_score", "ZeroDivisionError", "rw.py:2"],
+        when="data",
     ),
 ]
 
-TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA)
+_RUNS = [
+    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+]
+
+TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA, *_TRIALS)
 """Those that are refused before Ray."""
 
 WITH_RAY: Sequence[Bad] = _RUNS
