@@ -202,6 +202,7 @@ _VALUES = [
     Bad(given=["sync.shm_dir=/nowhere"], says=["sync.shm_dir is /nowhere", "does not exist", "/dev/shm"]),
     Bad(given=["sync.shm_dir=f"], files={"f": ""}, says=["sync.shm_dir is f", "is a file"]),
     Bad(given=["sync.shm_dir=/proc"], says=["sync.shm_dir is /proc", "cannot be written to"]),
+    Bad(given=["tracker=mlflow", "tracker.mlflow.uri='http:/x'"], says=["tracker.mlflow.uri is http:/x", "5000"]),
     Bad(given=["tracker=trackio", "tracker.trackio.folder=/proc/t"], says=["tracker.trackio.folder is /proc/t"]),
     Bad(given=["retention=[]"], says=["retention", "at least one"]),
     Bad(given=["retention=[keep_first]"], says=["retention=keep_first is not an option", "keep_last"]),
