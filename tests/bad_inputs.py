@@ -199,6 +199,11 @@ _VALUES = [
     Bad(given=["sync.verify=of"], says=["sync.verify is of", "off"]),
     Bad(given=["sync.mode=checkpoint"], says=["sync.mode is checkpoint", "sync=checkpoint"]),
     Bad(given=["sync=nccl", "trainer.schedule=free"], says=["trainer.schedule is free", "sync=memory"]),
+    Bad(given=["sync.shm_dir=/nowhere"], says=["sync.shm_dir is /nowhere", "does not exist", "/dev/shm"]),
+    Bad(given=["sync.shm_dir=f"], files={"f": ""}, says=["sync.shm_dir is f", "is a file"]),
+    Bad(given=["sync.shm_dir=/proc"], says=["sync.shm_dir is /proc", "cannot be written to"]),
+    Bad(given=["tracker=mlflow", "tracker.mlflow.uri='http:/x'"], says=["tracker.mlflow.uri is http:/x", "5000"]),
+    Bad(given=["tracker=trackio", "tracker.trackio.folder=/proc/t"], says=["tracker.trackio.folder is /proc/t"]),
     Bad(given=["retention=[]"], says=["retention", "at least one"]),
     Bad(given=["retention=[keep_first]"], says=["retention=keep_first is not an option", "keep_last"]),
     Bad(given=["retention.policies.keep_last.n=0"], says=["retention.policies.keep_last.n"]),
@@ -275,6 +280,24 @@ _MODELS = [
     Bad(given=["model.architecture=null"], says=["model.path is null", "model.architecture"]),
     Bad(given=MODEL, files={"m/x": ""}, says=["model.path", "without config.json"]),
     Bad(given=MODEL, files={"m": ""}, says=["model.path", "a file"]),
+    Bad(
+        given=MODEL, files={"m/run.json": "{}"}, says=["model.path is m", "trinity-sync ckpt export m --output m-model"]
+    ),
+    Bad(
+        given=["model.path=m/checkpoints"],
+        files={"m/run.json": "{}", "m/checkpoints/.run.json": "{}"},
+        says=["model.path is m/checkpoints", "export its model first"],
+    ),
+    Bad(
+        given=["model.path=m/global_step_5"],
+        files={"m/global_step_5/manifest.json": "{}"},
+        says=["model.path", "trinity-sync ckpt export m/global_step_5 --output global_step_5-model"],
+    ),
+    Bad(
+        given=["model.path=global_step_5/actor/huggingface"],
+        files={"global_step_5/actor/huggingface/config.json": model(weights={})["m/config.json"]},
+        says=["no weights", "/global_step_5 --output global_step_5-model"],
+    ),
     Bad(given=MODEL, files={"m/config.json": '{"model_type": '}, says=["model.path", "config.json cannot be read"]),
     Bad(given=MODEL, files={"m/config.json": "[]"}, says=["model.path", "not a JSON object"]),
     Bad(given=MODEL, files={"m/config.json": "{}", "m/model.safetensors": ""}, says=["model.path", "model_type"]),
@@ -411,11 +434,41 @@ _DATA = [
         says=["task.reward._target_", "nowhere"],
         when="data",
     ),
-    Bad(given=REWARD, files=reward("g = 1\n"), says=["task.reward._target_", "rw", "f"], when="data"),
-    Bad(given=REWARD, files=reward("f = 1\n"), says=["task.reward"], when="data"),
-    Bad(given=REWARD, files=reward("1/0\n"), says=["rw.py:1", "ZeroDivisionError"], when="data"),
+    Bad(given=REWARD, files=reward("g = 1\n"), says=["task.reward._target_ is rw.f", "rw has no f"], when="data"),
+    Bad(given=REWARD, files=reward("f = 1\n"), says=["task.reward._target_ is rw.f", "callable"], when="data"),
+    Bad(
+        given=[*JSONL, "task.reward._target_=rw"],
+        files=reward("def score(p, r): return 1\n"),
+        says=["task.reward._target_ is rw,", "rw is a module; name a function of it: rw.score"],
+        when="data",
+    ),
+    Bad(
+        given=[*JSONL, "task.reward._target_=rw.scor"],
+        files=reward("def score(p, r): return 1\n"),
+        says=["task.reward._target_ is rw.scor,", "did you mean score?"],
+        when="data",
+    ),
+    Bad(
+        given=[*JSONL, "task.reward._target_=score"],
+        files=ROW,
+        says=["task.reward._target_ is score,", "such as my_package.my_module.my_function"],
+        when="data",
+    ),
+    Bad(
+        given=REWARD,
+        files=reward("class f:\n    def __init__(self, p, r): pass\n"),
+        says=["task.reward._target_ is rw.f", "a class; name a function"],
+        when="data",
+    ),
+    Bad(
+        given=REWARD,
+        files=reward("def f(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"),
+        says=["task.reward._target_ is rw.f", "verl's form", "use task=verl task.reward.function_path=", "/rw.py"],
+        when="data",
+    ),
+    Bad(given=REWARD, files=reward("def f(p, r): return 1\n1/0\n"), says=["rw.py:2", "ZeroDivisionError"], when="data"),
     Bad(given=REWARD, files=reward("def f(:\n"), says=["invalid syntax", "rw.py, line 1"], when="data"),
-    Bad(given=REWARD, files=reward("import sys\nsys.exit(3)\n"), says=["rw.py:2", "sys.exit"], when="data"),
+    Bad(given=REWARD, files=reward("import sys\nf = sys.exit(3)\n"), says=["rw.py:2", "sys.exit"], when="data"),
     Bad(given=REWARD, files=reward("def f(p): return 1\n"), says=["rw.f(p)", "a prompt and a response"], when="data"),
     Bad(given=REWARD, files=reward("def f(p, r, x): return 1\n"), says=["rw.f(p, r, x)", "'x'"], when="data"),
     Bad(given=REWARD, files=reward("async def f(p, r): return 1\n"), says=["rw.f", "asynchronous"], when="data"),
@@ -447,32 +500,41 @@ _DATA = [
 
 _SMALL = ["trainer.steps=2", "task.response_length=8", "task.prompt_length=32"]
 
-_RUNS = [
-    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+_TRIALS = [
     Bad(
         given=[*REWARD, *_SMALL],
         files=reward("def f(p, r):\n    return {}['x']\n"),
-        says=["rw.f", "KeyError", "rw.py:2", "traceback in", ".log"],
-        when="run",
-        code=app.FAILED,
+        says=["task.reward: the reward function rw.f, called for the first row", "KeyError", "rw.py:2"],
+        when="data",
     ),
     Bad(
         given=[*REWARD, *_SMALL],
         files=reward("import sys\n\n\ndef f(p, r):\n    sys.exit(3)\n"),
-        says=["rw.f", "called sys.exit(3)", "rw.py:5", "traceback in", ".log"],
-        when="run",
-        code=app.FAILED,
+        says=["task.reward: ", "rw.f", "called sys.exit(3)", "rw.py:5"],
+        when="data",
     ),
     Bad(
-        given=[*REWARD, *_SMALL],
-        files=reward("def f(p, r):\n    return 'good'\n"),
-        says=["rw.f", "'good'", "finite number"],
-        when="run",
-        code=app.FAILED,
+        given=[*REWARD, *_SMALL, "task.reward.timeout_s=0.3"],
+        files=reward("import time\n\n\ndef f(p, r):\n    time.sleep(60)\n"),
+        says=["task.reward: ", "did not return within 0.3 s", "rw.py:5"],
+        when="data",
+    ),
+    Bad(
+        given=["task=verl", "task.path=d.jsonl", "task.reward.function_path=rw.py", *_SMALL],
+        files={
+            "rw.py": "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    1 / 0\n",
+            **jsonl({"prompt": "1", "data_source": "x", "reward_model": {"ground_truth": "1"}}),
+        },
+        says=["task.reward: ", "rw.py:compute_score", "ZeroDivisionError", "rw.py:2"],
+        when="data",
     ),
 ]
 
-TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA)
+_RUNS = [
+    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+]
+
+TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA, *_TRIALS)
 """Those that are refused before Ray."""
 
 WITH_RAY: Sequence[Bad] = _RUNS

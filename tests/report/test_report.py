@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from trinity_sync.report import render_json, render_table, write_report
 from trinity_sync.report.figures import COLUMNS
 from trinity_sync.report.run_charts import step_parts
 from trinity_sync.report.run_data import Run, load, smooth, steps_to
+from trinity_sync.tracking import units
 
 VOID = {"meta"}
 NO_TEXT = {"style", "script"}
@@ -28,7 +31,7 @@ class Page(HTMLParser):
         self.words: list[str] = []
         self.elements: list[str] = []
         self.addresses: list[str] = []
-        self.feed(path.read_text())
+        self.feed(path.read_text().replace("<wbr>", ""))
         self.close()
         assert self.open == []
 
@@ -139,16 +142,97 @@ def test_every_chart_is_drawn(finished: Path) -> None:
     labels = re.findall(r'role="img" aria-label="([^"]*)"', write_report(finished).read_text())
     assert labels == [
         "Mean reward by step",
-        "Who did what when: The last 12 of 60 steps",
         "Loss by step",
+        "Staleness by step",
+        "Mismatch by step",
         "Seconds of each part of a step",
-        "Mean staleness of the samples by step",
-        "Mismatch of explorers and trainer by step",
+        "Who did what when: The last 12 of 60 steps",
         "Version held by each explorer by step",
         "Seconds of each publish and load by version",
         "Bytes of each version",
         "Seconds of each checkpoint by step",
     ]
+
+
+def change(run: Path, values: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write other values into the lines of metrics.jsonl."""
+    lines = [values(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+LEARNT = {
+    **{"val/reward/mean": "Validation", "reference/k3_kl": "KL", "actor/kl_loss": "KL", "grad_norm": "Gradient norm"},
+    **{"response_length/mean": "Response length", "response_length/truncated": "Truncated and flat"},
+    **{"reward/flat_groups": "Truncated and flat", "actor/pg_clipfrac": "Clip fraction"},
+    **{"actor/entropy_loss": "Entropy", "lr": "Learning rate", "staleness/mean": "Staleness"},
+}
+
+
+def test_all_that_was_learned_comes_before_time_memory_and_sync(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=4)
+    change(run, lambda line: {**line, **{name: line["step"] / (7 + len(name)) for name in LEARNT}})
+    titles = re.findall(r"<h2>([^<]*)</h2>", write_report(run).read_text())
+    assert titles[0] == "Reward"
+    assert set(titles[: titles.index("Where a step&#39;s time goes")]) >= set(LEARNT.values())
+
+
+def test_constant_metrics_share_a_card(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=4)
+    change(run, lambda line: {**line, "lr": 0.001, "actor/pg_clipfrac": 0})
+    words = "Constant Clip fraction by step: 0 throughout, from step 1 to 4. Learning rate by step: 0.001 throughout"
+    assert words in Page(write_report(run)).text
+
+
+def test_figures_of_sync_checkpoints_and_memory_fold(finished: Path) -> None:
+    page = write_report(finished).read_text()
+    (folded,) = re.findall(
+        r"<summary>Figures of sync, checkpoints and memory</summary>(.*?)</details>", page, re.DOTALL
+    )
+    for label in ("Blocked by publish", "Peak, trainer"):
+        assert page.count(f"<dt>{label}</dt>") == folded.count(f"<dt>{label}</dt>") == 1
+    assert "<dt>Reward</dt>" in page.replace(folded, "")
+
+
+def test_the_header_names_model_task_algorithm_and_rate(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=2)
+    config = run / ".hydra" / "config.yaml"
+    more = "task:\n  path: gsm8k/train.jsonl\nmodel:\n  path: /models/Qwen3-0.6B\n  lora:\n    rank: 16\n"
+    written = config.read_text().replace("algorithm:\n", "algorithm:\n  kind: grpo\n")
+    config.write_text(written.replace("lr: 0.001", "lr: 0.001\n  lr_scheduler: cosine") + more)
+    page = write_report(run)
+    assert "<title>copy_digits, gsm8k, Qwen3-0.6B: completed</title>" in page.read_text()
+    assert "model Qwen3-0.6B, LoRA of rank 16 task gsm8k algorithm grpo rate 0.001, cosine backend" in Page(page).text
+
+
+def test_a_resumed_run_says_when_it_was_first_started(troubled: Path) -> None:
+    text = Page(write_report(troubled)).text
+    first, second = (json.loads((troubled / "run.json").read_text())["attempts"][at]["started"] for at in (0, 1))
+    assert f"started {units.moment(first)} resumed {units.moment(second)} from step 20" in text
+
+
+def test_the_main_figure_of_a_supervised_run_is_its_loss(tmp_path: Path) -> None:
+    clock = Clock()
+    synthetic.hydra(tmp_path, ["algorithm=sft"])
+    with synthetic.recording(tmp_path, clock) as recorder:
+        for step in (1, 2, 3, 4):
+            recorder.metrics(step, {"loss": 4 / step, "val/loss": 5 / step, "timing/step": 1.0})
+        recorder.finish("completed")
+    text = Page(write_report(tmp_path)).text
+    assert "Steps 4 of 60 1 s each, median Loss 1.167 mean of 2 steps, from 3 Validation loss 1.250" in text
+    for words in ("Reward", "explorers 2", "Versions", "sync memory"):
+        assert words not in text
+
+
+def test_no_chart_is_wider_than_a_phone(finished: Path) -> None:
+    page = write_report(finished).read_text()
+    assert set(re.findall(r'<svg viewBox="0 0 (\d+) 250"', page)) == {"560"}
+
+
+def test_no_two_curves_of_the_reward_have_the_same_colour(finished: Path) -> None:
+    page = write_report(finished).read_text()
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', page, re.DOTALL)
+    assert legend is not None
+    assert len(set(re.findall(r'stroke="([^"]*)"', legend[1]))) == 2
 
 
 def test_the_texts_of_a_run_are_never_markup(troubled: Path) -> None:
@@ -237,7 +321,7 @@ def test_a_run_that_never_started_has_a_page(tmp_path: Path) -> None:
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     with synthetic.recording(tmp_path):
         text = Page(write_report(tmp_path)).text
-    for words in ("No version has been published.", "No checkpoint has been committed.", "Digests not checked"):
+    for words in ("No step has recorded a reward.", "No checkpoint has been committed.", "Digests not checked"):
         assert words in text
 
 
@@ -309,14 +393,14 @@ def test_a_sweep_compares_its_runs_by_what_differs(sweep: Path) -> None:
     text = page.text
     assert "the same in all: sync=memory" in text
     assert "Runs 3 2 completed" in text
-    assert re.search(r"0 trainer\.lr=1e-3 ✓ completed 60/60 ★ 0\.956 0\.919 to 1 48 2 min 30 s", text)
-    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 \S+ \S+ to \S+ - ★ 29\.8 s", text)
+    assert re.search(r"0 trainer\.lr=1e-3 ✓ completed 60/60 ★ 0\.956 ± 0\.010 48 2 min 30 s", text)
+    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 0\.\d+ ± \S+ - 29\.8 s", text)
     assert re.search(r"10 trainer\.lr=9 ○ not started 0/60", text)
     assert "10: There is no run.json" in text
 
 
 def test_a_sweep_links_the_pages_that_there_are(sweep: Path) -> None:
-    assert Page(write_report(sweep)).addresses == ["0/report.html", "1/report.html"]
+    assert Page(write_report(sweep)).addresses == ["0/report.html", "1/report.html"] * 2
 
 
 def test_a_sweep_lays_the_reward_curves_over_each_other(sweep: Path) -> None:
@@ -335,18 +419,21 @@ def test_the_table_of_a_run_is_plain_text(finished: Path) -> None:
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_the_table_of_a_sweep_keeps_to_the_width_and_to_its_main_columns(sweep: Path, width: int) -> None:
     lines = render_table(sweep, width).splitlines()
-    assert max(len(line) for line in lines) <= max(width, 71)
+    (command,) = (line for line in lines if line.startswith("trinity-sync reproduce "))
+    assert command.endswith("/0"), "a command stays whole"
+    assert max(len(line) for line in lines if line != command) <= max(width, 71)
     assert lines[0].split()[:5] == ["Job", "Overrides", "Status", "Steps", "Reward"]
     assert re.findall(r"^(\d+) ", "\n".join(lines), re.MULTILINE) == ["0", "1", "10"]
 
 
 def test_a_wide_table_has_every_column_and_the_spreads(sweep: Path) -> None:
     head, _, job, spreads, *_ = render_table(sweep, 300).splitlines()
-    assert all(column.title in head for column in COLUMNS)
+    absent = {"loss", "validation", "validation_loss"}
+    assert [column.key for column in COLUMNS if column.title not in head] == sorted(absent)
     assert "=4.04 ms" in job
     assert "p95 5.98 ms" in spreads
     assert "p5 13.5" in spreads
-    assert "Pause" not in render_table(sweep, 200)
+    assert "Pause" not in render_table(sweep, 180)
     assert "p95 5.98 ms" not in render_table(sweep, 100)
 
 

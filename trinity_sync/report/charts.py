@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -230,7 +231,7 @@ def ticks(low: float, high: float, count: int = 5) -> tuple[list[float], tuple[f
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    values = [round(index * step, 12) for index in range(first, last + 1)]
+    values = [float(f"{index * step:.12g}") for index in range(first, last + 1)]
     return values, (values[0], values[-1])
 
 
@@ -266,7 +267,7 @@ def _thinned(series: Series, log: bool, most: int) -> Series:
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:
     """Widen a range that is empty, or too narrow for distinct ticks."""
-    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - by, high + by)
+    return (low, high) if high - low > max(1e-9 * max(abs(low), abs(high)), 1e-300) else (low - by, high + by)
 
 
 # Marks of a comparison.
@@ -274,15 +275,16 @@ def _widen(low: float, high: float, by: float) -> tuple[float, float]:
 
 Mark = Literal["best", "tie"]
 RULE = (
-    "A tie: the bands overlap, or the figures read the same. The band of a job is the middle half of what it measured; "
-    "of several seeds, lowest to highest. Only jobs that completed compete."
+    "Not distinguishable: the difference is within twice its standard error (over seeds; of one job over its last "
+    "steps, or the samples of its validation), the middle halves of measured times overlap, or the figures read the "
+    "same. A single measurement has no mark. Only jobs that completed compete."
 )
 
 
 def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[float], str]) -> list[Mark | None]:
     """Mark the best figure of a column, and all ties with it; fewer than two figures, or equal ones, get no mark."""
     known = [one for one in figures if one is not None]
-    if len({text(one.value) for one in known}) < 2:
+    if len({text(one.value) for one in known}) < 2 or any(one.count < 2 and one.error is None for one in known):
         return [None] * len(figures)
     best = text((min if better == "lower" else max)(one.value for one in known))
     leading = [one for one in known if text(one.value) == best]
@@ -292,6 +294,8 @@ def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[floa
 
 
 def _overlap(one: Figure, other: Figure) -> bool:
+    if one.error is not None and other.error is not None:
+        return abs(one.value - other.value) <= 2 * math.hypot(one.error, other.error)
     return one.low <= other.high and other.low <= one.high
 
 
@@ -306,6 +310,7 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters |= {
+    "breaks": lambda text: Markup(re.sub("([.,=])", r"\1<wbr>", html.escape(str(text)))),
     "moment": units.moment,
     "page": lambda folder: f"{quote(os.fsencode(folder))}/report.html",  # without a ":", so the link is relative
     "number": lambda value: units.number(units.finite(value)),

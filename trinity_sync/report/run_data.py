@@ -15,7 +15,7 @@ from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
-from trinity_sync.tracking.summary import Summary, put_to_steps, summarise, wall_seconds
+from trinity_sync.tracking.summary import Summary, is_late, put_to_steps, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
 
 TARGET_REWARD = 0.9
@@ -86,6 +86,11 @@ class Run:
         """The beginning of its first attempt, in Unix seconds."""
         starts = [finite(item.get("started")) for item in self.record.get("attempts") or [self.record]]
         return min((at for at in starts if at is not None), default=None)
+
+    @property
+    def trained(self) -> list[Record]:
+        """The metrics of steps, without those of a validation before the first one."""
+        return [line for line in self.metrics if not is_late(line)]
 
     def setting(self, *keys: str) -> object:
         """Return a value of the config; None without one."""
