@@ -166,6 +166,7 @@ def _target_text(node: DictConfig, error: BaseException) -> str:
     text = str(error)
     named = re.search(r"full_key: (\S+)", text)
     key = named[1] if named else str(node._get_full_key(None) or "")
+    key = re.sub(r"(?<=functions)(?=\d)", ".", key)  # Hydra's name of a list's item
     target = OmegaConf.select(node._get_root(), f"{key}.{TARGET}")
     inner: BaseException = error
     while inner.__cause__ is not None:
