@@ -1203,7 +1203,7 @@ def told(process: subprocess.CompletedProcess[str]) -> str:
     [
         ("--help", 0, "retention   keep_all, keep_last*", ""),
         ("--cfg=job", 0, "wire_dtype: bf16", ""),
-        ("trainer.steps=0", 2, "", "error: trainer.steps is 0; must be at least 1\n"),
+        ("trainer.steps=-1", 2, "", "error: trainer.steps is -1; must be at least 0\n"),
         ("sync=pigeon", 2, "", "error: sync=pigeon is not an option; sync has checkpoint, memory, nccl\n"),
         ("--bogus", 2, "", "unrecognized arguments: --bogus"),
     ],
