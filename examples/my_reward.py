@@ -1,6 +1,6 @@
 """A reward function of one's own: any number, of the prompt and the response.
 
-Named by ``task.reward._target_=my_reward.digits_right``; keys beside it, such as ``task.reward.whole=2``, are its
+Named by ``task.reward=my_reward.digits_right``; keys beside it, such as ``task.reward.whole=2``, are its
 arguments.
 """
 

@@ -33,7 +33,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 65_800,
+    "lines": 66_200,
     "modules": 300,
     "docstring lines / code lines": 0.26,
     "import lines / code lines": 0.11,

@@ -16,6 +16,7 @@ import yaml
 from trinity_sync import config
 
 ROOT = config.conf_dir().parent
+OWN_MODEL = ROOT / "docs" / "own-model.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -142,11 +143,21 @@ def _keys(values: object, above: str) -> Iterator[str]:
 
 def example_files() -> dict[str, str]:
     """The files of the guide to extending by name: modules and option files of a user's own."""
-    text = "\n".join(path.read_text() for path in sorted(ROOT.glob("docs/extending*.md")))
-    return dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return files_of(sorted(ROOT.glob("docs/extending*.md")))
 
 
-def write_examples(folder: Path) -> None:
-    for name, content in example_files().items():
+def files_of(pages: list[Path]) -> dict[str, str]:
+    """The files that pages write out, by name; those of one name are put together."""
+    found: dict[str, str] = {}
+    for page in pages:
+        written = r"^`([\w/]+\.(?:py|yaml|jsonl))`:\n\n```\w+\n(.*?)^```"
+        for name, text in re.findall(written, page.read_text(), re.MULTILINE | re.DOTALL):
+            found[name] = found.get(name, "") + text
+    return found
+
+
+def write_examples(folder: Path, *pages: Path) -> None:
+    """Write the files of these pages; without one, of the guide to extending."""
+    for name, content in (files_of(list(pages)) if pages else example_files()).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)

@@ -22,7 +22,7 @@ import launch
 from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import Computing, standing_in
 from tests.model_folders import bare_model
-from tests.pages import PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
+from tests.pages import OWN_MODEL, PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
 from tests.verl_rows import write_problems
 from trinity_sync import config
 from trinity_sync.cli import main as cli
@@ -32,8 +32,10 @@ UNTRIED = {
     r"\. \.venv/bin/activate": "is the shell's, and makes the commands after it be found",
     r"ray start ": "starts processes that outlive the command; tests/nodes has Ray's own cluster for tests",
     r"docker ": "needs Docker; tests/test_dockerfile.py runs the commands of the image without",
-    r"pip install trinity-sync": "fetches the package from an index; tests/test_wheel.py installs a wheel",
+    r"git clone ": "fetches the repository, whose address only the reader knows",
+    r"pip install \./": "fetches what the package needs from an index; tests/test_wheel.py installs a wheel",
     r"export VERL_": "is the shell's, and has a program begin with our plug-in; tests/verl_programs has such programs",
+    r"unset VERL_": "is the shell's; tests/verl_programs/test_sft.py has verl go on from our folders",
     r"export TRINITY_SYNC_RETENTION=": "is the shell's, too; integrations/verl/test_retention.py reads such words",
     r"trinity-sync verl doctor": "looks at what was exported before; tests/cli/test_verl_doctor.py does so, too",
     r"python .*--experimental-rerun": "reads what the command before it wrote, as tests/cli/test_hydras_tools.py",
@@ -43,10 +45,10 @@ UNTRIED = {
 """Commands that nothing here can try, as patterns, and why."""
 
 # Names that the pages use for what a reader has.
-RUNS = ("RUN", "OTHER_RUN", "outputs/copy-digits/2026-11-21_12-00-00", "outputs/first")
-SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00", "multirun/modes")
+RUNS = ("RUN", "OTHER_RUN", "outputs/copy-digits/2026-11-21_12-00-00", "outputs/first", "outputs/sft")
+SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00", "multirun/modes", "multirun/rates")
 BUNDLE = "NAME-DATE_TIME.bundle.json"
-MODELS = ("Qwen3-0.6B",)
+MODELS = ("models/Qwen3-0.6B", "Qwen3-0.6B", "sft-model")
 SHAPES = "models/mine/config.json"
 ROWS = ("prompts.jsonl", "pairs.jsonl", "train.jsonl", "test.jsonl")
 ELSEWHERE = ("/models", "/data", "/mnt")
@@ -74,7 +76,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, standing_in(Computing(), folder, patch):
         patch.setenv("OMP_NUM_THREADS", "1")
         assert cli.main(["run", "hydra.run.dir=RUN", "trainer.steps=30"]) == 0
-        assert cli.main(["run", "-m", f"hydra.sweep.dir={SWEEPS[0]}", "trainer.steps=2"]) == 0
+        assert cli.main(["run", "-m", f"hydra.sweep.dir={SWEEPS[0]}", "trainer.steps=2,3"]) == 0
         for step in (20, 30):
             commit(folder / "RUN" / "checkpoints", step)
             commit(folder / "ROOT", step)
@@ -83,7 +85,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in kind[1:]:
             shutil.copytree(folder / kind[0], folder / name)
     for name in MODELS:
-        bare_model(folder / "models" / name)
+        bare_model(folder / name)
     (folder / SHAPES).parent.mkdir()
     shutil.copy(ROOT / "trinity_sync" / "models" / "published" / "qwen3-8b.json", folder / SHAPES)
     for name in ROWS:
@@ -95,7 +97,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         write_problems(folder / "gsm8k" / f"{split}.parquet", 2, split)
     (folder / "data" / "runs").mkdir(parents=True)
-    write_examples(folder)
+    write_examples(folder, *sorted(ROOT.glob("docs/extending*.md")), OWN_MODEL)
     return folder
 
 

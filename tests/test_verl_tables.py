@@ -1,4 +1,4 @@
-"""The tables of docs/coming-from-verl.md: a test checks each row, and verl has the keys that its rows name."""
+"""The tables of docs/verl-reference.md: a test checks each row, and verl has the keys that its rows name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.pages import ROOT
 from trinity_sync.config import compose, typed
 from trinity_sync.trainer.worker_spec import worker_spec
 
-PAGE = (ROOT / "docs" / "coming-from-verl.md").read_text()
+PAGE = (ROOT / "docs" / "verl-reference.md").read_text()
 KEY = re.compile(r"`([^`]+)`")
 VERL = Path(str(getattr(find_spec("verl"), "origin", ""))).parent
 PLUGGED_IN, OURS, TRINITY = "verl's keys, with the plug-in on", "verl's keys and ours", "Trinity-RFT's calls"

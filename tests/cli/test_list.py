@@ -72,7 +72,7 @@ def test_runs_are_listed_the_newest_last(here: Path, capsys: pytest.CaptureFixtu
     leave("outputs/b/1", at=3000.0, name="b")
     leave("outputs/a/2", at=1000.0, steps=5, status="failed", name="a")
     leave("elsewhere/3")
-    cells = ["0.300", "fsdp2 x 2", "memory", "5 s"]
+    cells = ["0.450", "fsdp2 x 2", "memory", "5 s"]
     assert [[cell.strip() for cell in row] for row in listed(capsys)] == [
         ["outputs/a/2", "a", "failed", "5/20", *cells],
         ["outputs/b/1", "b", "completed", "20/20", "1.550", "fsdp2 x 2", "memory", "20 s"],
@@ -102,10 +102,13 @@ def test_a_program_is_told_all_of_it(here: Path, capsys: pytest.CaptureFixture[s
     assert found[1] == {
         "path": str(run),
         "name": "try",
+        "task": None,
+        "model": None,
         "status": "completed",
         "steps": 20,
         "total_steps": 20,
         "reward": pytest.approx(1.55),
+        "loss": None,
         "backend": "fsdp2",
         "ranks": 2,
         "sync": "memory",
@@ -193,6 +196,12 @@ def test_figures_are_those_of_the_report(here: Path, capsys: pytest.CaptureFixtu
         summary["reward_last"],
         summary["wall_s"],
     )
+
+
+def test_a_run_without_rewards_shows_its_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = leave("outputs/a/1", steps=8)
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("reward/mean", "loss"))
+    assert listed(capsys)[0][4].strip() == "loss 0.650"
 
 
 def test_names_that_refer_to_others_are_resolved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

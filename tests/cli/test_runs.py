@@ -776,7 +776,7 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
     assert not rewards.exists(), "it was imported"
     place = f"task.path={tmp_path}/prompts.jsonl"
     assert cli.main(["resume", str(folder), place, "--allow-target", "my_reward"]) == 2
-    assert cli.main(["resume", str(folder), place, REWARD]) == 0
+    assert cli.main(["resume", str(folder), place, "task.reward=my_rewards.mine"]) == 0
     disown(folder)
     assert cli.main(["resume", str(folder), place, "--allow-target", "my_rewards"]) == 0
     assert len(launcher.calls) == 3

@@ -469,6 +469,14 @@ def test_a_line_of_the_task_file_that_cannot_be_read_is_named(tmp_path: Path) ->
         check_inputs(compose(["task=jsonl", f"task.path={tmp_path}/rows.jsonl"]))
 
 
+def test_a_function_of_a_sum_that_cannot_be_imported_is_named_with_its_place() -> None:
+    cfg = compose(["task=jsonl", "task.path=x", "task.reward=[trinity_sync.tasks.rewards.exact_match,2*no_module.x]"])
+    with pytest.raises(
+        ConfigError, match=r"^task\.reward\.functions\.1\._target_ is no_module\.x, which cannot be used: No"
+    ):
+        build_task(cfg.task, 0)
+
+
 @pytest.mark.parametrize("target", ["nowhere.to_be_found", f"{__name__}.no_such_function"])
 def test_a_reward_function_that_cannot_be_imported_is_named_with_its_key(target: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""`docs/tour.md` as a newcomer follows it: its commands in their order, and what it shows of what they print."""
+"""`docs/tour.md` and `docs/own-model.md` as a newcomer follows them: their commands in order, and what they print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, Command, missing, sessions
+from tests.chat_models import make_chat_model
+from tests.pages import OWN_MODEL, ROOT, Command, blocks, missing, sessions, write_examples
 
 TOUR = [
     session
@@ -69,3 +70,16 @@ def test_the_tour_goes_as_it_is_written(checkout: Path) -> None:
     attempts = json.loads((first / "run.json").read_text())["attempts"]
     assert [attempt["status"] for attempt in attempts] == ["completed", "completed"]
     assert json.loads((first / "summary.json").read_text())["reward_last"] > 0.9
+
+
+@pytest.mark.all
+@pytest.mark.timeout(2400)
+def test_a_model_of_ones_own_goes_as_it_is_written(checkout: Path) -> None:
+    write_examples(checkout, OWN_MODEL)
+    make_chat_model(checkout / "Qwen3-0.6B")
+    output = "".join(run(command, checkout) for session in sessions(OWN_MODEL) for command in session)
+    assert "equal: 21 versions" in output
+    loaded = next(block.text for block in blocks(OWN_MODEL) if "from_pretrained" in block.text)
+    assert not subprocess.run([sys.executable, "-c", loaded], cwd=checkout, timeout=LIMIT_S).returncode
+    (best,) = (checkout / "multirun" / "rates").glob("1")
+    assert json.loads((best / "summary.json").read_text())["validation"]

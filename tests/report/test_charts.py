@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trinity_sync.report import charts
@@ -27,6 +27,8 @@ def positions(drawing: str) -> list[tuple[float, float]]:
 
 
 @given(low=NUMBERS, high=NUMBERS)
+@example(low=0.0, high=1.2e-38)
+@example(low=0.0, high=5e-324)
 def test_ticks_are_few_rising_and_hold_the_values(low: float, high: float) -> None:
     low, high = min(low, high), max(low, high)
     values, (first, last) = charts.ticks(low, high)

@@ -130,7 +130,7 @@ def test_the_figures_of_a_run() -> None:
     )
     values = {key: one and one.value for key, one in figures(run).items()}
     assert values == {
-        "reward": pytest.approx(0.75),
+        "reward": pytest.approx(0.95),
         "steps_to_target": None,
         "wall_s": None,
         "samples_per_s": 8.0,

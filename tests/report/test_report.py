@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from trinity_sync.report import render_json, render_table, write_report
 from trinity_sync.report.figures import COLUMNS
 from trinity_sync.report.run_charts import step_parts
 from trinity_sync.report.run_data import Run, load, smooth, steps_to
+from trinity_sync.tracking import units
 
 VOID = {"meta"}
 NO_TEXT = {"style", "script"}
@@ -139,16 +142,97 @@ def test_every_chart_is_drawn(finished: Path) -> None:
     labels = re.findall(r'role="img" aria-label="([^"]*)"', write_report(finished).read_text())
     assert labels == [
         "Mean reward by step",
-        "Who did what when: The last 12 of 60 steps",
         "Loss by step",
+        "Staleness by step",
+        "Mismatch by step",
         "Seconds of each part of a step",
-        "Mean staleness of the samples by step",
-        "Mismatch of explorers and trainer by step",
+        "Who did what when: The last 12 of 60 steps",
         "Version held by each explorer by step",
         "Seconds of each publish and load by version",
         "Bytes of each version",
         "Seconds of each checkpoint by step",
     ]
+
+
+def change(run: Path, values: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write other values into the lines of metrics.jsonl."""
+    lines = [values(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+LEARNT = {
+    **{"val/reward/mean": "Validation", "reference/k3_kl": "KL", "actor/kl_loss": "KL", "grad_norm": "Gradient norm"},
+    **{"response_length/mean": "Response length", "response_length/truncated": "Truncated and flat"},
+    **{"reward/flat_groups": "Truncated and flat", "actor/pg_clipfrac": "Clip fraction"},
+    **{"actor/entropy_loss": "Entropy", "lr": "Learning rate", "staleness/mean": "Staleness"},
+}
+
+
+def test_all_that_was_learned_comes_before_time_memory_and_sync(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=4)
+    change(run, lambda line: {**line, **{name: line["step"] / (7 + len(name)) for name in LEARNT}})
+    titles = re.findall(r"<h2>([^<]*)</h2>", write_report(run).read_text())
+    assert titles[0] == "Reward"
+    assert set(titles[: titles.index("Where a step&#39;s time goes")]) >= set(LEARNT.values())
+
+
+def test_constant_metrics_share_a_card(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=4)
+    change(run, lambda line: {**line, "lr": 0.001, "actor/pg_clipfrac": 0})
+    words = "Constant Clip fraction by step: 0 throughout, from step 1 to 4. Learning rate by step: 0.001 throughout"
+    assert words in Page(write_report(run)).text
+
+
+def test_figures_of_sync_checkpoints_and_memory_fold(finished: Path) -> None:
+    page = write_report(finished).read_text()
+    (folded,) = re.findall(
+        r"<summary>Figures of sync, checkpoints and memory</summary>(.*?)</details>", page, re.DOTALL
+    )
+    for label in ("Blocked by publish", "Peak, trainer"):
+        assert page.count(f"<dt>{label}</dt>") == folded.count(f"<dt>{label}</dt>") == 1
+    assert "<dt>Reward</dt>" in page.replace(folded, "")
+
+
+def test_the_header_names_model_task_algorithm_and_rate(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=2)
+    config = run / ".hydra" / "config.yaml"
+    more = "task:\n  path: gsm8k/train.jsonl\nmodel:\n  path: /models/Qwen3-0.6B\n  lora:\n    rank: 16\n"
+    written = config.read_text().replace("algorithm:\n", "algorithm:\n  kind: grpo\n")
+    config.write_text(written.replace("lr: 0.001", "lr: 0.001\n  lr_scheduler: cosine") + more)
+    page = write_report(run)
+    assert "<title>copy_digits, gsm8k, Qwen3-0.6B: completed</title>" in page.read_text()
+    assert "model Qwen3-0.6B, LoRA of rank 16 task gsm8k algorithm grpo rate 0.001, cosine backend" in Page(page).text
+
+
+def test_a_resumed_run_says_when_it_was_first_started(troubled: Path) -> None:
+    text = Page(write_report(troubled)).text
+    first, second = (json.loads((troubled / "run.json").read_text())["attempts"][at]["started"] for at in (0, 1))
+    assert f"started {units.moment(first)} resumed {units.moment(second)} from step 20" in text
+
+
+def test_the_main_figure_of_a_supervised_run_is_its_loss(tmp_path: Path) -> None:
+    clock = Clock()
+    synthetic.hydra(tmp_path, ["algorithm=sft"])
+    with synthetic.recording(tmp_path, clock) as recorder:
+        for step in (1, 2, 3, 4):
+            recorder.metrics(step, {"loss": 4 / step, "val/loss": 5 / step, "timing/step": 1.0})
+        recorder.finish("completed")
+    text = Page(write_report(tmp_path)).text
+    assert "Steps 4 of 60 1 s each, median Loss 1.167 mean of 2 steps, from 3 Validation loss 1.250" in text
+    for words in ("Reward", "explorers 2", "Versions", "sync memory"):
+        assert words not in text
+
+
+def test_no_chart_is_wider_than_a_phone(finished: Path) -> None:
+    page = write_report(finished).read_text()
+    assert set(re.findall(r'<svg viewBox="0 0 (\d+) 250"', page)) == {"560"}
+
+
+def test_no_two_curves_of_the_reward_have_the_same_colour(finished: Path) -> None:
+    page = write_report(finished).read_text()
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', page, re.DOTALL)
+    assert legend is not None
+    assert len(set(re.findall(r'stroke="([^"]*)"', legend[1]))) == 2
 
 
 def test_the_texts_of_a_run_are_never_markup(troubled: Path) -> None:
@@ -237,7 +321,7 @@ def test_a_run_that_never_started_has_a_page(tmp_path: Path) -> None:
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     with synthetic.recording(tmp_path):
         text = Page(write_report(tmp_path)).text
-    for words in ("No version has been published.", "No checkpoint has been committed.", "Digests not checked"):
+    for words in ("No step has recorded a reward.", "No checkpoint has been committed.", "Digests not checked"):
         assert words in text
 
 

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.report.test_activity import AT, event, step
+from trinity_sync.report.run_charts import step_parts
 from trinity_sync.report.run_data import Run
-from trinity_sync.report.timeline import timeline
+from trinity_sync.report.timeline import _WORDS, _kind, timeline
 from trinity_sync.tracking.events import GenerateEvent, event_step
 
 
@@ -49,7 +51,7 @@ def test_each_lane_has_its_bars_with_their_values() -> None:
         assert f"<title>{words}</title>" in page
     assert re.findall(r'class="who">([^<]*)<', page) == ["trainer", "explorer-0"]
     assert re.findall(r'class="small">([^<]*)<', page) == ["50% busy", "60% busy"]
-    assert "waits for samples</li>" in page
+    assert "waits for samples, loads or a validation</li>" in page
     assert "commits it</li>" not in page
 
 
@@ -132,3 +134,21 @@ def test_a_run_that_has_no_step_yet_shows_what_there_is() -> None:
     assert timeline(found) is None
     found.events = [event("load", 1, version=0, explorer="explorer-0", total_s=0.5, paused_s=0.1)]
     assert titles(found) == ["All of it"]
+
+
+def test_a_validation_before_the_first_step_is_no_step() -> None:
+    found = run(3)
+    start = {"attempt": 0, "step": 0, "time": AT, "val/reward/mean": 0.5, "timing/validate": 0.25}
+    found = replace(found, metrics=[start, *found.metrics])
+    assert titles(found) == ["All steps"]
+    assert "trainer: wait for a validation, step 0: 250 ms" in drawn(found)
+    assert titles(replace(found, metrics=[start, *run(13).metrics])) == ["The last 12 of 13 steps"]
+    assert step_parts(found)[0] == [1.0, 2.0, 3.0]
+
+
+def test_no_two_kinds_of_bars_have_the_same_colour() -> None:
+    style = files("trinity_sync.report").joinpath("templates/style.css").read_text()
+    kinds = {_kind(what) for what in _WORDS} | {"other"}
+    fills = {kind: re.findall(rf"svg \.{kind} {{ ([^}}]*) }}", style) for kind in kinds}
+    assert all(fills.values())
+    assert len({str(fill) for fill in fills.values()}) == len(kinds)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.samples.metrics import batch_metrics, excerpt
+from trinity_sync.samples.metrics import batch_metrics, excerpt, validation_metrics
 from trinity_sync.samples.record import Prompt
 
 BATCH = SampleBatch.of(
@@ -44,6 +44,15 @@ def test_rewards_and_lengths_are_measured() -> None:
             "prompt_length/max": 4,
         }
     )
+
+
+def test_the_parts_of_a_reward_are_measured_over_the_samples_that_have_them() -> None:
+    parts = {"format": np.array([1.0, 0.0, np.nan, 0.5, np.nan, np.nan]), "score": np.full(6, np.nan)}
+    batch = SampleBatch.concatenate([replace(BATCH, parts=parts), BATCH]).sorted()
+    assert [value for name, value in batch_metrics(batch).items() if "format" in name or "score" in name] == [0.5]
+    assert batch_metrics(batch)["reward/format"] == 0.5
+    of_one_version = replace(BATCH, parts=parts).take(np.arange(4))
+    assert validation_metrics(of_one_version)["val/reward/format"] == 0.5
 
 
 def test_responses_that_could_not_be_judged_are_counted_and_those_without_a_reward_are_in_no_mean() -> None:

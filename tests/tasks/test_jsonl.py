@@ -14,7 +14,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Response, RewardResult
 from trinity_sync.tasks.jsonl import JsonlTask
-from trinity_sync.tasks.rewards import Judging, exact_match, score
+from trinity_sync.tasks.rewards import Judging, WeightedSum, exact_match, score
 
 
 def shout(prompt: Prompt, response: str, *, volume: float) -> float:
@@ -148,3 +148,44 @@ def test_a_task_of_the_users_keeps_keys_of_these_names() -> None:
     task = build_task(node, 0)
     assert task.settings == {"timeout_s": 5, "on_error": "mine"}
     assert score(task, Prompt(index=0, text="a"), "b", True, step=1) == (5.0, None)
+
+
+# Weighted sums of several functions.
+
+
+def exact(prompt: Prompt, response: str) -> float:
+    return float(len(response))
+
+
+def test_a_weighted_sum_is_judged_with_the_values_of_its_parts(tmp_path: Path) -> None:
+    task = composed(tmp_path, f"task.reward=[{__name__}.short,0.5*{__name__}.exact]")
+    (verdict,) = task.reward_judge.judge([Response(task.prompts(1, 1)[0], "four", False)], step=1)
+    task.reward_judge.close()
+    assert (verdict.reward, verdict.exact, verdict.error) == (1.0, None, "")
+    # "reward/exact" is another metric
+    assert verdict.parts == {"short": -1.0, f"{__name__}.exact": 4.0}
+
+
+def test_the_part_that_fails_is_named(tmp_path: Path) -> None:
+    task = composed(tmp_path, f"task.reward=[{__name__}.short,2*{__name__}.broken]", "task.reward.on_error=skip")
+    (verdict,) = task.reward_judge.judge([Response(task.prompts(1, 1)[0], "2", True)], step=3)
+    task.reward_judge.close()
+    assert verdict.parts is None
+    assert (
+        f"the reward function 1*{__name__}.short + 2*{__name__}.broken, called for prompt 0 of step 3, has a part "
+        f"{__name__}.broken, which failed: ZeroDivisionError: nothing to divide by ({__file__}:" in verdict.error
+    )
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "told"),
+    [
+        ([short], [1.0, 2.0], r"task\.reward\.weights is \[1\.0, 2\.0\]; it must have one number for each function"),
+        ([], [], r"task\.reward\.weights is \[\]; it must have one number for each function of task\.reward, of which"),
+        ([short, short], [1.0, 2.0], r"^task\.reward has tests\.tasks\.test_jsonl\.short twice; add up its weights"),
+        ([shout], [1.0], r"test_jsonl\.shout\(.*, which cannot be called with a prompt and a response"),
+    ],
+)
+def test_a_sum_that_cannot_be_is_refused(functions: list[Any], weights: list[float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        WeightedSum(functions, weights)

@@ -28,7 +28,7 @@ from trinity_sync.host.process import driver_lifeline
 from trinity_sync.host.threads import in_background
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks import reward_processes
-from trinity_sync.tasks.base import Failure, Response, RewardResult, Verdict
+from trinity_sync.tasks.base import Failure, Response, RewardResult, SummedResult, Verdict
 from trinity_sync.tasks.reward_process import decoded, encoded
 from trinity_sync.tasks.reward_processes import RewardProcesses
 from trinity_sync.tasks.rewards import FunctionReward, Judging
@@ -348,6 +348,7 @@ class Harmful:
 def test_numbers_come_back_as_they_are() -> None:
     for result in (RewardResult(0.1 + 0.2, None), RewardResult(-5e-324, 1.7976931348623157e308)):
         assert decoded(encoded("x", result)) == ("x", result)
+    assert decoded(encoded("x", SummedResult.of(0.5, {"a": -1.0})))[1].parts == {"a": -1.0}  # type: ignore[union-attr]
     for failure in (Failure("no \udcff"), Failure("no", Origin("a.py:3", "Traceback\n"))):
         assert decoded(encoded("x", failure)) == ("x", failure)
 
@@ -359,6 +360,8 @@ OTHER = [
     b'["x", 1.0]',
     b'{"x": 1}',
     b'["x", 1.0, null, 2]',
+    b'["x", 1.0, null, {"a": NaN}]',
+    b'["x", 1.0, null, {"a": "b"}]',
 ]
 
 

@@ -290,6 +290,7 @@ def test_supervised_learning_shows_its_loss() -> None:
         clock.pass_(1)
         view.take({"step": step, "loss": 0.5 / step})
     assert "loss  0.167" in " ".join(panel_text(view).split("\n")).replace("    ", "")
+    assert "versions" not in panel_text(view)
 
 
 def test_a_commit_ends_the_save_that_it_was_for() -> None:

@@ -32,9 +32,26 @@ def test_first_and_last_reward_are_means_of_ten_steps() -> None:
     assert (summary["reward_first"], summary["reward_last"], summary["steps"]) == (5.5, 25.5, 30)
 
 
+@pytest.mark.parametrize(("steps", "first", "last", "each"), [(12, 3.5, 9.5, 6), (3, 1.0, 3.0, 1), (1, 1.0, 1.0, 1)])
+def test_the_means_at_both_ends_of_a_short_run_do_not_overlap(
+    tmp_path: Path, steps: int, first: float, last: float, each: int
+) -> None:
+    summary = summarise(metrics([float(step) for step in range(1, steps + 1)]), [], "completed", 9.0)
+    assert (summary["reward_first"], summary["reward_last"], summary["mean_steps"]) == (first, last, each)
+    words = f"means of the first and last {each} steps" if each > 1 else "the first and the last step"
+    assert f"({words})" in " ".join(shown(summary, tmp_path).split())
+
+
+def test_the_main_figure_of_a_run_without_rewards_is_its_loss(tmp_path: Path) -> None:
+    lines = [{"step": step, "attempt": 0, "time": 1.0, "loss": 4.0 / step} for step in (1, 2, 3, 4)]
+    text = shown(summarise(lines, [], "completed", 9.0), tmp_path)
+    assert "loss         3 → 1.167 (means of the first and last 2 steps)\n" in text
+    assert "versions" not in text
+
+
 def test_steps_without_a_reward_count_for_none() -> None:
     summary = summarise(metrics([None, 1.0, None, 3.0]), [], "completed", 9.0)
-    assert (summary["reward_first"], summary["reward_last"]) == (2.0, 2.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (1.0, 3.0)
 
 
 def test_a_run_without_anything_has_a_summary() -> None:

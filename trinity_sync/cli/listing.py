@@ -85,7 +85,8 @@ def _print_block(row: tuple[str, ...], console: Console) -> None:
 
     folder, name, status, steps, reward, backend, sync, wall = row
     console.print(Text(folder, style="bold"), soft_wrap=True)
-    labelled = [f"{steps} steps" if steps != "-" else "-", f"reward {reward}" if reward != "-" else "-"]
+    result = reward if reward == "-" or reward.startswith("loss ") else f"reward {reward}"
+    labelled = [f"{steps} steps" if steps != "-" else "-", result]
     line = Text("  ")
     for piece in (status, *labelled, name, backend, sync, wall):
         if piece == "-":
@@ -137,7 +138,7 @@ def _run_row(run: RunLine, name: str) -> tuple[str, ...]:
         name,
         run.status,
         f"{run.steps}/{run.total_steps}" if run.total_steps is not None else str(run.steps),
-        units.number(run.reward),
+        run.figure.removeprefix("reward ") or "-",
         _backend(run),
         run.sync or "-",
         units.seconds(run.wall_s),

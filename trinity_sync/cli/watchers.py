@@ -305,11 +305,11 @@ class SweepWatch:
 
     def _line(self, folder: Path) -> Text:
         job = self._jobs[folder]
-        reward = f"  reward {units.number(job.line.reward)}" if job.line.reward is not None else ""
+        figure = f"  {job.line.figure}" if job.line.figure else ""
         return Text.assemble(
             f"{printable(folder.name):>3}  ",
             (f"{job.now.stand:<11}", _STYLES.get(job.now.stand, "")),
-            f"  {job.steps}{reward}  ",
+            f"  {job.steps}{figure}  ",
             (self._settings(folder), "dim"),
             no_wrap=True,
             overflow="ellipsis",

@@ -47,6 +47,7 @@ from trinity_sync.config.model_checks import (
 )
 from trinity_sync.config.schema import Config, build_policy
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.slots import DEFAULT_ROOT
 
 # base classes of the options of these groups, as text since their packages lie above this one
 _CHECKING = {
@@ -348,6 +349,17 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
+def _check_shared_memory(get: Get) -> Iterator[Problem]:
+    """Check the folder of the slots, except on other machines, and except the default, in whose place the run's folder
+    is used.
+    """
+    folder = get("sync.shm_dir")
+    if get("cluster.address") is None and folder != DEFAULT_ROOT:
+        if not Path(folder).exists():
+            yield Problem("sync.shm_dir", f"is {folder}, which does not exist; name a folder in memory: {DEFAULT_ROOT}")
+        yield from _check_folder("sync.shm_dir", get)
+
+
 def _takes_no_files(folder: Path) -> bool:
     """Return whether a folder belongs to the kernel, which accepts no files from any user."""
     return any(folder.is_relative_to(place) for place in ("/proc", "/sys")) and not os.statvfs(folder).f_blocks
@@ -373,7 +385,8 @@ _CHECKS: tuple[Check, ...] = (
     _check_retention,
     *(partial(_check_saving, key) for key in _SAVING),
     _check_mirror,
-    *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir")),
+    *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir", "tracker.trackio.folder")),
+    _check_shared_memory,
     check_workload,
     check_model,
     check_attention,

@@ -5,6 +5,7 @@ process that uses it. Also reads which classes our option files name.
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import os
@@ -26,6 +27,8 @@ from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
 _CODE = (".py", ".so", ".pyc")
+_KINDS = {"class": ast.ClassDef, "function": ast.FunctionDef | ast.AsyncFunctionDef}
+"""Definitions, by what a name may be of."""
 
 
 class ModuleSource(NamedTuple):
@@ -54,15 +57,15 @@ def module_source(module: str, folders: Iterable[Path] = ()) -> ModuleSource | N
     return ModuleSource(str(root.parent), digest.hexdigest()) if inner or root.is_file() else None
 
 
-def missing(name: str) -> str | None:
+def missing(name: str, kind: str = "class") -> str | None:
     """Return why a dotted name cannot be imported, as far as can be known without importing; None: no reason found.
 
     Finds the module as an import would, and reads its source for the name. Modules without source, or with a
-    `__getattr__`, are not checked.
+    `__getattr__`, are not checked. `kind`: what the name is of, class or function.
     """
     parts = name.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return "it is not a dotted name such as my_package.my_module.MyClass"
+    if not all(part.isidentifier() for part in parts) or (len(parts) == 1 and _find(name, None) is None):
+        return f"it is not a dotted name such as my_package.my_module.{'MyClass' if kind == 'class' else 'my_function'}"
     module: ModuleSpec | None = None
     for depth in range(1, len(parts) + 1):
         place = None if module is None else module.submodule_search_locations
@@ -75,12 +78,16 @@ def missing(name: str) -> str | None:
     if module is None:
         return f"there is no module {parts[0]}; it has to be installed, or lie in a folder of PYTHONPATH"
     left = parts[len(module.name.split(".")) :]
+    body = _body(module)
+    offered = [node.name for node in body if isinstance(node, _KINDS[kind]) and not node.name.startswith("_")]
     if not left:
-        return f"{module.name} is a module; name a class of it"
-    names = _names(module)
-    if names is None or left[0] in names:
+        return f"{module.name} is a module; name a {kind} of it" + (f": {module.name}.{offered[0]}" if offered else "")
+    names = set(_bound(body))
+    if not body or left[0] in names or names & {"*", "__getattr__"}:
         return None
-    return f"{module.name} has no {left[0]}"
+    near = difflib.get_close_matches(left[0], names, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else f"; it has {', '.join(offered[:5])}" if offered else ""
+    return f"{module.name} has no {left[0]}{meant}"
 
 
 def load(key: str, name: str) -> Any:
@@ -153,15 +160,14 @@ def _find(name: str, place: Sequence[str] | None) -> ModuleSpec | None:
     return None
 
 
-def _names(module: ModuleSpec) -> set[str] | None:
-    """Return the names that a module defines or imports at its top level; None: unknown."""
+def _body(module: ModuleSpec) -> Sequence[ast.stmt]:
+    """Return the statements at the top level of a module; none: it has no source that can be read."""
     if module.origin is None or not module.origin.endswith(".py"):
-        return None
+        return ()
     try:
-        names = set(_bound(ast.parse(Path(module.origin).read_bytes()).body))
+        return ast.parse(Path(module.origin).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
-        return None
-    return None if names & {"*", "__getattr__"} else names
+        return ()
 
 
 def _bound(body: Sequence[ast.AST]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -109,12 +110,23 @@ def hub_or_folder_problem(path: str) -> str | None:
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return None
-        return f"is {path}, a folder without config.json; name one in Hugging Face format"
+        return f"is {path}, a folder without config.json; {_advice(folder)}"
     if folder.exists():
         return f"is {path}, a file; name a folder in Hugging Face format, or a hub id such as org/name"
     if re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", path):
         return None
     return f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name"
+
+
+def _advice(folder: Path) -> str:
+    """Return what to do about a folder without a model: of a run's folders, to export the checkpoint in it."""
+    named = [folder, *folder.absolute().parents[:2]]
+    step = next((place for place in named if re.fullmatch(r"global_step_\d+", place.name)), None)
+    source = step or next((place for place in named[:2] if (place / "run.json").is_file()), None)
+    if source is None:
+        return "name one in Hugging Face format"
+    made = f"{Path(source.absolute()).name}-model"
+    return f"export its model first, and name that: trinity-sync ckpt export {shlex.quote(str(source))} --output {made}"
 
 
 def model_fields(get: Get) -> Mapping[str, object]:
@@ -447,8 +459,7 @@ def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Pro
         if files is None:
             yield Problem(
                 "model.path",
-                f"is {folder}, which has no weights: neither {_WHOLE} nor {_INDEX}; name a folder with both weights "
-                "and config.json",
+                f"is {folder}, which has no weights: neither {_WHOLE} nor {_INDEX}; {_advice(folder)}",
             )
             return
         shapes: dict[str, Sequence[int]] = {}

@@ -1,18 +1,27 @@
 """Overrides in Hydra's grammar. Hydra reads ``2024_11_25`` and ``1e3`` as numbers, since it does not know the types of
-settings; these functions quote text that it would change.
+settings; these functions quote text that it would change. And the short forms of `task.reward`.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
+from typing import cast
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode, open_dict
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.references import Value
 
 _OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
 _TOKEN = re.compile(r"(?:(\w+)\s*:\s*)?([^,\[\]{}():\s](?:[^,\[\]{}():]*[^,\[\]{}():\s])?)")
@@ -82,3 +91,66 @@ def _is_text(key: str) -> bool:
         or isinstance(node, StringNode)
         or (isinstance(node, ListConfig) and node._metadata.element_type is str)
     )
+
+
+# -- the short forms of a reward: the name of a function, or a list of names with weights
+
+
+REWARD = "task.reward"
+_SUM = "trinity_sync.tasks.rewards.WeightedSum"
+_TERM = re.compile(r"(?:(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) *\* *)?([^\s*]+)")
+
+
+def accept_short_rewards() -> None:
+    """Have Hydra compose the long form of a short `task.reward`, of command lines and of files: a function under
+    `_target_`, or a `WeightedSum`. A task whose `reward` names no function gets the value as it is.
+    """
+    apply, load = ConfigLoaderImpl._apply_overrides_to_config, ConfigLoaderImpl._load_single_config
+
+    def applying(overrides: list[Override], cfg: DictConfig) -> None:
+        for override in overrides:
+            apply([_inlong_form(override, cfg)], cfg)
+
+    def loading(self: ConfigLoaderImpl, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        found = load(self, default, repo)
+        reward, target = (OmegaConf.select(found.config, key) for key in (REWARD, "task._target_"))
+        if isinstance(reward, str | ListConfig) and str(target or _SUM).startswith("trinity_sync."):
+            found = copy.deepcopy(found)  # Hydra keeps the first
+            names = reward if isinstance(reward, str) else OmegaConf.to_container(reward, resolve=False)
+            OmegaConf.update(found.config, REWARD, long_form(cast("Value", names)), merge=False)
+        return found
+
+    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(applying)  # type: ignore[method-assign]
+    ConfigLoaderImpl._load_single_config = loading  # type: ignore[method-assign]
+
+
+def _inlong_form(override: Override, cfg: DictConfig) -> Override:
+    key = override.key_or_group
+    node = OmegaConf.select(cfg, key) if f".{key}".endswith(f".{REWARD}") and not override.is_delete() else None
+    value = cast("Value", override.value())
+    if not isinstance(node, DictConfig) or "_target_" not in node or not isinstance(value, str | list):
+        return override
+    if "functions" in node:  # a sum, which this replaces
+        with open_dict(node):
+            del node["functions"], node["weights"]
+            node["_partial_"] = True
+    return replace(override, type=OverrideType.FORCE_ADD, _value=long_form(value))
+
+
+def long_form(reward: Value) -> Value:
+    """Return the long form of a reward's names; other values stay."""
+    if isinstance(reward, str) and "*" not in reward:
+        return {"_target_": reward}
+    if not isinstance(reward, str | list):
+        return reward
+    functions, weights = list[Value](), list[Value]()
+    for term in [reward] if isinstance(reward, str) else reward:
+        found = _TERM.fullmatch(str(term).strip())
+        if found is None:
+            raise ConfigError(
+                f"{REWARD} has {term!r}; each part is the dotted name of a function, or a weight and a name such as "
+                "0.2*my_rewards.format"
+            )
+        functions.append({"_target_": found[2], "_partial_": True})
+        weights.append(float(found[1] or 1))
+    return {"_target_": _SUM, "_partial_": False, "functions": functions, "weights": weights}

@@ -35,7 +35,7 @@ from trinity_sync.config.composition import (
     override_texts,
 )
 from trinity_sync.config.lookup import ModuleSource, module_source, own_options, own_targets_of
-from trinity_sync.config.overrides import quote
+from trinity_sync.config.overrides import REWARD, long_form, quote
 from trinity_sync.config.user_record import FILE, NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import MASK, masked, masked_override, shown
@@ -51,7 +51,7 @@ OWN = {
         "trinity_sync.tasks.jsonl.JsonlTask",
         "trinity_sync.tasks.pairs.PairsTask",
         "trinity_sync.tasks.verl.VerlTask",
-        *(f"{_REWARDS}.{name}" for name in ("contains_answer", "exact_match", "numeric_match")),
+        *(f"{_REWARDS}.{name}" for name in ("contains_answer", "exact_match", "numeric_match", "WeightedSum")),
     ),
     "tracker": (
         "trinity_sync.tracking.mlflow.MlflowTracker",
@@ -632,8 +632,9 @@ def _given(new: Sequence[str]) -> Iterator[tuple[str, object]]:
         key, value = override.get_key_element().lstrip("+~"), cast("Value", override.value())
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line} is a sweep; give one value here")
-        yield from _named(value, key)
-        yield from _leaves(value, key)
+        for form in (value, long_form(value) if key == REWARD else None):
+            yield from _named(form, key)
+            yield from _leaves(form, key)
         for name in value if isinstance(value, list) else [value]:  # for our options, the content of their files
             if isinstance(name, str) and "." not in key and (option := own_options(key).get(name)):
                 yield from _leaves(option, f"tracker.{name}" if key == "tracker" else key)

@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import LABELS, TARGET, load_class
+from trinity_sync.config.overrides import accept_short_rewards
 from trinity_sync.host.references import Settings, Value
 from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy, make_policy, policy_named
 
@@ -659,6 +660,7 @@ def _same_store(memo: object) -> ConfigStore:
 
 def register() -> None:
     """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Called on import of the package."""
+    accept_short_rewards()
     store = ConfigStore.instance()
     # Hydra copies the whole store for each group of --help, which takes seconds; it copies nodes when it loads them
     vars(store)["__deepcopy__"] = _same_store

@@ -68,10 +68,18 @@ def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
     values = {**given}
     values.pop("validation", None)  # the task itself does not need it
     _check_text(values, "task")
+    _check_reward(values.get("reward"))
     parameters = _parameters(values.get(TARGET))
     ours = _judging(values, parameters)
     _leave_out_keys_of_ours(values, parameters)
     return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
+
+
+def _check_reward(reward: object) -> None:
+    """Check that the function exists, which Hydra would report under the key of the task."""
+    named = reward.get(TARGET) if isinstance(reward, dict) else None
+    if isinstance(named, str) and (reason := missing(named, "function")):
+        raise ConfigError(f"task.reward.{TARGET} is {named}, which cannot be used: {reason}")
 
 
 def _parameters(target: object) -> Mapping[str, inspect.Parameter]:
@@ -158,9 +166,10 @@ def _target_text(node: DictConfig, error: BaseException) -> str:
     text = str(error)
     named = re.search(r"full_key: (\S+)", text)
     key = named[1] if named else str(node._get_full_key(None) or "")
-    target = re.search(r"target '([^']+)'", text)
+    key = re.sub(r"(?<=functions)(?=\d)", ".", key)  # Hydra's name of a list's item
+    target = OmegaConf.select(node._get_root(), f"{key}.{TARGET}")
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
-    reason = " ".join(end_text(inner).split()) if origin(inner) is not None else " ".join(str(inner).split())
-    return f"{key}._target_ is {target[1] if target else node.get('_target_')}, which cannot be used: {reason}"
+    reason = " ".join((end_text(inner) if origin(inner) is not None else str(inner)).split())
+    return f"{key}.{TARGET} is {target}, which cannot be used: {reason.partition(' full_key:')[0]}"

@@ -196,6 +196,7 @@ class TextEngine(RolloutEngine):
             explorers=np.full(len(texts), ""),
             rewards=np.array([verdict.reward for verdict in verdicts], np.float64),
             exact=np.array([np.nan if verdict.exact is None else verdict.exact for verdict in verdicts], np.float64),
+            parts=_parts([verdict.parts or {} for verdict in verdicts]),
             errors=tuple(verdict.error for verdict in verdicts),
             finished=responses.finished,
             texts=tuple(texts),
@@ -217,6 +218,11 @@ class TextEngine(RolloutEngine):
         rows = [ids[start:stop] for start, stop in bounds]
         texts: list[str] = self._tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
         return texts
+
+
+def _parts(of_samples: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+    names = dict.fromkeys(name for parts in of_samples for name in parts)
+    return {name: np.array([parts.get(name, np.nan) for parts in of_samples], np.float64) for name in names}
 
 
 def unusable_model(model_path: str, error: Exception) -> ConfigError:

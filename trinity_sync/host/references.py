@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -84,3 +85,66 @@ def _part(node: DictConfig | ListConfig, part: object, written: Value) -> Value:
     except OmegaConfBaseException:
         return written
     return written if isinstance(value, str) and _FROM_ENVIRONMENT in value else value
+
+
+# -- the names of a run's task and model
+
+
+_TELLS_NOTHING = re.compile(
+    r"(?i)|\d+|\d{4}-\d\d-\d\d.*|[0-9a-f]{40}|(train(ing)?|test|val(id(ation)?)?|eval|data(set)?s?|prompts?|pairs|rows|hf"
+    r"|huggingface|snapshots|models?|exports?|checkpoints?|actor|config|final|last|best|merged|(global_step|checkpoint|step)[_-]?\d+)"
+)
+"""File and folder names that many tasks and models share; the folder above them has a better name."""
+_ENDING = re.compile(r"(?i)([-_.]?\d+-of-\d+)?(\.(jsonl?|parquet|gz))+$")
+_LONGEST_NAME = 40
+
+
+def task_name(settings: Mapping[str, object]) -> str | None:
+    """Return a short name of a run's task from its settings: of its file, else of its class; None: not known. It has
+    letters, digits, '.', '_' and '-' only.
+    """
+    if _setting(settings, "workload.kind") == "bytes":
+        return "bytes"
+    path = _setting(settings, "task.path")
+    first = next(iter(path), None) if isinstance(path, list) else path
+    kind = str(_setting(settings, "task._target_") or "").rpartition(".")[2].removesuffix("Task")
+    return _path_name(first) or _cut(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind).lower())
+
+
+def model_name(settings: Mapping[str, object]) -> str | None:
+    """Return a short name of a run's model from its settings: of its folder or on the hub, else its family; None: not
+    known. Characters as in `task_name`.
+    """
+    return given_model_name(settings) or _cut(str(_setting(settings, "model.architecture.model_type") or ""))
+
+
+def given_model_name(settings: Mapping[str, object]) -> str | None:
+    """Return the same of a model that was given by its path or its sizes; None: it is made by the run."""
+    return _path_name(_setting(settings, "model.path")) or _path_name(_setting(settings, "model.shapes"))
+
+
+def run_name(settings: Mapping[str, object]) -> str:
+    """Return the name of a run that was given none: its task, and its model unless that is made by the run."""
+    return "-".join(filter(None, (task_name(settings), given_model_name(settings)))) or "run"
+
+
+def _setting(settings: Mapping[str, object], key: str) -> object:
+    value: object = settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _path_name(path: object) -> str | None:
+    """Return the last part of a path that says something about its content."""
+    if not isinstance(path, str) or "${" in path:
+        return None
+    *folders, last = path.replace("\\", "/").rstrip("/").split("/")
+    parts = [_cut(part) for part in (_ENDING.sub("", last), *reversed(folders))]
+    return next((part for part in parts if part and not _TELLS_NOTHING.fullmatch(part)), parts[0])
+
+
+def _cut(text: str) -> str | None:
+    """Return a text as a part of a run's name."""
+    text = text.rpartition("--")[2] if text.startswith("models--") else text  # a folder of the hub's cache
+    return re.sub(r"[^\w.-]+", "-", text).strip(".-")[:_LONGEST_NAME].strip(".-") or None

@@ -71,7 +71,8 @@ class Job:
         saves = FullSaves(actors.monitor, actors.trainer, settings, self._recorder, behind)
         loop = self._make_loop(saves, self._publisher(settings), published)
         interrupts.check()
-        self._recorder.phase("sending the first version")
+        if actors.explores:
+            self._recorder.phase("sending the first version")
         try:
             completed = loop.run()
         except BaseException as error:
@@ -149,6 +150,7 @@ class Job:
             base=actors.published_base,
             record_interval=cfg.samples.record_interval,
             record_groups=cfg.samples.record_groups,
+            explores=actors.explores,
         )
         parts = [info.part for info in actors.infos if info.layout is not None]
         steps = Steps(

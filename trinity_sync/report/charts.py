@@ -230,7 +230,7 @@ def ticks(low: float, high: float, count: int = 5) -> tuple[list[float], tuple[f
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    values = [round(index * step, 12) for index in range(first, last + 1)]
+    values = [float(f"{index * step:.12g}") for index in range(first, last + 1)]
     return values, (values[0], values[-1])
 
 
@@ -266,7 +266,7 @@ def _thinned(series: Series, log: bool, most: int) -> Series:
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:
     """Widen a range that is empty, or too narrow for distinct ticks."""
-    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - by, high + by)
+    return (low, high) if high - low > max(1e-9 * max(abs(low), abs(high)), 1e-300) else (low - by, high + by)
 
 
 # Marks of a comparison.

@@ -9,7 +9,7 @@ from typing import Literal
 from trinity_sync.report.run_data import TARGET_REWARD, E, Run, steps_to
 from trinity_sync.tracking import units
 from trinity_sync.tracking.events import CommitEvent, LoadEvent, PublishEvent
-from trinity_sync.tracking.summary import REWARD_STEPS, quantile, training_spans
+from trinity_sync.tracking.summary import REWARD_STEPS, mean_steps, quantile, training_spans
 
 Better = Literal["lower", "higher"]
 Statistic = Literal["median", "mean", "single"]
@@ -115,7 +115,8 @@ def _training_s(run: Run) -> float | None:
 
 
 def _last_rewards(run: Run) -> Iterable[float | None]:
-    return [value for _, value in run.series("reward/mean") if value is not None][-REWARD_STEPS:]
+    values = [value for _, value in run.series("reward/mean") if value is not None]
+    return values[-mean_steps(len(values)) :]
 
 
 def _samples_per_step(run: Run) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -17,49 +17,63 @@ from trinity_sync.tracking.summary import ABS_DIFF, ABS_DIFF_MAX, EXACT, K3_KL, 
 
 _MOST_PARTS = 7
 _WHOLE_STEP = ("timing/step", "timing/total")
+_KL = ("reference/k3_kl", "reference/kl", "actor/kl_loss", "actor/reward_kl_penalty")
+_TRAINERS = 6
+"""The colour of the trainer beside explorers."""
 
 
-def reward(run: Run) -> Markup:
-    """Draw the reward of each step, and its mean over ten."""
+_TRAINING = {
+    "Validation": ("Not trained on, by the version of the step", {REWARD: "reward", EXACT: "right"}),
+    "Loss": ("Minimised; of a validation, that of its rows", {"loss": "training", LOSS: "validation"}),
+    "KL": (
+        "From the reference, nats a token",
+        dict(zip(_KL, ("k3", "k1", "in the loss", "in the rewards"), strict=True)),
+    ),
+    "Response length": ("Tokens", {"response_length/mean": "mean", "response_length/max": "longest"}),
+    "Truncated and flat": (
+        "Share of responses without an end token, and of prompts whose rewards are all equal: they train nothing",
+        {"response_length/truncated": "truncated responses", "reward/flat_groups": "flat groups"},
+    ),
+    "Gradient norm": ("Before clipping", {"grad_norm": "norm"}),
+    "Clip fraction": (
+        "Share of tokens that the policy loss clips",
+        {"actor/pg_clipfrac": "all", "actor/pg_clipfrac_lower": "by clip_ratio_c"},
+    ),
+    "Entropy": ("Mean over tokens, nats", {"actor/entropy_loss": "entropy"}),
+    "Learning rate": ("Of the step", {"lr": "rate"}),
+    "Staleness": ("Steps completed before an update, minus the step whose weights sampled", {"staleness/mean": "mean"}),
+    "Mismatch": (
+        "Log-probs of the samples by explorers and by the trainer; powers of ten",
+        {K3_KL: "divergence (k3)", ABS_DIFF: "log-prob, mean difference", ABS_DIFF_MAX: "log-prob, largest difference"},
+    ),
+}
+"""The charts of the training section below the reward: hint, and metrics with their names."""
+
+
+def training(run: Run) -> Iterator[tuple[str, str, Markup]]:
+    """Return title, hint and chart of what was learned: the reward, if the run has any, and recorded metrics."""
     points = run.series("reward/mean")
+    if points or not run.series("loss"):
+        mean = Series(name="mean of the last 10 steps", points=smooth(points))
+        curves = [Series(name="each step", points=points, style="faint", colour=6), mean]
+        yield "Reward", "Mean of the samples", _by_step(run, "Mean reward", curves)
+    for title, (hint, metrics) in _TRAINING.items():
+        found = [
+            (text, [point for point in run.series(name) if point[1] is not None]) for name, text in metrics.items()
+        ]
+        curves = [
+            Series(name=text, points=sorted(points), colour=index)
+            for index, (text, points) in enumerate(found)
+            if points
+        ]
+        if curves:
+            yield title, hint, _by_step(run, title, curves, log=title == "Mismatch")
+
+
+def _by_step(run: Run, label: str, curves: Sequence[Series], *, log: bool = False) -> Markup:
+    empty = "No step has recorded a reward."
     return charts.line_chart(
-        [
-            Series(name="each step", points=points, style="faint"),
-            Series(name="mean of the last 10 steps", points=smooth(points)),
-        ],
-        label="Mean reward by step",
-        y_format=metric_text,
-        width=1120,
-        height=270,
-        marks=_resumes(run),
-        empty="No step has recorded a reward.",
-    )
-
-
-def validation(run: Run) -> Markup:
-    """Draw the reward of each validation and the share of exact answers; of a supervised run the loss."""
-    series = [
-        Series(name=text, points=points, colour=colour)
-        for colour, (name, text) in enumerate({REWARD: "reward", EXACT: "right", LOSS: "loss"}.items())
-        if (points := sorted((step, value) for step, value in run.series(name) if value is not None))
-    ]
-    return charts.line_chart(
-        series,
-        label=f"{'Loss' if run.series(LOSS) else 'Reward'} of each validation by step",
-        y_format=metric_text,
-        marks=_resumes(run),
-        empty="No step has been validated.",
-    )
-
-
-def loss(run: Run) -> Markup:
-    """Draw the loss of each step."""
-    return charts.line_chart(
-        [Series(name="loss", points=run.series("loss"), colour=3)],
-        label="Loss by step",
-        y_format=metric_text,
-        marks=_resumes(run),
-        empty="No step has recorded a loss.",
+        curves, label=f"{label} by step", y_format=metric_text, log=log, marks=_resumes(run), empty=empty
     )
 
 
@@ -73,11 +87,10 @@ def timing(run: Run) -> Markup:
 
 def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
     """Return the steps, and the seconds by part of a step: the largest parts, and the sum of the others."""
-    names = sorted(
-        {name for line in run.metrics for name in line if name.startswith("timing/") and name not in _WHOLE_STEP}
-    )
+    lines = run.trained
+    names = sorted({name for line in lines for name in line if name.startswith("timing/") and name not in _WHOLE_STEP})
     values = {
-        name.removeprefix("timing/"): [max(0.0, units.finite(line.get(name)) or 0.0) for line in run.metrics]
+        name.removeprefix("timing/"): [max(0.0, units.finite(line.get(name)) or 0.0) for line in lines]
         for name in names
     }
     ranked = sorted(values, key=lambda name: -sum(values[name]))
@@ -85,38 +98,8 @@ def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
     rest = [values[name] for name in ranked[_MOST_PARTS:]]
     if rest:
         parts[f"{len(rest)} others"] = [sum(column) for column in zip(*rest, strict=True)]
-    steps = [units.finite(line.get("step")) for line in run.metrics]
+    steps = [units.finite(line.get("step")) for line in lines]
     return [float(index + 1) if step is None else step for index, step in enumerate(steps)], parts
-
-
-def staleness(run: Run) -> Markup:
-    """Draw the mean staleness of the samples of each step."""
-    return charts.line_chart(
-        [Series(name="staleness", points=run.series("staleness/mean"), colour=1)],
-        label="Mean staleness of the samples by step",
-        y_format=metric_text,
-        y_bounds=(0.0, 1.0),
-        empty="No step has recorded staleness.",
-    )
-
-
-def mismatch(run: Run) -> Markup:
-    """Draw the difference of the log-probs of explorers and trainer."""
-    return charts.line_chart(
-        [
-            Series(name=text, points=run.series(name), colour=colour, dash=dash)
-            for name, text, colour, dash in (
-                (ABS_DIFF_MAX, "log-prob, largest difference", 3, 1),
-                (ABS_DIFF, "log-prob, mean difference", 1, 0),
-                (K3_KL, "divergence (k3)", 0, 0),
-            )
-        ],
-        label="Mismatch of explorers and trainer by step",
-        y_format=metric_text,
-        log=True,
-        marks=_resumes(run),
-        empty="No step has recorded a mismatch.",
-    )
 
 
 def held(run: Run) -> Markup:
@@ -124,10 +107,12 @@ def held(run: Run) -> Markup:
     found = timeline.held_by_step(run.metrics, run.events)
     steps = [step for step, _ in next(iter(found.values()), [])]
     curves = [
-        Series(name=name, points=points, colour=index % charts.COLOURS, style="steps", dash=index % 4)
+        Series(
+            name=name, points=points, colour=index if index < _TRAINERS else index + 1, style="steps", dash=index % 4
+        )
         for index, (name, points) in enumerate(found.items())
     ]
-    if len(curves) > charts.COLOURS:
+    if len(curves) >= charts.COLOURS:
         together = zip(steps, *([version for _, version in points] for points in found.values()), strict=True)
         known = [(step, [version for version in versions if version is not None]) for step, *versions in together]
         curves = [
@@ -139,7 +124,7 @@ def held(run: Run) -> Markup:
             )
             for colour, (word, pick) in enumerate({"newest": max, "oldest": min}.items())
         ]
-    trainer = Series(name="the trainer", points=[(step, step - 1) for step in steps], style="faint", colour=6)
+    trainer = Series(name="the trainer", points=[(step, step - 1) for step in steps], style="faint", colour=_TRAINERS)
     return charts.line_chart(
         [trainer, *curves],
         label="Version held by each explorer by step",

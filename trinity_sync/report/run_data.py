@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import read_shown, read_started_in, read_written
+from trinity_sync.host.references import model_name, read_shown, read_started_in, read_written, task_name
 from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
-from trinity_sync.tracking.summary import Summary, put_to_steps, summarise, wall_seconds
+from trinity_sync.tracking.summary import Summary, is_late, put_to_steps, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
 
 TARGET_REWARD = 0.9
@@ -67,6 +67,16 @@ class Run:
         return str(self.config.get("name") or self.path.name)
 
     @property
+    def task(self) -> str | None:
+        """See `task_name`."""
+        return task_name(self.config)
+
+    @property
+    def model(self) -> str | None:
+        """See `model_name`."""
+        return model_name(self.config)
+
+    @property
     def total_steps(self) -> int | None:
         steps = self.setting("trainer", "steps")
         return steps if isinstance(steps, int) else None
@@ -76,6 +86,11 @@ class Run:
         """The beginning of its first attempt, in Unix seconds."""
         starts = [finite(item.get("started")) for item in self.record.get("attempts") or [self.record]]
         return min((at for at in starts if at is not None), default=None)
+
+    @property
+    def trained(self) -> list[Record]:
+        """The metrics of steps, without those of a validation before the first one."""
+        return [line for line in self.metrics if not is_late(line)]
 
     def setting(self, *keys: str) -> object:
         """Return a value of the config; None without one."""

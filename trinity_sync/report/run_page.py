@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import select_values
+from trinity_sync.host.references import model_name, select_values, task_name
 from trinity_sync.report import charts, run_charts, timeline
 from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
 from trinity_sync.tracking import json_lines, units
@@ -29,11 +29,14 @@ from trinity_sync.tracking.events import (
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, read_record
 from trinity_sync.tracking.summary import (
+    LOSS,
     REWARD_STEPS,
     Spread,
     SyncFigures,
+    headline,
     kept_checkpoints,
     mismatches,
+    spread,
     summarise,
     wall_seconds,
 )
@@ -46,18 +49,25 @@ def render(run: Run, now: float) -> str:
         loads.setdefault(load.version, []).append(load)
     attempts = run.record.get("attempts") or []
     started = run.start
+    first, *others = run_charts.training(run)
+    about = [text for text in (run.task, run.model) if text and text not in run.name]
+    heading = ", ".join([run.name, *about])
 
     def since_start(event: Event) -> float | None:
         return None if started is None or event.time is None else event.time - started
 
     return charts.render(
         "run.html",
-        title=f"{run.name}: {run.status}",
+        title=f"{heading}: {run.status}",
+        heading=heading,
         run=run,
         path=run.path,
         now=now,
         facts=facts(run),
-        tiles=_tiles(run),
+        tiles=_training_tiles(run),
+        more_tiles=_tiles(run),
+        training=[first, *(item for item in others if "<svg" in item[2])],
+        constant=[chart for _, _, chart in others if "<svg" not in chart],
         charts=run_charts,
         timeline=timeline.timeline(run),
         wrong=mismatches(run.events),
@@ -75,18 +85,33 @@ def render(run: Run, now: float) -> str:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Return name and value of the run's main settings, where known."""
-    sync = run.summary["sync"]
+    attempts = run.record.get("attempts") or [run.record]
+    last = attempts[-1]
+    rate, scheduler = units.finite(run.setting("trainer", "lr")), run.setting("trainer", "lr_scheduler")
+    if rate is None:
+        rate = max((value for _, value in run.series("lr") if value is not None), default=None)
+    rank, sync = run.setting("model", "lora", "rank"), run.summary["sync"]
+    explores = headline(run.summary)[0] == "reward"
     backend = run.setting("backend", "strategy") or _chosen(run, "backend")
     ranks = run.setting("backend", "ranks")
     items = [
+        ("model", f"{run.model}, LoRA of rank {rank}" if run.model and rank else run.model),
+        ("task", run.task),
+        ("algorithm", run.setting("algorithm", "kind")),
+        (
+            "rate",
+            None if rate is None else f"{rate:g}{f', {scheduler}' if scheduler not in (None, 'constant') else ''}",
+        ),
         ("backend", f"{backend} on {units.plural(ranks, 'rank')}" if backend and isinstance(ranks, int) else backend),
-        ("sync", run.setting("sync", "mode") or _chosen(run, "sync") or sync["mode"]),
+        ("sync", (run.setting("sync", "mode") or _chosen(run, "sync") or sync["mode"]) if explores else None),
         ("encoding", sync["encoding"]),
-        ("explorers", _explorers(run)),
+        ("explorers", _explorers(run) if explores else None),
         ("seed", run.record.get("seed")),
         ("wall", units.seconds(run.summary["wall_s"]) if run.summary["wall_s"] is not None else None),
-        ("started", units.moment(run.record.get("started")) if run.record.get("started") is not None else None),
+        ("started", units.moment(run.start) if run.start is not None else None),
     ]
+    if len(attempts) > 1:
+        items.append(("resumed", f"{units.moment(last.get('started'))} from step {last.get('resumed_from') or 0}"))
     return [(name, str(value)) for name, value in items if value is not None]
 
 
@@ -101,39 +126,53 @@ def _chosen(run: Run, group: str) -> str | None:
     return chosen[-1] if chosen else None
 
 
-def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
-    """Return the key figures: label, value, and a line of detail."""
-    summary, sync, saved = run.summary, run.summary["sync"], run.summary["checkpoint"]
-    step_times, reached, wrong = _gaps(run), steps_to(run), sync["mismatched"]
+Tile = tuple[str, str, str | None]
+"""Label, value, and a line of detail."""
+
+
+def _training_tiles(run: Run) -> list[Tile]:
+    """Return the key figures of training."""
+    summary = run.summary
+    took, reached = spread(line.get("timing/step") for line in run.metrics)["median"], steps_to(run)
     done = str(summary["steps"]) if run.total_steps is None else f"{summary['steps']} of {run.total_steps}"
-    each = f"{units.seconds(sorted(step_times)[len(step_times) // 2])} each, median" if step_times else None
-    course = f"from {units.number(summary['reward_first'])}"
+    each = f"{units.seconds(took)} each, median" if took is not None else None
+    name, begin, end = headline(summary)
+    course = f"mean of {units.plural(summary['mean_steps'], 'step')}, from {units.number(begin)}"
     course += f", {TARGET_REWARD} at step {reached}" if reached is not None else ""
-    items: list[tuple[str, str, str | None]] = [
+    items: list[Tile] = [
         ("Steps", done, each),
-        ("Reward", units.number(summary["reward_last"], "none"), None if summary["reward_last"] is None else course),
+        (name.capitalize(), units.number(end, "none"), None if end is None else course),
     ]
     if (validated := summary["validation"]) is not None:
         first, best = units.number(validated["first"]), units.number(validated["best"])
         course = f"from {first}, {best} at step {validated['best_step']}"
-        items.append(("Validation", units.number(validated["last"]), course))
+        name = "Validation loss" if validated["metric"] == LOSS else "Validation"
+        items.append((name, units.number(validated["last"]), course))
     if failed := summary["failed_rewards"]:
         items.append(("Failed rewards", str(failed), "responses that could not be judged"))
+    return items
+
+
+def _tiles(run: Run) -> list[Tile]:
+    """Return the key figures of sync, checkpoints and memory."""
+    summary, sync, saved = run.summary, run.summary["sync"], run.summary["checkpoint"]
     whole = None if sync["bytes_full"] is None else f"of {units.size(sync['bytes_full'])}{_saving(sync)}"
     loads = f"{sync['loads']} loads by {units.plural(len(sync['explorers']), 'explorer')}"
-    items += [
+    items: list[Tile] = [
         ("Versions", str(sync["versions"]), loads),
         ("Blocked by publish", *_spread(sync["publish"]["blocked_s"])),
         ("Load", *_spread(sync["load"]["total_s"])),
         ("Moved per version", units.size(sync["bytes_moved"], "none"), whole),
     ]
+    if not sync["versions"] and not sync["loads"]:
+        items = []
     if (mismatch := summary["mismatch"])["k3_kl"] is not None:
         mean, most = (units.number(mismatch[name]) for name in ("log_prob_abs_diff", "log_prob_abs_diff_max"))
         detail = f"nats a token (k3); log-probs differ by {mean}, {most} at most"
         items.append(("Mismatch", units.number(mismatch["k3_kl"]), detail))
     if (shapes := summary["shapes"]) is not None:
         items.append(("Share of the model", f"{100 * shapes['share']:.3g} %", f"{shapes['gb_s'] or 0:.3g} GB/s"))
-    compared = "all match" if not wrong else f"{wrong} wrong"
+    compared = f"{sync['mismatched']} wrong" if sync["mismatched"] else "all match"
     return [
         *items,
         ("Checkpoints kept", str(len(saved["kept"])), f"{saved['commits']} saved, {saved['pruned']} pruned"),
@@ -160,18 +199,6 @@ def _environment(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _gaps(run: Run) -> list[float]:
-    """Return the seconds between the ends of neighbouring steps of one attempt."""
-    pairs = zip(run.metrics, run.metrics[1:], strict=False)
-    return [
-        end - begin
-        for before, after in pairs
-        if before.get("attempt") == after.get("attempt")
-        and (begin := units.finite(before.get("time"))) is not None
-        and (end := units.finite(after.get("time"))) is not None
-    ]
-
-
 def _spread(figures: Spread) -> tuple[str, str | None]:
     if figures["median"] is None:
         return "none", None
@@ -188,6 +215,9 @@ def _saving(sync: SyncFigures) -> str:
 # Lists of runs and sweeps.
 
 
+_LAST_LINES = 4 * REWARD_STEPS
+"""Lines that are read of metrics.jsonl: those of twice the steps of a mean, each also with a late validation."""
+
 UNREADABLE = "unreadable"
 """Status of a run or folder that cannot be read."""
 
@@ -201,8 +231,9 @@ class RunLine:
 
     Attributes:
         status: as in a report, or `UNREADABLE`.
+        task, model: see `task_name`, `model_name`.
         steps, total_steps: completed, and planned.
-        reward: mean of the last ten steps.
+        reward, loss: as in summary.json, at the end.
         wall_s: seconds of all attempts.
         started: the beginning of its newest attempt, in Unix seconds.
         problems: one sentence for each file that could not be read.
@@ -210,10 +241,13 @@ class RunLine:
 
     path: Path
     name: str | None = None
+    task: str | None = None
+    model: str | None = None
     status: str = "not started"
     steps: int = 0
     total_steps: int | None = None
     reward: float | None = None
+    loss: float | None = None
     backend: str | None = None
     ranks: int | None = None
     sync: str | None = None
@@ -225,6 +259,12 @@ class RunLine:
     @property
     def running(self) -> bool:
         return self.status == "running"
+
+    @property
+    def figure(self) -> str:
+        """The reward, or the loss of a run without rewards; empty without both."""
+        name, value = ("loss", self.loss) if self.reward is None else ("reward", self.reward)
+        return f"{name} {units.number(value)}" if value is not None else ""
 
 
 @dataclass(kw_only=True)
@@ -302,7 +342,7 @@ def _read_record(folder: Path, line: RunLine) -> None:
     metrics, events = _last_lines(folder, record)
     line.wall_s = wall_seconds(record, metrics, events)
     summary = summarise(metrics, (), line.status, line.wall_s)
-    line.steps, line.reward = summary["steps"], summary["reward_last"]
+    line.steps, line.reward, line.loss = summary["steps"], summary["reward_last"], summary["loss_last"]
 
 
 def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[Event]]:
@@ -310,7 +350,7 @@ def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[E
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
         return json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
-    metrics, lines = (json_lines.read_last(folder / name, REWARD_STEPS) for name in ("metrics.jsonl", "events.jsonl"))
+    metrics, lines = (json_lines.read_last(folder / name, _LAST_LINES) for name in ("metrics.jsonl", "events.jsonl"))
     return metrics, [parse_event(line) for line in lines]
 
 
@@ -321,6 +361,7 @@ def _read_settings(folder: Path, line: RunLine) -> None:
     config = _load(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a mapping")
+    line.task, line.model = task_name(config), model_name(config)
     values = [_at(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
         values = select_values(config, _KEYS)

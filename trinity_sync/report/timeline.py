@@ -18,6 +18,7 @@ from trinity_sync.report.run_data import Run
 from trinity_sync.tracking import units
 from trinity_sync.tracking.events import CommitEvent, Event, GenerateEvent, LoadEvent, MirrorEvent, PublishEvent
 from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.summary import is_late
 from trinity_sync.tracking.units import finite
 
 _MOST_STEPS = 12
@@ -29,11 +30,9 @@ _LEFT, _TOP, _WIDTH = 118, 22, 1120
 
 _WORDS = {
     "train": "trains",
-    "wait for samples": "waits for samples",
+    "wait": "waits for samples, loads or a validation",
     "stage": "copies the weights",
     "publish": "makes a version available",
-    "wait for loads": "waits for loads",
-    "wait for a validation": "waits for a validation",
     "save": "begins a checkpoint",
     "digest": "digests a version",
     "write": "writes a checkpoint",
@@ -43,7 +42,7 @@ _WORDS = {
     "load": "loads a version",
     "pause": "is paused by the load",
 }
-"""Kinds of bars and their text in the legend; the position selects the colour of the page's style."""
+"""Kinds of bars and their text in the legend; the page's style has a colour for each."""
 
 _OTHERS = "does something else"
 
@@ -238,13 +237,16 @@ def _drawn(spans: Sequence[TimelineSpan]) -> Iterator[TimelineSpan]:
 
 def _worked(span: TimelineSpan) -> float:
     """Return the seconds without waits."""
+    if span.what.startswith("wait"):
+        return 0.0
     if span.what == "step":
         return sum(part.end - part.begin for part in span.parts if not part.what.startswith("wait"))
     return span.end - span.begin
 
 
 def _kind(what: str) -> str:
-    return what.replace(" ", "-") if what in _WORDS else "other"
+    kind = what.partition(" ")[0]  # of "wait for ..."
+    return kind if kind in _WORDS else "other"
 
 
 def _clock(seconds: float, step: float) -> str:
@@ -394,6 +396,9 @@ def _step(line: Record) -> Iterator[TimelineSpan]:
         if took:
             begin, at = at, min(at + took, end)
             parts.append(TimelineSpan(TRAINER, _SAMPLES_FROM.get(name, name), about, begin, at))
+    if is_late(line):  # a validation before the first step
+        yield from parts
+        return
     facts = {name: line[name] for name in ("reward/mean", "loss", "staleness/mean") if name in line}
     yield TimelineSpan(TRAINER, "step", about, end - whole, end, tuple(parts), facts)
 

@@ -6,8 +6,8 @@ read-only. The accessors per sequence return copies, which may be written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -77,6 +77,7 @@ class SampleBatch:
         explorers: text; the name of the explorer that made the sample, empty where that is not known.
         rewards: float64; NaN where a response is left out of training, since it could not be judged.
         exact: float64; NaN where the task does not say.
+        parts: float64 by name, the values that rewards are made of; NaN where a response could not be judged.
         errors: why a response could not be judged; empty where it was.
         finished: bool; the end-of-sequence token was reached.
         texts: the responses, as given to the reward.
@@ -94,6 +95,7 @@ class SampleBatch:
     explorers: NDArray[np.str_]
     rewards: NDArray[np.float64]
     exact: NDArray[np.float64]
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     errors: tuple[str, ...]
     finished: NDArray[np.bool_]
     texts: tuple[str, ...]
@@ -142,6 +144,7 @@ class SampleBatch:
             explorers=np.concatenate([part.explorers for part in parts]),
             rewards=np.concatenate([part.rewards for part in parts]),
             exact=np.concatenate([part.exact for part in parts]),
+            parts={name: np.concatenate([part.part(name) for part in parts]) for name in _names(parts)},
             errors=tuple(error for part in parts for error in part.errors),
             finished=np.concatenate([part.finished for part in parts]),
             texts=tuple(text for part in parts for text in part.texts),
@@ -167,6 +170,7 @@ class SampleBatch:
             explorers=self.explorers[rows],
             rewards=self.rewards[rows],
             exact=self.exact[rows],
+            parts={name: values[rows] for name, values in self.parts.items()},
             errors=tuple(self.errors[row] for row in rows),
             finished=self.finished[rows],
             texts=tuple(self.texts[row] for row in rows),
@@ -201,6 +205,10 @@ class SampleBatch:
             text=self.texts[index],
             finished=bool(self.finished[index]),
         )
+
+    def part(self, name: str) -> NDArray[np.float64]:
+        """Return a part of the rewards; NaN where they do not have it."""
+        return self.parts.get(name, np.full(len(self), np.nan))
 
     @property
     def version_steps(self) -> NDArray[np.int64]:
@@ -242,6 +250,10 @@ class SampleBatch:
         """Return a copy of the log-probabilities of the response's tokens."""
         start, stop = self.responses.offsets[index : index + 2]
         return self.log_probs[start:stop].copy()
+
+
+def _names(batches: Sequence[SampleBatch]) -> list[str]:
+    return list(dict.fromkeys(name for batch in batches for name in batch.parts))
 
 
 @dataclass(frozen=True, slots=True)

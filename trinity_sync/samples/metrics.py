@@ -22,7 +22,8 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     Returns:
         ``batch/samples``, ``batch/tokens`` (of responses) and, of samples: ``reward/mean``, ``std``, ``min``, ``max``
         (over those with a reward, if there are any), ``reward/exact`` (if the task gives it for all judged samples),
-        ``reward/failed`` (number that could not be judged), ``reward/flat_groups`` (share of groups of equal rewards),
+        ``reward/NAME`` (mean of each part of a reward), ``reward/failed`` (number that could not be judged),
+        ``reward/flat_groups`` (share of groups of equal rewards),
         ``response_length/mean``, ``max`` and ``truncated`` (share that did not end by itself), ``prompt_length/mean``
         and ``max`` (over prompts); lengths in tokens.
     """
@@ -44,7 +45,7 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     exact = batch.exact[[not error for error in batch.errors]]
     if len(exact) and np.isfinite(exact).all():
         metrics["reward/exact"] = float(exact.mean())
-    return metrics
+    return metrics | _of_parts(batch)
 
 
 def drawn_metrics(drawn: Drawn) -> dict[str, float]:
@@ -75,6 +76,11 @@ def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
     }
+
+
+def _of_parts(batch: SampleBatch) -> dict[str, float]:
+    """Measure the parts of rewards, over the samples that have them."""
+    return {f"reward/{name}": float(np.nanmean(of)) for name, of in batch.parts.items() if not np.isnan(of).all()}
 
 
 def _flat_groups(batch: SampleBatch) -> float:
@@ -183,7 +189,7 @@ def validation_metrics(batch: SampleBatch) -> dict[str, float]:
 
     Returns:
         ``val/prompts``, ``val/samples`` and ``val/failed`` (numbers; failed samples could not be judged);
-        ``val/reward/mean``, ``std``, ``min``, ``max`` of samples with a reward, if there are any;
+        ``val/reward/mean``, ``std``, ``min``, ``max`` of samples with a reward, if there are any; ``val/reward/NAME``;
         ``val/response_length/mean`` and ``max`` (in tokens) and ``val/truncated`` (share that did not end by itself).
         If the task tells which samples are right: ``val/exact``, their share of the judged samples, and ``val/pass@k``
         over prompts whose samples were all judged, for k = 2, 4, 8 and so on up to the samples of a prompt, and for
@@ -209,7 +215,7 @@ def validation_metrics(batch: SampleBatch) -> dict[str, float]:
         judged = np.bincount(group, failed) == 0
         made = int(counts.min())
         metrics |= {f"val/pass@{k}": pass_at(k, right[judged], made) for k in _sizes(made) if judged.any()}
-    return metrics
+    return metrics | {f"val/{name}": value for name, value in _of_parts(batch).items()}
 
 
 def pass_at(k: int, right: NDArray[np.int64], made: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +30,18 @@ class RewardResult(NamedTuple):
 
     reward: float
     exact: float | None = None
+
+
+class SummedResult(RewardResult):
+    """The value of a response that is a sum of parts. `parts`: their values by name; each one's mean is a metric."""
+
+    parts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, reward: float, parts: Mapping[str, float]) -> SummedResult:
+        result = cls(reward)
+        result.parts = parts
+        return result
 
 
 class Task(Protocol):
@@ -121,11 +133,17 @@ class Response(NamedTuple):
 class Verdict(NamedTuple):
     """The result of judging a response. `reward`: plain float; NaN: none, so the response is not trained on. `exact`:
     as in `RewardResult`. `error`: why it could not be judged, with function, prompt and step; empty: it was judged.
+    `parts`: as in `SummedResult`; None: it has none.
     """
 
     reward: float
     exact: float | None
     error: str = ""
+    parts: Mapping[str, float] | None = None
+
+    @classmethod
+    def of(cls, result: RewardResult) -> Verdict:
+        return cls(*result, parts=result.parts if isinstance(result, SummedResult) else None)
 
 
 class Judge(Protocol):
@@ -151,6 +169,14 @@ class Failure(NamedTuple):
     origin: Origin | None = None
 
 
+class FailedPartError(Exception):
+    """A function that a reward calls has failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.what)
+        self.failure = failure
+
+
 class RewardFunction(Protocol):
     """The type of `Task.reward`."""
 
@@ -173,6 +199,8 @@ def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure
     """Call a reward; return its result as plain floats."""
     try:
         return _checked(reward(*response))
+    except FailedPartError as error:
+        return error.failure
     except (Exception, SystemExit) as error:
         return Failure(
             end_text(error) if isinstance(error, SystemExit) else f"failed: {error_text(error)}", keep_origin(error)
@@ -184,7 +212,8 @@ def _checked(result: object) -> RewardResult | Failure:
         return Failure(f"returned {_shown(result)}; it must return a RewardResult")
     reward, exact = map(_scalar, result)
     if _is_finite(reward) and (exact is None or _is_finite(exact)):
-        return RewardResult(float(reward), None if exact is None else float(exact))
+        plain = RewardResult(float(reward), None if exact is None else float(exact))
+        return SummedResult.of(plain.reward, result.parts) if isinstance(result, SummedResult) else plain
     wrong = exact if _is_finite(reward) else reward
     return Failure(f"returned {_shown(wrong)}; it must return a finite number")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardFunction, RewardResult
 from trinity_sync.tasks.reward_processes import RewardProcesses
-from trinity_sync.tasks.rewards import FunctionReward, Judging, RewardNumber
+from trinity_sync.tasks.rewards import FunctionReward, Judging, RewardNumber, WeightedSum
 from trinity_sync.tasks.rows import Row, RowFile
 
 
@@ -79,7 +79,7 @@ class JsonlTask(FilePrompts):
         answer_key: field of the answer, of any type but null.
         shuffle: shuffle each pass over the file in another order.
         reward: ``f(prompt, response) -> number``, such as those of `trinity_sync.tasks.rewards`. A parameter
-            ``finished`` tells whether the model ended the response itself.
+            ``finished`` tells whether the model ended the response itself. Or a `WeightedSum` of such functions.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens, for the explorers.
         judging: None: the defaults of `Judging`.
@@ -95,7 +95,7 @@ class JsonlTask(FilePrompts):
         prompt_key: str,
         answer_key: str,
         shuffle: bool,
-        reward: RewardNumber,
+        reward: RewardNumber | WeightedSum,
         seed: int,
         *,
         prompt_length: int | None = None,
@@ -105,7 +105,8 @@ class JsonlTask(FilePrompts):
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
         self._answer_key = answer_key
-        file, function = RowFile(path, seed=seed, shuffle=shuffle), FunctionReward(reward)
+        file = RowFile(path, seed=seed, shuffle=shuffle)
+        function = reward if isinstance(reward, WeightedSum) else FunctionReward(reward)
         super().__init__(file, prompt_key, function, function.name, judging, prompt_length, response_length)
 
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from trinity_sync.host.child_process import go_on_kept
 from trinity_sync.host.interrupts import ENDING, SignalHandler
 from trinity_sync.host.origin import ASK, Origin, end_text, keep_origin, tell_stack
-from trinity_sync.tasks.base import Failure, RewardFunction, RewardResult, judged
+from trinity_sync.tasks.base import Failure, RewardFunction, RewardResult, SummedResult, judged
 
 Answer = RewardResult | Failure | None
 """Of a response; None: the function is imported."""
@@ -75,7 +75,8 @@ def _exchange(before: Mapping[signal.Signals, SignalHandler], after: Mapping[sig
 
 def encoded(number: str, answer: Answer) -> bytes:
     """Serialise an answer. A response may have manipulated this process, so `decoded` executes nothing."""
-    return json.dumps([number, answer], default=astuple).encode()
+    told = [*answer, answer.parts] if isinstance(answer, SummedResult) else answer
+    return json.dumps([number, told], default=astuple).encode()
 
 
 def decoded(data: bytes) -> tuple[str, Answer]:
@@ -85,6 +86,10 @@ def decoded(data: bytes) -> tuple[str, Answer]:
             return number, None
         case [str(number), [float(reward), (float() | None) as exact]] if math.isfinite(reward + (exact or 0.0)):
             return number, RewardResult(reward, exact)
+        case [str(number), [float(reward), None, dict() as parts]] if all(
+            isinstance(value, float) and math.isfinite(value) for value in (reward, *parts.values())
+        ):
+            return number, SummedResult.of(reward, parts)
         case [str(number), [str(what), None]]:
             return number, Failure(what)
         case [str(number), [str(what), [str(place), str(traceback)]]]:

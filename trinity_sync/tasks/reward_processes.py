@@ -120,7 +120,7 @@ class RewardProcesses:
 
     def _verdict(self, result: RewardResult | Failure, response: Response, step: int) -> Verdict:
         if isinstance(result, RewardResult):
-            return Verdict(*result)
+            return Verdict.of(result)
         error = error_of(result, self._name, response.prompt, step)
         if self._judging.on_error == "stop":
             raise error

@@ -11,6 +11,7 @@ import ast
 import inspect
 import math
 import numbers
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Context, Decimal
@@ -20,7 +21,19 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import Failure, Judge, Response, RewardResult, Task, Verdict, error_of, judged_here
+from trinity_sync.tasks.base import (
+    FailedPartError,
+    Failure,
+    Judge,
+    Response,
+    RewardResult,
+    SummedResult,
+    Task,
+    Verdict,
+    error_of,
+    judged,
+    judged_here,
+)
 
 # A sign after a digit, a letter or a closing bracket is an operator or a hyphen, not a part of the number. Exponents
 # are limited, so that no response causes endless arithmetic.
@@ -153,7 +166,13 @@ class FunctionReward:
         return RewardResult(self._function(prompt, text, **more))
 
     def _check(self, signature: inspect.Signature) -> None:
-        check_plain(self._function, self.name)
+        inner = check_plain(self._function, self.name)
+        if {"solution_str", "ground_truth"} <= signature.parameters.keys():
+            file, _, name = (inspect.getsourcefile(inner) or "FILE"), *self.name.rpartition(".")[1:]
+            raise ConfigError(
+                f"task.reward._target_ is {self.name}{signature}, a function of verl's form; use task=verl "
+                f"task.reward.function_path={file} task.reward.function_name={name}, with verl's columns in task.path"
+            )
         if ours := sorted(set(KEYS) & signature.parameters.keys()):
             raise ConfigError(
                 f"task.reward._target_ is {self.name}, which has a parameter {ours[0]}; task.reward.{ours[0]} says how "
@@ -168,16 +187,58 @@ class FunctionReward:
             ) from error
 
 
-def check_plain(function: Callable[..., object], name: str) -> None:
-    """Check that a function is neither asynchronous nor a generator."""
+RESERVED = ("mean", "std", "min", "max", "exact", "failed", "flat_groups")
+"""Names that a part cannot have, since metrics below ``reward/`` have them."""
+
+
+class WeightedSum:
+    """Judges by the weighted sum of functions; the parts of its results are named after them. Raises ConfigError as
+    `FunctionReward`, and if two functions are the same or their weights are wrong.
+    """
+
+    def __init__(self, functions: Sequence[RewardNumber], weights: Sequence[float]) -> None:
+        parts = [FunctionReward(function) for function in functions]
+        self._weights = tuple(weights)
+        if not parts or len(parts) != len(self._weights) or not all(map(_is_number, self._weights)):
+            raise ConfigError(
+                f"task.reward.weights is {list(weights)}; it must have one number for each function of task.reward, of "
+                f"which there are {len(parts)}"
+            )
+        last = [part.name.rpartition(".")[2] for part in parts]
+        names = [
+            n if last.count(n) == 1 and n not in RESERVED else part.name for n, part in zip(last, parts, strict=True)
+        ]
+        if len({*names}) < len(names):
+            raise ConfigError(f"task.reward has {max(names, key=names.count)} twice; add up its weights")
+        self._parts = dict(zip(names, parts, strict=True))
+        self.name = " + ".join(f"{weight:g}*{part.name}" for weight, part in zip(self._weights, parts, strict=True))
+
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        found = {}
+        for name, part in self._parts.items():
+            result = judged(part, Response(prompt, text, finished))
+            if isinstance(result, Failure):
+                raise FailedPartError(Failure(f"has a part {part.name}, which {result.what}", result.origin))
+            found[name] = result.reward
+        return SummedResult.of(sum(map(operator.mul, self._weights, found.values())), found)
+
+
+def check_plain(function: Callable[..., object], name: str) -> Callable[..., object]:
+    """Check that a function is neither a class, asynchronous nor a generator; return it without its `partial`."""
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
+    if isinstance(inner, type):
+        raise ConfigError(
+            f"task.reward._target_ is {name}, which is a class; name a function, or set task.reward._partial_=false to "
+            "use an object of it"
+        )
     for called in (inner, getattr(inner, "__call__", None)):  # noqa: B004 - the method of a callable object
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             raise ConfigError(f"task.reward._target_ is {name}, which is asynchronous; make it a plain function")
         if inspect.isgeneratorfunction(called):
             raise ConfigError(f"task.reward._target_ is {name}, which is a generator; have it return a number")
+    return inner
 
 
 def name_of(function: Callable[..., object]) -> str:
@@ -257,7 +318,7 @@ def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdi
     reward_judge: Judge | None = getattr(task, "reward_judge", None)
     if reward_judge is not None:
         return reward_judge.judge(responses, step=step)
-    return [Verdict(*score(task, *response, step=step)) for response in responses]
+    return [Verdict.of(score(task, *response, step=step)) for response in responses]
 
 
 def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -> RewardResult:

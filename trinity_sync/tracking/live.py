@@ -475,8 +475,9 @@ def _step_rows(state: RunState, now: float, unicode: bool) -> Iterator[LiveRow]:
     rates = rate_cells(state)
     if rates:
         yield LiveRow(label="rate", cells=rates)
-    yield LiveRow(label="versions", cells=list(_versions(state)))
-    yield LiveRow(label="sync", cells=list(_sync(state)) or ["nothing yet"])
+    if state.rewards or state.published is not None:  # a supervised run publishes none
+        yield LiveRow(label="versions", cells=list(_versions(state)))
+        yield LiveRow(label="sync", cells=list(_sync(state)) or ["nothing yet"])
     yield LiveRow(label="save", cells=list(_save(state, now)) or ["nothing yet"])
     queue = list(_queue(state))
     if queue:

@@ -16,12 +16,12 @@ from trinity_sync.tracking import events, units
 from trinity_sync.tracking.run_record import RunJson
 from trinity_sync.tracking.summary import (
     LOSS,
-    REWARD_STEPS,
     CheckpointFigures,
     SampleFigures,
     ShapesFigures,
     Summary,
     SyncFigures,
+    headline,
 )
 
 _WHOLE = ("folder", "report", "next")
@@ -81,9 +81,11 @@ def closing_lines(
     """Return label and text of each line below the status."""
     sync, checkpoint = summary["sync"], summary["checkpoint"]
     lines = []
-    if summary["reward_last"] is not None:
-        first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
-        lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
+    name, begin, end = headline(summary)
+    if end is not None:
+        count = summary["mean_steps"]
+        which = f"means of the first and last {count} steps" if count > 1 else "the first and the last step"
+        lines.append((name, f"{units.number(begin)} {arrow} {units.number(end)} ({which})"))
     if failed := summary["failed_rewards"]:
         lines.append(("rewards", f"{units.plural(failed, 'response')} could not be judged: see events.jsonl"))
     if (validated := summary["validation"]) is not None:
@@ -91,7 +93,8 @@ def closing_lines(
         best = f"best {units.number(validated['best'])} at step {validated['best_step']}"
         what = "loss" if validated["metric"] == LOSS else "reward"
         lines.append(("validation", f"{what} {first} {arrow} {last}, {best}"))
-    lines.append(("versions", _versions_text(sync)))
+    if sync["versions"] or name == "reward":  # a supervised run publishes none
+        lines.append(("versions", _versions_text(sync)))
     if summary["shapes"] is not None:
         lines.append(("bytes", _shapes_text(summary["shapes"], sync)))
     if summary["samples"]["dropped"] is not None:

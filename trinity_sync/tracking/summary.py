@@ -124,7 +124,9 @@ class Summary(TypedDict):
     Attributes:
         steps: the last completed one.
         wall_s: seconds of all attempts.
-        reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
+        reward_first, reward_last: means of ``reward/mean``.
+        loss_first, loss_last: means of ``loss``.
+        mean_steps: the steps of each of these means, see `mean_steps`.
         digests: step as text -> digest.
         skipped_updates: optimizer steps with a gradient that is not finite.
         failed_rewards: responses that the task could not judge.
@@ -136,6 +138,9 @@ class Summary(TypedDict):
     wall_s: float | None
     reward_first: float | None
     reward_last: float | None
+    loss_first: float | None
+    loss_last: float | None
+    mean_steps: int
     digests: dict[str, str]
     sync: SyncFigures
     checkpoint: CheckpointFigures
@@ -159,13 +164,17 @@ def summarise(
     checkpoints: Path | None = None,
 ) -> Summary:
     """Compute the content of summary.json; metrics and events oldest first, `checkpoints` as in `kept_checkpoints`."""
-    rewards = _measured(line.get("reward/mean") for line in metrics)
+    rewards, losses = ([*_measured(line.get(name) for line in metrics)] for name in ("reward/mean", "loss"))
+    steps = mean_steps(len(rewards or losses))
     return {
         "status": status,
         "steps": max(_known(map(json_lines.metrics_step, metrics)), default=0),
         "wall_s": wall_s,
-        "reward_first": _mean(rewards[:REWARD_STEPS]),
-        "reward_last": _mean(rewards[-REWARD_STEPS:]),
+        "reward_first": _mean(rewards[:steps]),
+        "reward_last": _mean(rewards[-steps:]),
+        "loss_first": _mean(losses[:steps]),
+        "loss_last": _mean(losses[-steps:]),
+        "mean_steps": steps,
         "digests": version_digests(events),
         "sync": (sync := _sync(events)),
         "checkpoint": checkpoint_figures(events, checkpoints),
@@ -179,6 +188,18 @@ def summarise(
         "shapes": _shapes(metrics, events, sync),
         "validation": validation_figures(metrics),
     }
+
+
+def mean_steps(count: int) -> int:
+    """Return the number of steps at each end of `count` steps that a mean is taken over; the ends do not overlap."""
+    return max(1, min(REWARD_STEPS, count // 2))
+
+
+def headline(summary: Summary) -> tuple[str, float | None, float | None]:
+    """Return the name of a run's main figure, and its first and last mean: reward, or loss in a run without rewards."""
+    if summary["reward_last"] is None and summary["loss_last"] is not None:
+        return "loss", summary["loss_first"], summary["loss_last"]
+    return "reward", summary["reward_first"], summary["reward_last"]
 
 
 def version_digests(events: Iterable[Event]) -> dict[str, str]:

@@ -2,10 +2,10 @@
 publishes and saves. Runs in the driver.
 
 One step, in this order: the explorers generate; advantages are computed; all ranks train. If a publish is due, the
-ranks stage the weights into a slot, the sync mode publishes them and the explorers load them. If a validation is due,
-the explorers answer its prompts. If a checkpoint is due, the ranks copy their state and write it in the background of
-the next step. All random numbers are a function of the seed and the step, so a resumed or repeated run sees the same
-data.
+ranks stage the weights into a slot, the sync mode publishes them and the explorers load them; a supervised run has no
+explorers and publishes nothing. If a validation is due, the explorers answer its prompts. If a checkpoint is due, the
+ranks copy their state and write it in the background of the next step. All random numbers are a function of the seed
+and the step, so a resumed or repeated run sees the same data.
 """
 
 from __future__ import annotations
@@ -115,10 +115,13 @@ class TrainingLoop:
     def run(self) -> bool:
         """Do all steps; return whether none is left, False after a stop."""
         settings = self._settings
-        first = self._first_version()
-        self._publish(first, Timing())
+        begin = settings.first - 1
+        if settings.explores:
+            first = self._first_version()
+            self._publish(first, Timing())
+            begin = first.sealed.version.step
         if self._validator is not None and self._validator.at_start:
-            begin, timing = first.sealed.version.step, Timing()
+            timing = Timing()
             validated = self._validate(self._validator, begin, timing)
             self._log.metrics(begin, {**validated, **timing.seconds})
         with interrupts.finishing_steps(self._stop):
@@ -139,7 +142,8 @@ class TrainingLoop:
         with timing.of("train"):
             advantages, metrics = self._steps.train(step, batch, self._data.advantages)
         validated: dict[str, float] = {}
-        publish = settings.publishes(step)
+        due = settings.publishes(step)
+        publish = due and settings.explores
         stops = self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
         if publish or save:
@@ -148,15 +152,15 @@ class TrainingLoop:
                 staged = self._steps.stage(version)
             if publish:
                 self._publish(staged, timing)
-                if self._validator is not None and self._validator.due(step):
-                    validated = self._validate(self._validator, step, timing)
             else:
                 self._steps.discard(version)
-            if save:
-                with timing.of("save"):
-                    numbers = {**metrics, **measured, **validated}
-                    state = {"data": self._data.position(step), "algorithm": self._steps.state()}
-                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish, state=state)
+        if due and self._validator is not None and self._validator.due(step):
+            validated = self._validate(self._validator, step, timing)
+        if save:
+            with timing.of("save"):
+                numbers = {**metrics, **measured, **validated}
+                state = {"data": self._data.position(step), "algorithm": self._steps.state()}
+                self._saves.begin(step, staged.sealed.digest, numbers, published=publish, state=state)
         timing.step(time.perf_counter() - started, batch.token_count)
         self._log.metrics(step, {**measured, **metrics, **lags, **validated, **timing.seconds})
         if settings.records(step):

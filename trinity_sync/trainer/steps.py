@@ -74,6 +74,7 @@ class LoopSettings:
         sync_timeout_s, step_timeout_s: limits in seconds.
         base: digest of the base of the published adapters; None: versions are whole.
         record_interval: steps between recorded samples; 0: none are recorded.
+        explores: there are explorers; without them no version is published.
     """
 
     steps: int
@@ -88,6 +89,7 @@ class LoopSettings:
     base: str | None = None
     record_interval: int = 0
     record_groups: int = 0
+    explores: bool = True
 
     def publishes(self, step: int) -> bool:
         return step == self.steps or step % self.sync_interval == 0

@@ -21,7 +21,7 @@ from trinity_sync.sync.stream import join_group, receive
 from trinity_sync.weights.tensors import state_digest
 
 BOTH = pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.all)])
-GUIDE = Path(__file__).parents[3] / "docs" / "coming-from-verl.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "verl-reference.md"
 
 
 def version_of(tensors: dict[str, Any], strategy: str) -> str:
