@@ -15,7 +15,7 @@ ENV VIRTUAL_ENV=/opt/venv \
 WORKDIR /opt/trinity-sync
 RUN pip install --no-cache-dir uv==0.13.9 \
     && python -m venv "$VIRTUAL_ENV"
-COPY pyproject.toml constraints.txt cpu-excludes.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt cpu-excludes.txt README.md LICENSE ./
 COPY conf conf
 COPY trinity_sync trinity_sync
 

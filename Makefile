@@ -67,7 +67,12 @@ $(STAMP): pyproject.toml constraints.txt cpu-excludes.txt
 	$(BIN)/python -m compileall -q trinity_sync
 	@echo $(EXTRAS) > $(STAMP)
 
-run: $(STAMP)
+# The native library again after a change of its sources; without a compiler a note.
+NATIVE := trinity_sync/weights/native/native.so
+$(NATIVE): hatch_build.py $(wildcard trinity_sync/weights/native/*.[ch]) | $(STAMP)
+	@$(BIN)/python hatch_build.py
+
+run: $(STAMP) $(NATIVE)
 	$(BIN)/python launch.py $(ARGS)
 
 lint: $(STAMP)
@@ -77,11 +82,11 @@ lint: $(STAMP)
 # changed since the installation is compiled first: the tests start hundreds of processes.
 HOUSE = $(BIN)/python -m tests.house
 
-test: $(STAMP)
+test: $(STAMP) $(NATIVE)
 	@$(BIN)/python -m compileall -q trinity_sync
 	$(BIN)/python -m tests.beside "$(LINT) && $(HOUSE)" $(PYTEST) -m "not all"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(NATIVE)
 	@$(BIN)/python -m compileall -q trinity_sync
 	$(BIN)/python -m tests.beside "$(LINT) && $(HOUSE)" $(PYTEST)
 
@@ -100,4 +105,4 @@ campaign: $(STAMP)
 	$(BIN)/python -m tests.kills --trials $(N) --seed $(SEED) --parallel 2
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun site
+	rm -rf $(VENV) $(NATIVE) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun site

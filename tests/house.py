@@ -33,8 +33,8 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 66_200,
-    "modules": 300,
+    "lines": 67_000,
+    "modules": 303,
     "docstring lines / code lines": 0.26,
     "import lines / code lines": 0.11,
     "modules on the path of a full save": 20,

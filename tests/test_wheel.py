@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import hatch_build
 from trinity_sync import config
 
 ROOT = config.conf_dir().parent
+needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 
 
 def build(kind: str, source: Path, folder: Path) -> Path:
@@ -71,6 +75,19 @@ def test_the_wheel_holds_the_templates_of_the_report(wheel: Path) -> None:
     templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("trinity_sync/report/templates/*")}
     assert "trinity_sync/report/templates/run.html" in templates
     assert templates <= names(wheel)
+
+
+@needs_a_compiler
+def test_the_wheel_holds_the_native_library_and_names_its_platform(wheel: Path) -> None:
+    assert hatch_build.LIBRARY in names(wheel)
+    assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
+
+
+def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_PURE", "1")
+    pure = build("wheel", ROOT, tmp_path)
+    assert pure.name.endswith("-py3-none-any.whl")
+    assert hatch_build.LIBRARY not in names(pure)
 
 
 def test_a_wheel_that_is_built_from_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from trinity_sync.cli import main as cli
 from trinity_sync.launch import machine
+from trinity_sync.weights import native
 
 
 def states(found: list[machine.Finding]) -> dict[str, str]:
@@ -19,7 +20,17 @@ def states(found: list[machine.Finding]) -> dict[str, str]:
 def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor"])
     told = capsys.readouterr().out
-    for subject in ("packages", "GPUs", "shared memory", "memory", "disk", "temporary files", "ports", "open files"):
+    for subject in (
+        "packages",
+        "native library",
+        "GPUs",
+        "shared memory",
+        "memory",
+        "disk",
+        "temporary files",
+        "ports",
+        "open files",
+    ):
         assert f" {subject} " in told
     assert (code == 1) == ("\nerror " in f"\n{told}")
 
@@ -49,3 +60,13 @@ def test_a_temporary_folder_that_is_too_deep_or_closed_stops_a_run(
     assert states(list(machine.findings()))["temporary files"] == "error"
     assert cli.main(["doctor"]) == 1
     assert "a run cannot start here" in capsys.readouterr().out
+
+
+def test_numpy_in_place_of_the_native_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_PURE", "1")
+    native._loaded.cache_clear()
+    try:
+        (found,) = [one for one in machine.findings() if one.subject == "native library"]
+    finally:
+        native._loaded.cache_clear()
+    assert (found.state, found.told) == ("warning", "numpy and xxhash do its work: TRINITY_SYNC_PURE is set")

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.host.locks import own_name
+from trinity_sync.weights import native
 
 OURS = "trinity-sync"
 _GIB = 2**30
@@ -47,6 +48,7 @@ def findings(installed: Callable[[str], str | None] | None = None) -> Iterator[F
     """
     version = installed or _version
     yield from _packages(version)
+    yield Finding("native library", native.state(), "ok" if native.library() else "warning")
     yield _gpus(accelerator_count(), version("torch") or "")
     yield _shared_memory(Path("/dev/shm"))
     yield _memory()

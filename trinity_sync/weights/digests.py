@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from trinity_sync.errors import RunError
-from trinity_sync.weights import shards
+from trinity_sync.weights import native, shards
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shards import CoverageError, listed, shape_text
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, RowBox, TensorPlan, TensorRows, joined, rows_digest, spans
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _PROCESS_BYTES = 16 << 20
-"""For less, a request to processes takes longer than digesting."""
+"""For less, a request to processes or threads takes longer than digesting."""
 
 
 class IncompleteError(RunError):
@@ -131,23 +131,28 @@ class RowPlan:
         Raises LayoutError if a segment is too small.
 
         Args:
-            pool: threads for long rows.
+            pool: threads; without the native library for long rows only.
             processes: for other rows, with the files of the segments.
         """
         parts = zip(self._layouts, segments, strict=True)
         views = [np.asarray(layout.view(segment)) for layout, segment in parts]
-        known = self._digest_whole(views, processes)
+        known = self._digest_whole(views, pool, processes)
         return RowDigests({tensor.name: tensor.digest(views, pool, known) for tensor in self._tensors})
 
     def _digest_whole(
-        self, views: Sequence[NDArray[np.uint8]], processes: tuple[RowProcesses, Sequence[str]] | None
+        self,
+        views: Sequence[NDArray[np.uint8]],
+        pool: Executor | None,
+        processes: tuple[RowProcesses, Sequence[str]] | None,
     ) -> dict[tuple[int, int], bytes]:
-        """Return the digests of whole rows that threads would not speed up, by part and byte."""
+        """Return the digests of whole rows for which xxhash keeps the interpreter lock, by part and byte."""
 
         def here(number: int) -> bytes:
             return rows_digest(self._whole[number].rows.data(views))
 
-        if processes is None or self._whole_bytes < _PROCESS_BYTES:
+        if self._whole_bytes >= _PROCESS_BYTES and pool is not None and native.library() is not None:
+            done = list(pool.map(here, range(len(self._whole))))
+        elif processes is None or self._whole_bytes < _PROCESS_BYTES:
             done = [here(number) for number in range(len(self._whole))]
         else:
             helpers, paths = processes

@@ -1,0 +1,66 @@
+"""Build the native library (trinity_sync/weights/native) with the package, where there is a C compiler.
+
+hatchling calls the hook for wheels and editable installs; `python hatch_build.py` builds into this checkout. Without a
+compiler the wheel is pure, and numpy does the work. TRINITY_SYNC_PURE=1 asks for that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # as a program, in an environment without hatchling
+    BuildHookInterface = object  # type: ignore[assignment, misc]
+
+LIBRARY = "trinity_sync/weights/native/native.so"
+FLAGS = ("-O2", "-ftree-vectorize", "-fvisibility=hidden", "-shared", "-fPIC")
+
+
+def compile_library(root: Path) -> str | None:
+    """Compile the library into the tree; return why there is none."""
+    library = root / LIBRARY
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if os.environ.get("TRINITY_SYNC_PURE"):
+        return "TRINITY_SYNC_PURE is set"
+    if compiler is None:
+        return "there is no C compiler"
+    made = library.with_name(f".{os.getpid()}.so")
+    command = [*compiler.split(), *FLAGS, "-o", str(made), str(library.with_name("native.c"))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{compiler} failed: {done.stderr[-300:]}"
+        made.replace(library)  # a program that has the old one loaded keeps it
+    except OSError as error:
+        return f"{compiler} cannot be run: {error}"
+    finally:
+        made.unlink(missing_ok=True)
+    return None
+
+
+class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Adds the library to the wheel, and the platform to its tag."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before a build. Editable installs find the library in the checkout."""
+        if self.target_name != "wheel":
+            return
+        reason = compile_library(Path(self.root))
+        if reason is not None:
+            self.app.display_warning(f"without the native library, as {reason}; numpy does its work")
+        elif version != "editable":
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["artifacts"].append(LIBRARY)
+
+
+if __name__ == "__main__":
+    told = compile_library(Path(__file__).parent)
+    print(f"{LIBRARY}: {told or 'built'}", file=sys.stderr)
