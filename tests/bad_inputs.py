@@ -202,6 +202,7 @@ _VALUES = [
     Bad(given=["sync.shm_dir=/nowhere"], says=["sync.shm_dir is /nowhere", "does not exist", "/dev/shm"]),
     Bad(given=["sync.shm_dir=f"], files={"f": ""}, says=["sync.shm_dir is f", "is a file"]),
     Bad(given=["sync.shm_dir=/proc"], says=["sync.shm_dir is /proc", "cannot be written to"]),
+    Bad(given=["tracker=mlflow", "tracker.mlflow.uri='http:/x'"], says=["tracker.mlflow.uri is http:/x", "5000"]),
     Bad(given=["tracker=trackio", "tracker.trackio.folder=/proc/t"], says=["tracker.trackio.folder is /proc/t"]),
     Bad(given=["retention=[]"], says=["retention", "at least one"]),
     Bad(given=["retention=[keep_first]"], says=["retention=keep_first is not an option", "keep_last"]),
@@ -499,32 +500,41 @@ _DATA = [
 
 _SMALL = ["trainer.steps=2", "task.response_length=8", "task.prompt_length=32"]
 
-_RUNS = [
-    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+_TRIALS = [
     Bad(
         given=[*REWARD, *_SMALL],
         files=reward("def f(p, r):\n    return {}['x']\n"),
-        says=["rw.f", "KeyError", "rw.py:2", "traceback in", ".log"],
-        when="run",
-        code=app.FAILED,
+        says=["task.reward: the reward function rw.f, called for the first row", "KeyError", "rw.py:2"],
+        when="data",
     ),
     Bad(
         given=[*REWARD, *_SMALL],
         files=reward("import sys\n\n\ndef f(p, r):\n    sys.exit(3)\n"),
-        says=["rw.f", "called sys.exit(3)", "rw.py:5", "traceback in", ".log"],
-        when="run",
-        code=app.FAILED,
+        says=["task.reward: ", "rw.f", "called sys.exit(3)", "rw.py:5"],
+        when="data",
     ),
     Bad(
-        given=[*REWARD, *_SMALL],
-        files=reward("def f(p, r):\n    return 'good'\n"),
-        says=["rw.f", "'good'", "finite number"],
-        when="run",
-        code=app.FAILED,
+        given=[*REWARD, *_SMALL, "task.reward.timeout_s=0.3"],
+        files=reward("import time\n\n\ndef f(p, r):\n    time.sleep(60)\n"),
+        says=["task.reward: ", "did not return within 0.3 s", "rw.py:5"],
+        when="data",
+    ),
+    Bad(
+        given=["task=verl", "task.path=d.jsonl", "task.reward.function_path=rw.py", *_SMALL],
+        files={
+            "rw.py": "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    1 / 0\n",
+            **jsonl({"prompt": "1", "data_source": "x", "reward_model": {"ground_truth": "1"}}),
+        },
+        says=["task.reward: ", "rw.py:compute_score", "ZeroDivisionError", "rw.py:2"],
+        when="data",
     ),
 ]
 
-TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA)
+_RUNS = [
+    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+]
+
+TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA, *_TRIALS)
 """Those that are refused before Ray."""
 
 WITH_RAY: Sequence[Bad] = _RUNS

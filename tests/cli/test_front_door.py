@@ -13,7 +13,8 @@ import pytest
 
 from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync.cli import main as cli
-from trinity_sync.config import conf_dir
+from trinity_sync.config import RunConfig, conf_dir
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.hardware import own_module_folders
 from trinity_sync.launch import launcher as real_launcher
 
@@ -80,6 +81,27 @@ def test_a_dry_run_looks_and_leaves_nothing(
     assert "dry run: copy-digits could begin, in " in capsys.readouterr().out
     assert run("-m", "seed=1,2", "--dry-run", "hydra.sweep.dir=s") == 0
     assert looked == [Path("a/b").absolute(), Path("s/0").absolute(), Path("s/1").absolute()]
+    assert launcher.calls == []
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_sweep_looks_once_at_jobs_that_are_alike_and_leaves_nothing_where_one_is_refused(
+    launcher: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked: list[str] = []
+
+    def refuse(self: StandIn, cfg: RunConfig, run_dir: Path) -> None:
+        looked.append(run_dir.name)
+        if cfg.settings.model.lora.rank == 4:
+            raise ConfigError("no layer is called q_prj")
+
+    monkeypatch.setattr(StandIn, "look", refuse)
+    assert run("-m", "trainer.lr=1e-3,1e-4", "model.lora.rank=0,4") == 2
+    assert looked == ["0", "1"]
+    assert capsys.readouterr().err == (
+        "error: job 1 of the sweep (trainer.lr=0.001 model.lora.rank=4) cannot run, so nothing was started: no layer "
+        "is called q_prj\n"
+    )
     assert launcher.calls == []
     assert list(Path.cwd().iterdir()) == []
 

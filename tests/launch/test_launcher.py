@@ -225,12 +225,12 @@ def test_settings_hear_of_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_refused_start_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start on another host could not see that it is over."""
 
-    def refuse(cfg: object) -> list[object]:
+    def refuse(*given: object) -> object:
         assert (tmp_path / "saved" / MARK).exists()
         assert (tmp_path / "copies" / MARK).exists()
         raise ConfigError("no such tracker")
 
-    monkeypatch.setattr(launcher, "run_trackers", refuse)
+    monkeypatch.setattr(launcher, "_recorder", refuse)
     places = [f"checkpoint.dir={tmp_path}/saved", f"checkpoint.mirror={tmp_path}/copies"]
     with pytest.raises(ConfigError, match="no such tracker"):
         launcher.run(RunConfig(compose(["trainer.steps=1", "live=off", *places])), tmp_path / "run")

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -644,3 +645,42 @@ def test_numpy_is_left_to_the_users_function() -> None:
     """Its import starts threads, whose number the file of the function may set before."""
     code = "import sys, trinity_sync.tasks.reward_process, trinity_sync.tasks.rewards; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# a trial before the run
+
+
+@pytest.mark.parametrize(("on_error", "ends"), [("stop", True), ("zero", False), ("skip", False)])
+def test_a_failed_trial_ends_the_start_where_it_would_end_the_run(on_error: str, ends: bool) -> None:
+    prompt = Prompt(index=0, text="61=", answer="raises")
+    with judging(on_error) as judge:
+        if ends:
+            with pytest.raises(ConfigError, match=r"^task\.reward: .*the first row.*nothing to compare"):
+                judge.trial(prompt, elsewhere=False)
+        else:
+            assert "nothing to compare" in str(judge.trial(prompt, elsewhere=False))
+        assert judge.pids == []
+
+
+@dataclass
+class Unimportable:
+    """A reward that only other machines can import."""
+
+    slow: bool = False
+
+    def warm_up(self) -> None:
+        raise ImportError("no judge here")
+
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        raise AssertionError
+
+
+def test_a_function_that_only_other_machines_can_import_is_left_to_them() -> None:
+    judge = RewardProcesses(Unimportable(), Judging(), "judge")
+    assert "no judge here" in str(judge.trial(PROMPT, elsewhere=True))
+    with pytest.raises(ConfigError, match="no judge here"):
+        judge.trial(PROMPT, elsewhere=False)
+
+
+def test_a_function_whose_import_is_slow_is_not_tried() -> None:
+    assert RewardProcesses(Unimportable(slow=True), Judging(), "judge").trial(PROMPT, elsewhere=False) is None

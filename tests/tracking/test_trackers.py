@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.tracking import trackers
 from trinity_sync.tracking.mlflow import MlflowTracker, _name
 from trinity_sync.tracking.swanlab import SwanlabTracker
 from trinity_sync.tracking.tensorboard import TensorBoardTracker
@@ -232,3 +234,88 @@ def test_an_id_is_kept_and_one_that_a_full_disk_cut_off_is_made_anew(run: Tracke
 )
 def test_mlflow_gets_a_name_that_it_takes(name: str, there: str) -> None:
     assert _name(name) == there
+
+
+# checks before anything starts
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of a user without a login."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("WANDB", "SWANLAB", "MLFLOW", "NETRC"))]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+WANDB: Mapping[str, Any] = {"wandb": {"project": "p", "mode": "online"}}
+SWANLAB: Mapping[str, Any] = {"swanlab": {"project": "p", "mode": "online"}}
+
+
+@pytest.mark.parametrize(("settings", "command"), [(WANDB, "wandb login"), (SWANLAB, "swanlab login")])
+def test_a_login_is_needed_before_anything_starts(nobody: Path, settings: Any, command: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^tracker\.{next(iter(settings))}\.mode is online.*`{command}`"):
+        build_trackers(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [(WANDB, "WANDB_API_KEY", "k"), (WANDB, "WANDB_MODE", "offline"), (SWANLAB, "SWANLAB_API_KEY", "k")],
+)
+def test_the_environment_may_have_the_login(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert len(build_trackers(settings)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "host"),
+    [(WANDB, ".netrc", "api.wandb.ai"), (SWANLAB, ".swanlab/.netrc", "https://api.swanlab.cn")],
+)
+def test_a_netrc_file_may_have_the_login(nobody: Path, settings: Any, file: str, host: str) -> None:
+    (nobody / ".swanlab").mkdir()
+    (nobody / file).write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
+    assert len(build_trackers(settings)) == 1
+
+
+@pytest.mark.parametrize("uri", ["http:/x", "http://", "https://:80", "localhost:5000", "nosql://x/y"])
+def test_an_address_that_cannot_be_mlflows_is_refused(nobody: Path, uri: str) -> None:
+    with pytest.raises(ConfigError, match=r"^tracker\.mlflow\.uri is .*such as http://10\.0\.0\.1:5000"):
+        build_trackers({"mlflow": {"experiment": "e", "uri": uri}})
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(
+            "http://10.0.0.1:5000",
+            "https://u:p@host/mlflow",
+            "http://[::1]:80",
+            "sqlite:////d/m.db",
+            "/data/a:b",
+            "runs",
+        ),
+        *(
+            "runs",
+            "file:///x",
+            "postgresql+psycopg2://u:p@h/d",
+            "databricks",
+            "databricks://profile",
+            "http://my_host:5000/",
+        ),
+    ],
+)
+def test_an_address_that_mlflow_takes_passes(nobody: Path, uri: str) -> None:
+    assert len(build_trackers({"mlflow": {"experiment": "e", "uri": uri}})) == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio", "tensorboard"])
+def test_a_missing_package_is_named_before_anything_starts(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda named: None)
+    keys = {"mlflow": {"experiment": "e"}, "tensorboard": {}}
+    with pytest.raises(ConfigError, match=f"^tracker={name} needs the {name} package: pip install"):
+        build_trackers({name: keys.get(name, {"project": "p"})})

@@ -6,6 +6,7 @@ configuration. `launch.launcher` is imported only after all checks.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import shutil
@@ -27,7 +28,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config import FORMER_MODULES, Config, RunConfig
-from trinity_sync.config.composed_jobs import ComposedJob, composed_before, note_settings, sweep_jobs
+from trinity_sync.config.composed_jobs import ComposedJob, composed_before, is_fixed, note_settings, sweep_jobs
 from trinity_sync.config.messages import CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -46,6 +47,9 @@ from trinity_sync.tracking.run_record import holds_run, lock_owner, lock_run_fol
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; the configuration or command line is wrong; interrupted."""
+
+_LOOKED_AT = ("workload", "backend", "model", "task", "explorer", "sync", "cluster", "tracker")
+"""Parts of a configuration that the slow checks before a start depend on."""
 
 
 @dataclass
@@ -256,6 +260,8 @@ class RunHooks(Callback):
             _refuse(problem)
         if _session.dry_run:
             _try_jobs(jobs)
+        elif is_fixed(config.hydra) and sweeps.on_this_machine(config.hydra):
+            _look_at(jobs)
         note_settings(config, jobs)
         _session.around_jobs.enter_context(composed_before(config.hydra))
         _session.around_jobs.enter_context(sweeps.jobs_end_first(config.hydra, float(config.checkpoint.stop_s)))
@@ -277,6 +283,28 @@ def _try_jobs(jobs: Sequence[ComposedJob]) -> NoReturn:
     except TrinityError as error:
         _refuse(str(error))
     raise SystemExit(DONE)
+
+
+def _look_at(jobs: Sequence[ComposedJob]) -> None:
+    """Do the checks before a start for the jobs of a sweep, once where jobs have the same model, data and machine. Each
+    job repeats them and prints their notes.
+    """
+    from trinity_sync.launch import launcher
+
+    seen = set()
+    for job in jobs:
+        with job.begun() as folder:
+            used = job.settings.anchored(job.started_in)
+            alike = repr([getattr(used.settings, name) for name in _LOOKED_AT])
+            if alike in seen:
+                continue
+            seen.add(alike)
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    launcher.look(used, folder)
+            except TrinityError as error:
+                given = " ".join(job.overrides)
+                _refuse(f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}")
 
 
 def _refuse(problem: str) -> NoReturn:

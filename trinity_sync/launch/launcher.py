@@ -10,11 +10,11 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint.folder import recovery
@@ -33,7 +33,7 @@ from trinity_sync.launch.actors import Preparation, Setup
 from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.machine import SOCKET_BYTES, socket_room
-from trinity_sync.launch.row_scan import scanned_task
+from trinity_sync.launch.row_scan import Scanned, scanned_task
 from trinity_sync.launch.start import (
     Resume,
     Start,
@@ -86,8 +86,8 @@ def run(
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
         stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm, limit_s=cfg.checkpoint.stop_s))
-        check_beforehand(cfg)
-        scanned = scanned_task(cfg)
+        looked = look(config, run_dir, new=resume is None)
+        scanned = looked.scanned
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
@@ -109,11 +109,13 @@ def run(
         mirror = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied)
         if resume is None and mirror is not None:
             marks.callback(_take_back, folder, mirror.unmark)
-        start = Start.find(cfg, checkpoints, resume=resume, committed=committed, mirror=mirror, recorded=recorded)
+        start = Start.find(
+            cfg, checkpoints, looked.start, resume=resume, committed=committed, mirror=mirror, recorded=recorded
+        )
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         if resume is None and settings:
             stack.enter_context(settings)
-        recorder = _recorder(config, folder, start, owner, threads, last_step)
+        recorder = _recorder(config, folder, start, owner, threads, last_step, looked.trackers)
         marks.pop_all()  # the run has begun: its marks stay
         try:
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
@@ -139,21 +141,33 @@ def run(
     return 0
 
 
-def look(config: RunConfig, run_dir: Path) -> None:
-    """Check whether a new run could start in a folder; write nothing."""
+class LookResult(NamedTuple):
+    """What the checks before a start have made."""
+
+    scanned: Scanned
+    trackers: Sequence[Tracker]
+    start: Start | None  # of a new run
+
+
+def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
+    """Check whether a run could start in a folder; write nothing. A dry run consists of these checks, and a launch
+    begins with them.
+    """
     cfg = config.settings
     _threads()
-    if holds_run(run_dir):
+    if new and holds_run(run_dir):
         raise ConfigError(f"{run_dir} already holds a run; choose another folder by hydra.run.dir")
     check_beforehand(cfg)
-    scanned_task(cfg)
+    trackers, scanned = run_trackers(cfg), scanned_task(cfg)
+    if not new:
+        return LookResult(scanned, trackers, None)
     checkpoints = checkpoint_folder(cfg, run_dir.absolute())
     owner = Owner.new("", run_dir)
     check(checkpoints, owner, recorded=None)
-    Start.first(cfg, checkpoints, None)
+    start = Start.first(cfg, checkpoints, None)
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)
-    run_trackers(cfg)
+    return LookResult(scanned, trackers, start)
 
 
 def _take_back(folder: RunFolder, unmark: Callable[[], None]) -> None:
@@ -164,7 +178,13 @@ def _take_back(folder: RunFolder, unmark: Callable[[], None]) -> None:
 
 
 def _recorder(
-    config: RunConfig, folder: RunFolder, start: Start, owner: Owner, threads: int, last_step: int
+    config: RunConfig,
+    folder: RunFolder,
+    start: Start,
+    owner: Owner,
+    threads: int,
+    last_step: int,
+    trackers: Sequence[Tracker],
 ) -> Recorder:
     from trinity_sync.report import write_report
 
@@ -184,7 +204,7 @@ def _recorder(
         id=owner.run,
         places=written_places(cfg, folder.path),
         view=cast("Mode", cfg.live),
-        trackers=run_trackers(cfg),
+        trackers=trackers,
         report=write_report,
         resume=resume_command,
         checkpoints=start.checkpoints.absolute(),

@@ -31,6 +31,7 @@ from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import class_problem, noise
 from trinity_sync.models.vllm_limits import model_problem
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.jsonl import FilePrompts
 from trinity_sync.tasks.pairs import Item, shared_rows
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
@@ -115,6 +116,9 @@ def scanned_task(cfg: Config) -> Scanned:
         return NOTHING
     task = build_task(cfg.task, cfg.seed)
     counts = _look_through(cfg, task, cfg.task)
+    if isinstance(task, FilePrompts):
+        failed = task.reward_judge.trial(task.validation_prompts(1)[0], elsewhere=cfg.cluster.address is not None)
+        _note(f"task.reward: {failed}") if failed else None
     validating = validation_task(cfg)
     if validating is None:
         return Scanned(task, counts, ())

@@ -52,16 +52,17 @@ class Start:
         cls,
         cfg: Config,
         checkpoints: Path,
+        begun: Start | None = None,
         *,
         resume: Resume | None,
         committed: Collection[int] = (),
         mirror: RunMirror | None = None,
         recorded: Recorded = (),
     ) -> Start:
-        """Find where a run starts."""
+        """Find where a run starts. `begun`: of a new run, where `first` has found that."""
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded)
-        start = cls.first(cfg, checkpoints, None)
+        start = begun or cls.first(cfg, checkpoints, None)
         if mirror is not None:
             mirror.check(checkpoints)
         return start

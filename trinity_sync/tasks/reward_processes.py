@@ -21,6 +21,7 @@ from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.logs import story
 from trinity_sync.host.origin import ASK, Origin, give_origin, place_of, stack_told
+from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks import base, reward_process
 from trinity_sync.tasks.base import Failure, Response, RewardFunction, RewardResult, Verdict, error_of
 from trinity_sync.tasks.rewards import Judging
@@ -29,6 +30,10 @@ _START_S = 300.0
 """Limit of a process's import of the function."""
 _SIGNALS = 3
 """Deaths by signal, per process and batch, that do not count as failures: the signal went to the whole run."""
+
+
+class RewardImportError(RunError):
+    """The function cannot be imported in its process."""
 
 
 class RewardProcesses:
@@ -102,6 +107,28 @@ class RewardProcesses:
             raise
         return [verdicts[number] for number in range(len(responses))]
 
+    def trial(self, prompt: Prompt, *, elsewhere: bool) -> str | None:
+        """Judge the answer of a prompt, or an empty response, in a process that ends then, unless the import of the
+        function is `slow`. Returns a failure that would not end a run. `elsewhere`: the run is on other machines, where
+        alone the function may be importable.
+
+        Raises:
+            ConfigError: the failure would end a run.
+        """
+        if getattr(self._reward, "slow", False):
+            return None
+        one = RewardProcesses(self._reward, Judging("stop", self._judging.timeout_s), self._name)
+        text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
+        try:
+            one.judge([Response(prompt, text, True)], step=0)
+        except RunError as error:
+            if elsewhere if isinstance(error, RewardImportError) else self._judging.on_error != "stop":
+                return str(error)
+            raise ConfigError(f"task.reward: {error}") from error
+        finally:
+            one.close()
+        return None
+
     def close(self) -> None:
         """End the processes; `judge` starts new ones."""
         while self._workers:
@@ -135,7 +162,7 @@ class RewardProcesses:
             story.warning("%s%s", error, f"\n{failure.origin.traceback}" if failure.origin is not None else "")
 
     def _useless(self, failure: Failure) -> RunError:
-        error = RunError(f"the reward function {self._name} cannot be loaded in its process: {failure.what}")
+        error = RewardImportError(f"the reward function {self._name} cannot be loaded in its process: {failure.what}")
         if failure.origin is not None:
             give_origin(error, failure.origin)
         return error

@@ -6,7 +6,9 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from trinity_sync.errors import ConfigError
@@ -36,6 +38,11 @@ class VerlReward:
     def name(self) -> str:
         """Its name in errors."""
         return ".".join(_VERLS) if self.function_path is None else f"{self.function_path}:{self.function_name}"
+
+    @property
+    def slow(self) -> bool:
+        """Whether its import takes seconds: it imports verl."""
+        return self.function_path is None or "://" in self.function_path
 
     def check(self) -> None:
         """Check that the file has the function, without running it."""
@@ -69,8 +76,15 @@ def _loaded(path: str | None, name: str) -> Callable[..., object]:
     # imported by name: this package must not import verl otherwise
     if path is None:
         return cast("Callable[..., object]", getattr(importlib.import_module(_VERLS[0]), _VERLS[1]))
-    load = importlib.import_module("verl.utils.import_utils").load_extern_object
-    return cast("Callable[..., object]", load(path if "://" in path else str(Path(path).expanduser()), name))
+    if "://" in path:
+        load = importlib.import_module("verl.utils.import_utils").load_extern_object
+        return cast("Callable[..., object]", load(path, name))
+    # as verl does, whose import takes seconds
+    loader = SourceFileLoader("custom_module", str(Path(path).expanduser()))
+    module = ModuleType(loader.name)
+    module.__file__ = loader.path
+    loader.exec_module(module)
+    return cast("Callable[..., object]", getattr(module, name))
 
 
 class VerlTask(FilePrompts):

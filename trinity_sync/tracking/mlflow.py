@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -25,6 +26,7 @@ _BATCH = 1000
 _PARAM_BATCH = 100
 _PARAM_CHARACTERS = 6000
 """Limits of MLflow for one call, and for one value."""
+_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
 _ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
@@ -42,6 +44,20 @@ class MlflowTracker(ProcessTracker):
         self._experiment, self._uri = experiment, uri
         self._client: MlflowClient | None = None
         self._run_id = ""
+
+    def check(self) -> None:
+        """Check that the place can be one, by its form."""
+        place = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        scheme, _, rest = place.partition(":")
+        of_web = scheme in ("http", "https")
+        plugins = (found.name for found in entry_points(group="mlflow.tracking_store"))
+        known = not rest or "/" in scheme or scheme.partition("+")[0] in _SCHEMES or scheme in plugins
+        if not known or (of_web and not re.match(r"//([^/@]*@)?(\[[\w:.]+\]|[\w.-]+)(:\d+)?(/|$)", rest)):
+            key = "tracker.mlflow.uri" if self._uri else "MLFLOW_TRACKING_URI"
+            raise ConfigError(
+                without_secrets(f"{key} is {place}, which is no place of MLflow's; name", place, {})
+                + " a server such as http://10.0.0.1:5000, or a store such as sqlite:////data/mlflow.db"
+            )
 
     def start(self, run: TrackedRun) -> None:
         """Begin a run, or continue the earlier one."""

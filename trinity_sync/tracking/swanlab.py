@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import ProcessTracker, TrackedRun, kept_id, lacking, markdown, name_of
+from trinity_sync.tracking.trackers import ProcessTracker, TrackedRun, has_login, kept_id, lacking, markdown, name_of
 
 if TYPE_CHECKING:
     from swanlab import Run
@@ -45,17 +47,28 @@ class SwanlabTracker(ProcessTracker):
         self._project, self._workspace, self._mode, self._tags = project, workspace, mode, list(tags)
         self._run: Run | None = None
 
+    def check(self) -> None:
+        """Check that there is a login or a package, if the mode needs one."""
+        if self._mode == "local" and find_spec("swanboard") is None:
+            raise ConfigError(
+                "tracker.swanlab.mode=local needs the swanboard package: pip install 'swanlab[dashboard]'; or set the "
+                "mode to offline"
+            )
+        root = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or Path.home() / ".swanlab"
+        known = any(has_login(Path(folder) / ".netrc") for folder in (".swanlab", root))
+        if self._mode == "online" and not os.environ.get("SWANLAB_API_KEY") and not known:
+            raise ConfigError(
+                "tracker.swanlab.mode is online, but there is no login: log in by `swanlab login`, or set "
+                "SWANLAB_API_KEY or tracker.swanlab.mode=offline"
+            )
+
     def start(self, run: TrackedRun) -> None:
         """Open the experiment, the earlier one on a resume."""
         try:
             import swanlab
         except ImportError as error:
             raise lacking("swanlab") from error
-        if self._mode == "local" and find_spec("swanboard") is None:
-            raise ConfigError(
-                "tracker.swanlab.mode=local needs the swanboard package: pip install 'swanlab[dashboard]'; or set the "
-                "mode to offline"
-            )
+        self.check()
         try:
             self._run = swanlab.init(
                 id=kept_id(run, "swanlab"),

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import netrc
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -50,6 +53,7 @@ class Tracker(Protocol):
 
     Optional methods:
 
+    - ``check()``, before anything starts: raises ConfigError, without the network.
     - ``end(status)``, before `close`: ``completed``, ``failed`` or ``interrupted``.
     - ``event(event)``: takes one line of events.jsonl.
     - ``samples(step, rows)``: takes the lines of one step in samples.jsonl.
@@ -77,6 +81,14 @@ def lacking(name: str) -> ConfigError:
     return ConfigError(f"tracker={name} needs the {name} package: pip install 'trinity-sync[trackers]'")
 
 
+def has_login(file: Path, host: str | None = None) -> bool:
+    """Return whether a netrc file has a login, for this host."""
+    with suppress(OSError, netrc.NetrcParseError):
+        found = netrc.netrc(file)
+        return bool(found.hosts if host is None else found.authenticators(host))
+    return False
+
+
 class ProcessTracker:
     """The base of trackers that run in a process of their own, and tell their tool how the run has ended."""
 
@@ -93,7 +105,8 @@ class ProcessTracker:
 def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
     """Build the trackers that the config names, not started yet. `settings`: options by name. Unknown names need
     ``_target_``, the dotted name of a class with the methods of `Tracker`, called with the other options except
-    ``names``. Raises ConfigError if a tracker's class cannot be found, or does not take its options.
+    ``names``. Raises ConfigError if a tracker's class or package cannot be found, does not take its options, or
+    refuses them.
     """
     built = []
     for name, given in settings.items():
@@ -113,6 +126,10 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
             raise ConfigError(f"tracker.{name}._target_={target} cannot be imported: {error}") from error
         except TypeError as error:
             raise ConfigError(f"tracker.{name}: {target} does not take these options: {error}") from error
+        spec = find_spec(name) if target == _KNOWN.get(name) else None
+        if target == _KNOWN.get(name) and (spec is None or spec.origin is None):  # a folder of that name has no origin
+            raise lacking(name)
+        getattr(tracker, "check", lambda: None)()
         if names != "ours":
             tracker.names = names
         built.append(tracker)

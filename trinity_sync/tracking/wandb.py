@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+from urllib.parse import urlsplit
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import COLUMNS, ProcessTracker, TrackedRun, cells, kept_id, lacking, name_of
+from trinity_sync.tracking.trackers import (
+    COLUMNS,
+    ProcessTracker,
+    TrackedRun,
+    cells,
+    has_login,
+    kept_id,
+    lacking,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from wandb import Run
 
 Mode = Literal["online", "offline", "disabled"]
+
+_LOGINS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
 
 
 class WandbTracker(ProcessTracker):
@@ -20,7 +35,8 @@ class WandbTracker(ProcessTracker):
     Args:
         project: the project's name.
         entity: user or team; None for the account's default.
-        mode: ``online``, ``offline`` (kept in the run folder for `wandb sync`) or ``disabled``.
+        mode: ``online``, or in its place what ``WANDB_MODE`` says; ``offline`` (kept in the run folder for `wandb
+            sync`); or ``disabled``.
         tags: shown on the run.
         timeout_s: see `Tracker`.
     """
@@ -34,8 +50,24 @@ class WandbTracker(ProcessTracker):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s)
-        self._project, self._entity, self._mode, self._tags = project, entity, mode, list(tags)
+        self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
+        self._project, self._entity, self._tags = project, entity, list(tags)
         self._run: Run | None = None
+
+    def check(self) -> None:
+        """Check that there is a login, if one is needed."""
+        if self._mode != "online" or any(map(os.environ.get, _LOGINS)):
+            return
+        settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings"
+        if settings.is_file() and re.search("api_key|base_url", settings.read_text(errors="replace")):
+            return
+        host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+        files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+        if not any(has_login(Path(file).expanduser(), host) for file in files):
+            raise ConfigError(
+                f"tracker.wandb.mode is online, but there is no login for {host}: log in by `wandb login`, set "
+                "WANDB_API_KEY, or set tracker.wandb.mode=offline"
+            )
 
     def start(self, run: TrackedRun) -> None:
         """Open the run, the earlier one on a resume."""
@@ -52,7 +84,7 @@ class WandbTracker(ProcessTracker):
                 config=dict(run.config),
                 project=self._project,
                 entity=self._entity,
-                mode=self._mode,
+                mode=cast(Mode, self._mode),
                 tags=self._tags,
             )
             # The step is a value of its own: wandb's counter cannot go back, as a resume requires.
