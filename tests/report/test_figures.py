@@ -57,12 +57,12 @@ def test_folding_one_job_leaves_its_figure_and_of_none_there_is_none() -> None:
 
 def test_a_fold_says_how_many_jobs_have_the_figure() -> None:
     one = fold([figure(BY_KEY["steps_to_target"], [step]) for step in (40.0, 50.0, None)])
-    assert (one.count, detail(BY_KEY["steps_to_target"], one, 3)) == (2, "40 to 50, 2 of 3 jobs")
+    assert (one.count, detail(BY_KEY["steps_to_target"], one, 3)) == (2, "± 5, 2 of 3 jobs")
 
 
 def test_the_spread_of_a_job_is_its_tail_or_its_range() -> None:
     assert detail(LOAD, figure(LOAD, [0.1] * 19 + [0.3]), 1) == "p95 110 ms"
-    assert detail(REWARD, figure(REWARD, [0.5, 0.7]), 1) == "0.500 to 0.700"
+    assert detail(REWARD, figure(REWARD, [0.5, 0.7]), 1) == "± 0.100"
     assert detail(REWARD, figure(REWARD, [0.5, 0.5]), 1) == ""
 
 
@@ -131,6 +131,7 @@ def test_the_figures_of_a_run() -> None:
     values = {key: one and one.value for key, one in figures(run).items()}
     assert values == {
         "reward": pytest.approx(0.95),
+        **{"loss": None, "validation": None, "validation_loss": None},
         "steps_to_target": None,
         "wall_s": None,
         "samples_per_s": 8.0,

@@ -10,7 +10,7 @@ from tests.tracking import synthetic
 from trinity_sync.report import run_charts
 from trinity_sync.report.figures import figures
 from trinity_sync.report.run_data import Run, Sweep
-from trinity_sync.report.sweep_page import compare
+from trinity_sync.report.sweep_page import best, compare
 
 CURVES = st.lists(
     st.dictionaries(st.integers(0, 40).map(float), st.floats(-10, 10), max_size=20).map(lambda ys: sorted(ys.items())),
@@ -26,7 +26,7 @@ def job(name: int, *overrides: str, seed: int | None = 0, status: str = "complet
         config_text="",
         config={"seed": seed},
         overrides=[*overrides, "trainer.steps=9"],
-        events=[synthetic.event("publish", version=1, blocked_s=blocked)],
+        events=[synthetic.event("publish", version=version, blocked_s=blocked) for version in (1, 2)],
     )
     run.summary["steps"] = 9
     return run
@@ -78,7 +78,7 @@ def test_jobs_whose_settings_are_not_known_stay_by_themselves() -> None:
 def test_a_job_that_did_not_complete_does_not_compete() -> None:
     quick = job(0, "a=0", status="failed", blocked=0.1)
     rows = compare(sweep(quick, job(1, "a=1", blocked=1.0), job(2, "a=2", blocked=2.0))).rows
-    assert [row.marks.get("blocked_s") for row in rows] == [None, "best", None]
+    assert [(row.jobs, row.marks.get("blocked_s")) for row in rows] == [(["1"], "best"), (["2"], None), (["0"], None)]
 
 
 def test_a_row_of_which_a_job_lacks_a_figure_does_not_compete_for_it() -> None:
@@ -154,3 +154,65 @@ def test_starts_and_the_time_between_two_attempts_are_no_wall_time() -> None:
     wall = figures(run)["wall_s"]
     assert wall is not None
     assert wall.value == 30.0
+
+
+def learnt(number: int, rate: str, seed: int, last: list[float], **other: float) -> Run:
+    """A completed job with these rewards; `other`: metrics of its last step."""
+    run = job(number, f"trainer.lr={rate}", f"seed={seed}", seed=seed)
+    values = [{"step": step, "reward/mean": reward} for step, reward in enumerate(last, 1)]
+    run.metrics = [*values[:-1], {**values[-1], **other}]
+    return run
+
+
+STEADY, NOISY = [0.5, 0.51] * 10, [0.1, 0.95] * 10
+
+
+def test_rows_are_ranked_by_the_mean_of_their_last_ten_steps_and_completed_ones_come_first() -> None:
+    runs = [learnt(0, "1", 0, [0.9] * 20), learnt(1, "2", 0, [0.99] * 10 + [0.4] * 10), learnt(2, "3", 0, STEADY)]
+    runs[0].status = "failed"
+    assert [row.jobs for row in compare(sweep(*runs)).rows] == [["2"], ["1"], ["0"]]
+
+
+@pytest.mark.parametrize(
+    ("other", "marks"),
+    [([0.3, 0.31] * 10, ["best", None]), (NOISY, ["tie", "tie"])],
+)
+def test_a_star_needs_a_difference_above_the_noise_of_the_last_steps(other: list[float], marks: list) -> None:
+    rows = compare(sweep(learnt(0, "1", 0, STEADY), learnt(1, "2", 0, other))).rows
+    assert [row.marks.get("reward") for row in rows] == marks
+
+
+def test_a_star_needs_a_difference_above_the_noise_of_the_seeds() -> None:
+    seeds = [
+        learnt(n, "1" if n < 3 else "2", n % 3, [level] * 20) for n, level in enumerate((0.5, 0.7, 0.9, 0.4, 0.6, 0.8))
+    ]
+    rows = compare(sweep(*seeds)).rows
+    assert [row.marks["reward"] for row in rows] == ["tie", "tie"]
+    assert rows[0].figures["reward"].error == pytest.approx(0.2 / 3**0.5)
+
+
+def test_a_single_measurement_gets_no_star() -> None:
+    runs = [learnt(n, f"{n}", 0, STEADY, **{"val/loss": 0.1 * n}) for n in (1, 2)]
+    rows = compare(sweep(*runs)).rows
+    assert all("validation_loss" in row.figures and "validation_loss" not in row.marks for row in rows)
+
+
+@pytest.mark.parametrize(("samples", "marks"), [(20, ["tie", "tie"]), (2000, [None, "best"])])
+def test_a_validation_has_the_noise_of_its_samples(samples: int, marks: list) -> None:
+    runs = [
+        learnt(n, f"{n}", 0, STEADY, **{"val/reward/mean": mean, "val/reward/std": 0.5, "val/samples": samples})
+        for n, mean in enumerate((0.5, 0.6))
+    ]
+    assert [row.marks.get("validation") for row in compare(sweep(*runs)).rows] == marks
+
+
+def test_the_best_is_reproduced_by_a_command_and_doubt_is_said() -> None:
+    sure = compare(sweep(learnt(0, "1", 0, [0.3] * 20), learnt(1, "2", 0, STEADY)))
+    assert best(sure, str) == ("Reproduce the best, 1: trainer.lr=2", "trinity-sync reproduce /sweep/1")
+    doubt = compare(sweep(learnt(0, "1", 0, STEADY), learnt(1, "2", 0, NOISY)))
+    text, _ = best(doubt, str) or ("", "")
+    assert text.startswith("No job is distinguishable as the best; reproduce the one in the lead, ")
+    assert best(compare(sweep(learnt(0, "1", 0, STEADY))), str) is None
+    unfinished = learnt(0, "1", 0, STEADY)
+    unfinished.status = "running"
+    assert best(compare(sweep(unfinished, job(1, "trainer.lr=2", status="failed"))), str) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -274,15 +275,16 @@ def _widen(low: float, high: float, by: float) -> tuple[float, float]:
 
 Mark = Literal["best", "tie"]
 RULE = (
-    "A tie: the bands overlap, or the figures read the same. The band of a job is the middle half of what it measured; "
-    "of several seeds, lowest to highest. Only jobs that completed compete."
+    "Not distinguishable: the difference is within twice its standard error (over seeds; of one job over its last "
+    "steps, or the samples of its validation), the middle halves of measured times overlap, or the figures read the "
+    "same. A single measurement has no mark. Only jobs that completed compete."
 )
 
 
 def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[float], str]) -> list[Mark | None]:
     """Mark the best figure of a column, and all ties with it; fewer than two figures, or equal ones, get no mark."""
     known = [one for one in figures if one is not None]
-    if len({text(one.value) for one in known}) < 2:
+    if len({text(one.value) for one in known}) < 2 or any(one.count < 2 and one.error is None for one in known):
         return [None] * len(figures)
     best = text((min if better == "lower" else max)(one.value for one in known))
     leading = [one for one in known if text(one.value) == best]
@@ -292,6 +294,8 @@ def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[floa
 
 
 def _overlap(one: Figure, other: Figure) -> bool:
+    if one.error is not None and other.error is not None:
+        return abs(one.value - other.value) <= 2 * math.hypot(one.error, other.error)
     return one.low <= other.high and other.low <= one.high
 
 
@@ -306,6 +310,7 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters |= {
+    "breaks": lambda text: Markup(re.sub("([.,=])", r"\1<wbr>", html.escape(str(text)))),
     "moment": units.moment,
     "page": lambda folder: f"{quote(os.fsencode(folder))}/report.html",  # without a ":", so the link is relative
     "number": lambda value: units.number(units.finite(value)),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import stdev
 from typing import Literal
 
 from trinity_sync.report.run_data import TARGET_REWARD, E, Run, steps_to
 from trinity_sync.tracking import units
 from trinity_sync.tracking.events import CommitEvent, LoadEvent, PublishEvent
-from trinity_sync.tracking.summary import REWARD_STEPS, mean_steps, quantile, training_spans
+from trinity_sync.tracking.summary import LOSS, REWARD, REWARD_STEPS, mean_steps, quantile, training_spans
 
 Better = Literal["lower", "higher"]
 Statistic = Literal["median", "mean", "single"]
@@ -25,6 +28,7 @@ class Figure:
         least, most: the lowest and highest measurement; of several jobs as `low` and `high`.
         tail: of a job the 95th (or 5th) percentile, the bad end.
         count: the number of measurements of a job; of several jobs the number of jobs with a value.
+        error: standard error of the value, over the jobs, or of a mean over its measurements; None: not known.
     """
 
     value: float
@@ -34,19 +38,21 @@ class Figure:
     most: float
     tail: float | None
     count: int
+    error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """A measured quantity."""
 
     key: str  # its name in JSON
     title: str  # its name for people
     meaning: str  # a short description
-    better: Better  # the better direction
-    statistic: Statistic  # the value of a job: median or mean of the measurements, or the only one
-    text: Callable[[float], str]  # formats a value
     measure: Callable[[Run], Iterable[float | None]]  # returns the measurements of a job
+    better: Better = "lower"  # the better direction
+    statistic: Statistic = "median"  # the value of a job: median or mean of the measurements, or the only one
+    text: Callable[[float], str] = units.seconds  # formats a value
+    error: Callable[[Run], float | None] | None = None  # returns the standard error of a single measurement
 
     @property
     def tail(self) -> str:
@@ -70,6 +76,7 @@ def figure(column: Column, measured: Iterable[float | None]) -> Figure | None:
         most=values[-1],
         tail=_inside(values, 0.95 if column.better == "lower" else 0.05) if column.statistic == "median" else None,
         count=len(values),
+        error=_error(values) if column.statistic == "mean" else None,
     )
 
 
@@ -81,20 +88,31 @@ def fold(figures: Sequence[Figure | None]) -> Figure | None:
     values = [one.value for one in known]
     least, most = min(values), max(values)
     value = min(max(sum(values) / len(values), least), most)
-    return Figure(value=value, low=least, high=most, least=least, most=most, tail=None, count=len(known))
+    within = math.hypot(*(one.error or 0.0 for one in known)) / len(known)  # few seeds may agree by chance
+    spread = _error(values)
+    error = None if spread is None else max(spread, within)
+    return Figure(value=value, low=least, high=most, least=least, most=most, tail=None, count=len(known), error=error)
+
+
+def _error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean; None for a single value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def figures(run: Run) -> dict[str, Figure | None]:
     """Compute all figures of a job, by the key of their column."""
-    return {column.key: figure(column, column.measure(run)) for column in COLUMNS}
+    found = {column.key: figure(column, column.measure(run)) for column in COLUMNS}
+    for column in COLUMNS:
+        if column.error is not None and (one := found[column.key]) is not None:
+            found[column.key] = replace(one, error=column.error(run))
+    return found
 
 
 def detail(column: Column, one: Figure, jobs: int) -> str:
-    """Describe the spread of a figure of so many jobs; empty if it reads the same from end to end."""
+    """Describe the spread of a figure of so many jobs: the bad end of a job's median, else the standard error."""
     if jobs == 1 and one.tail is not None:
         return f"{column.tail} {column.text(one.tail)}"
-    least, most = column.text(one.least), column.text(one.most)
-    words = f"{least} to {most}" if least != most else ""
+    words = f"± {column.text(one.error)}" if one.error else ""
     lacking = f"{one.count} of {jobs} jobs" if jobs > 1 and one.count < jobs else ""
     return ", ".join(filter(None, (words, lacking)))
 
@@ -114,9 +132,23 @@ def _training_s(run: Run) -> float | None:
     return sum(end - begin for begin, end in found.values()) if found else None
 
 
-def _last_rewards(run: Run) -> Iterable[float | None]:
-    values = [value for _, value in run.series("reward/mean") if value is not None]
+def _lasts(run: Run, name: str = "reward/mean") -> Iterable[float | None]:
+    values = [value for _, value in run.series(name) if value is not None]
     return values[-mean_steps(len(values)) :]
+
+
+def _last_losses(run: Run) -> Iterable[float | None]:
+    return [] if run.series("reward/mean") else _lasts(run, "loss")
+
+
+def _last(run: Run, name: str) -> float | None:
+    return max(((step, value) for step, value in run.series(name) if value is not None), default=(0, None))[1]
+
+
+def _sampling_error(run: Run) -> float | None:
+    """Return the standard error of the last validation's mean reward, over its samples."""
+    std, samples = _last(run, "val/reward/std"), _last(run, "val/samples")
+    return std / math.sqrt(samples) if std is not None and samples else None
 
 
 def _samples_per_step(run: Run) -> float | None:
@@ -148,66 +180,44 @@ def _rate(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def _column(
-    key: str,
-    title: str,
-    meaning: str,
-    measure: Callable[[Run], Iterable[float | None]],
-    *,
-    better: Better = "lower",
-    statistic: Statistic = "median",
-    text: Callable[[float], str] = units.seconds,
-) -> Column:
-    return Column(key=key, title=title, meaning=meaning, better=better, statistic=statistic, text=text, measure=measure)
-
+_metric = partial(Column, text=units.number, statistic="single")
 
 COLUMNS = (
-    _column(
-        "reward",
-        "Reward",
-        f"of the last {REWARD_STEPS} steps",
-        _last_rewards,
-        better="higher",
-        statistic="mean",
-        text=units.number,
+    _metric("reward", "Reward", f"of the last {REWARD_STEPS} steps", _lasts, better="higher", statistic="mean"),
+    _metric(
+        "loss", "Loss", f"of the last {REWARD_STEPS} steps of a run without rewards", _last_losses, statistic="mean"
     ),
-    _column(
+    _metric(
+        "validation",
+        "Validation",
+        "reward of the last validation",
+        lambda run: [_last(run, REWARD)],
+        better="higher",
+        error=_sampling_error,
+    ),
+    _metric("validation_loss", "Validation loss", "of the last validation", lambda run: [_last(run, LOSS)]),
+    _metric(
         "steps_to_target",
         f"Steps to {TARGET_REWARD}",
         f"the first step where the mean reward of {REWARD_STEPS} steps is {TARGET_REWARD}",
         lambda run: [steps_to(run)],
-        statistic="single",
-        text=units.number,
     ),
-    _column("wall_s", "Wall", "from the first step to the end", lambda run: [_training_s(run)], statistic="single"),
-    _column(
-        "samples_per_s",
-        "Samples/s",
-        "samples trained on, per second of a step",
-        _samples_per_s,
-        better="higher",
-        text=_rate,
+    Column("wall_s", "Training", "from the first step to the end", lambda run: [_training_s(run)], statistic="single"),
+    Column(
+        "samples_per_s", "Samples/s", "trained on, per second of a step", _samples_per_s, better="higher", text=_rate
     ),
-    _column("not_training", "Not training", "share of a step that is not training", _not_training, text=_percent),
-    _column(
+    Column("not_training", "Not training", "share of a step that is not training", _not_training, text=_percent),
+    Column(
         "blocked_s", "Blocked", "the trainer, per version published", _each(PublishEvent, lambda event: event.blocked_s)
     ),
-    _column("publish_s", "Publish", "until a version is committed", _each(PublishEvent, lambda event: event.total_s)),
-    _column(
-        "load_s",
-        "Load",
-        "until an explorer has loaded and checked a version",
-        _each(LoadEvent, lambda event: event.total_s),
+    Column("publish_s", "Publish", "until a version is committed", _each(PublishEvent, lambda event: event.total_s)),
+    Column("load_s", "Load", "until an explorer has checked a version", _each(LoadEvent, lambda event: event.total_s)),
+    Column("pause_s", "Pause", "an explorer, per load", _each(LoadEvent, lambda event: event.paused_s)),
+    Column(
+        "save_blocked_s", "Save blocks", "trainer, per checkpoint", _each(CommitEvent, lambda event: event.blocked_s)
     ),
-    _column("pause_s", "Pause", "an explorer, per load", _each(LoadEvent, lambda event: event.paused_s)),
-    _column(
-        "save_blocked_s",
-        "Save blocks",
-        "the trainer, per checkpoint",
-        _each(CommitEvent, lambda event: event.blocked_s),
-    ),
-    _column("save_s", "Save", "until a checkpoint is committed", _each(CommitEvent, lambda event: event.total_s)),
-    _column(
+    Column("save_s", "Save", "until a checkpoint is committed", _each(CommitEvent, lambda event: event.total_s)),
+    Column(
         "bytes_moved",
         "Moved",
         "bytes per version",
@@ -216,4 +226,7 @@ COLUMNS = (
         text=units.size,
     ),
 )
+RESULTS = COLUMNS[: [column.key for column in COLUMNS].index("not_training")]
+"""What came of a job; the others are times and sizes."""
+
 BY_KEY: Mapping[str, Column] = {column.key: column for column in COLUMNS}

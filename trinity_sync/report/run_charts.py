@@ -214,17 +214,17 @@ class Point(NamedTuple):
     high: float
 
 
-def by_step(runs: Sequence[Run]) -> list[Point]:
-    """Return the reward by step, each job's the mean of its last ten steps; a step counts the jobs that reached it."""
-    return fold([[(x, y) for x, y in smooth(run.series(_REWARD)) if y is not None] for run in runs])
+def by_step(runs: Sequence[Run], name: str = _REWARD) -> list[Point]:
+    """Return a metric by step, each job's the mean of its last ten steps; a step counts the jobs that reached it."""
+    return fold([[(x, y) for x, y in smooth(run.series(name)) if y is not None] for run in runs])
 
 
-def by_wall(runs: Sequence[Run]) -> list[Point]:
-    """Return the reward by seconds since the first step, without the starts of later attempts.
+def by_wall(runs: Sequence[Run], name: str = _REWARD) -> list[Point]:
+    """Return a metric by seconds since the first step, without the starts of later attempts.
 
     Curves of several jobs are interpolated at common times.
     """
-    curves = [_timed(run) for run in runs]
+    curves = [_timed(run, name) for run in runs]
     if len(curves) > 1:
         xs = _grid(curves)
         curves = [read_off(curve, xs) for curve in curves]
@@ -264,8 +264,8 @@ def _grid(curves: Sequence[Curve]) -> list[float]:
     return sorted({first + (last - first) * index / _GRID for index in range(_GRID)} | {end for _, end in ends})
 
 
-def _timed(run: Run) -> list[tuple[float, float]]:
-    """Return the smoothed reward by elapsed seconds, ascending; steps without a time are left out."""
+def _timed(run: Run, name: str) -> list[tuple[float, float]]:
+    """Return the smoothed metric by elapsed seconds, ascending; steps without a time are left out."""
     found = training_spans(run.record, run.metrics, run.events)
     starts: dict[object, float] = {}
     before = 0.0
@@ -273,15 +273,12 @@ def _timed(run: Run) -> list[tuple[float, float]]:
         starts[number] = begin - before
         before += end - begin
     timed: list[tuple[float, float]] = []
-    for line, (_, reward) in zip(run.metrics, smooth(_rewards(run)), strict=True):
+    values = smooth([(0.0, units.finite(line.get(name))) for line in run.metrics])
+    for line, (_, value) in zip(run.metrics, values, strict=True):
         at, attempt = units.finite(line.get("time")), line.get("attempt")
-        if at is None or reward is None or attempt not in starts:
+        if at is None or value is None or attempt not in starts:
             continue
         elapsed = at - starts[attempt]
         if not timed or elapsed > timed[-1][0]:
-            timed.append((elapsed, reward))
+            timed.append((elapsed, value))
     return timed
-
-
-def _rewards(run: Run) -> list[tuple[float, float | None]]:
-    return [(0.0, units.finite(line.get(_REWARD))) for line in run.metrics]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from trinity_sync.report import charts, run_charts
 from trinity_sync.report.charts import COLOURS, RULE, Mark, Series, marks
-from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail, figures, fold
+from trinity_sync.report.figures import BY_KEY, COLUMNS, RESULTS, Column, Figure, detail, figures, fold
 from trinity_sync.report.run_charts import Point, metric_text
 from trinity_sync.report.run_data import TARGET_REWARD, Run, Sweep
+from trinity_sync.report.run_page import facts
 from trinity_sync.tracking import units
 
 
@@ -28,13 +32,16 @@ def render(sweep: Sweep, now: float) -> str:
         now=now,
         common=(" ".join(sweep.common) if len(sweep.runs) > 1 else "") or "the defaults",
         agreed=agreed,
+        facts=[item for item in facts(sweep.runs[0]) if all(item in facts(run) for run in sweep.runs[1:])],
         tiles=_tiles(sweep, comparison, agreed),
-        reward_by_step=reward_by_step,
-        reward_by_wall=reward_by_wall,
+        best=best(comparison, lambda path: str(path)),
+        main=main_figure(comparison.rows),
+        by_step=chart_by_step,
+        by_wall=chart_by_wall,
         comparison=comparison,
-        columns=COLUMNS,
+        results=_recorded(comparison, RESULTS),
+        times=_recorded(comparison, COLUMNS[len(RESULTS) :]),
         detail=detail,
-        band=_band,
         rule=RULE,
         pages={run.path.name for run in sweep.runs if (run.path / "report.html").exists()},
         notes=[
@@ -45,24 +52,30 @@ def render(sweep: Sweep, now: float) -> str:
     )
 
 
-def _band(row: SweepRow, key: str) -> str:
-    """Return the hover text of a figure: the band that decides ties."""
-    one, text = row.figures[key], BY_KEY[key].text
-    if len(row.runs) > 1:
-        return f"mean of {units.plural(one.count, 'job')}"
-    return f"of {one.count}, half lie from {text(one.low)} to {text(one.high)}" if one.count > 1 else ""
+def _recorded(comparison: SweepComparison, columns: Sequence[Column]) -> list[Column]:
+    return [column for column in columns if any(column.key in row.figures for row in comparison.rows)]
+
+
+def best(comparison: SweepComparison, name: Callable[[Path], str]) -> tuple[str, str] | None:
+    """Return the text and the command to reproduce the leading completed row; None: nothing was compared."""
+    row = comparison.rows[0]
+    if len(comparison.rows) < 2 or not _completed(row) or _lead(row) == -math.inf:
+        return None
+    sure = "best" in (row.marks.get("reward"), row.marks.get("loss"))
+    words = "Reproduce the best" if sure else "No job is distinguishable as the best; reproduce the one in the lead"
+    return f"{words}, {row.label}", f"trinity-sync reproduce {shlex.quote(name(row.runs[0].path))}"
 
 
 def _tiles(sweep: Sweep, comparison: SweepComparison, agreed: Agreement) -> list[tuple[str, str, str | None]]:
     done = sum(run.status == "completed" for run in sweep.runs)
     walls = [run.summary["wall_s"] for run in sweep.runs if run.summary["wall_s"] is not None]
-    digests = {True: "agree", False: "differ", None: "not compared"}[agreed.agree]
     compared = f"{units.plural(agreed.jobs, 'job')}, {units.plural(agreed.versions, 'version')}"
+    name = main_figure(comparison.rows)
     return [
         ("Runs", str(len(sweep.runs)), f"{done} completed"),
-        _leading(comparison, "reward", "Best last reward", "none"),
+        _leading(comparison, name, f"Best last {name}", "none"),
         _leading(comparison, "steps_to_target", f"Fewest steps to {TARGET_REWARD}", "never"),
-        ("Digests", digests, compared if agreed.jobs else None),
+        *([("Digests", "agree" if agreed.agree else "differ", compared)] if agreed.agree is not None else []),
         ("Wall, all runs", units.seconds(sum(walls) if walls else None, "none"), None),
     ]
 
@@ -75,7 +88,7 @@ def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) ->
         return label, nothing, None
     best = (min if column.better == "lower" else max)(having, key=lambda row: row.figures[key].value)
     tied = sum(row.marks.get(key) == "tie" for row in comparison.rows)
-    return label, column.text(best.figures[key].value), f"a tie of {tied}" if tied else best.label
+    return label, column.text(best.figures[key].value), f"not distinguishable: {tied} rows" if tied else best.label
 
 
 # Rows: jobs that differ by their seed only share a row.
@@ -157,7 +170,20 @@ def compare(sweep: Sweep) -> SweepComparison:
         known = run.config_text is not None
         key = tuple(text for text in jobs[-1].settings if not _is_seed(text)) if known else (str(run.path),)
         groups.setdefault(key, []).append(jobs[-1])
-    return SweepComparison(rows=_marked([_folded(key, group) for key, group in groups.items()]), jobs=jobs)
+    rows = sorted(
+        (_folded(key, group) for key, group in groups.items()), key=lambda row: (not _completed(row), -_lead(row))
+    )
+    return SweepComparison(rows=_marked(rows), jobs=jobs)
+
+
+def _completed(row: SweepRow) -> bool:
+    return all(run.status == "completed" for run in row.runs)
+
+
+def _lead(row: SweepRow) -> float:
+    """Return the figure that ranks a row: its reward, or its loss below zero."""
+    reward, loss = row.figures.get("reward"), row.figures.get("loss")
+    return reward.value if reward is not None else -loss.value if loss is not None else -math.inf
 
 
 def _folded(settings: tuple[str, ...], jobs: Sequence[SweepRow]) -> SweepRow:
@@ -186,7 +212,7 @@ def _competes(row: SweepRow, key: str) -> bool:
     """Return whether all jobs completed and have this figure: a mean without the failed jobs would flatter."""
     one = row.figures.get(key)
     complete = len(row.runs) == 1 or (one is not None and one.count == len(row.runs))
-    return complete and all(run.status == "completed" for run in row.runs)
+    return complete and _completed(row)
 
 
 def _is_seed(text: str) -> bool:
@@ -203,23 +229,31 @@ def _seed(run: Run) -> int | None:
 # Charts: one curve per row, with a band for several jobs.
 
 
+_METRICS = {"reward": "reward/mean", "loss": "loss"}
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (5 * 60.0, 60.0, "minutes"))
 
 
-def reward_by_step(rows: Sequence[SweepRow]) -> Markup:
-    """Draw the reward of all rows by step."""
-    return _chart(rows, run_charts.by_step, "Mean reward by step", "step")
+def main_figure(rows: Sequence[SweepRow]) -> str:
+    """Return the key of the figure that ranks rows: the reward, or the loss of supervised runs."""
+    return "loss" if any("loss" in row.figures for row in rows) else "reward"
 
 
-def reward_by_wall(rows: Sequence[SweepRow]) -> Markup:
-    """Draw the reward of all rows by wall time, in hours, minutes or seconds."""
+def chart_by_step(rows: Sequence[SweepRow]) -> Markup:
+    """Draw the main figure of all rows by step."""
+    name = main_figure(rows)
+    return _chart(rows, lambda runs: run_charts.by_step(runs, _METRICS[name]), f"Mean {name} by step", "step")
+
+
+def chart_by_wall(rows: Sequence[SweepRow]) -> Markup:
+    """Draw the main figure of all rows by training time, in hours, minutes or seconds."""
+    name = main_figure(rows)
     longest = max((run.summary["wall_s"] or 0.0 for row in rows for run in row.runs), default=0.0)
     unit, word = next(((unit, word) for least, unit, word in _UNITS if longest >= least), (1.0, "seconds"))
 
     def points(runs: Sequence[Run]) -> list[Point]:
-        return [point._replace(x=round(point.x / unit, 4)) for point in run_charts.by_wall(runs)]
+        return [point._replace(x=round(point.x / unit, 4)) for point in run_charts.by_wall(runs, _METRICS[name])]
 
-    return _chart(rows, points, "Mean reward by wall time", word)
+    return _chart(rows, points, f"Mean {name} by training time", word)
 
 
 def _chart(rows: Sequence[SweepRow], curve: Callable[[Sequence[Run]], list[Point]], label: str, x_label: str) -> Markup:
@@ -228,9 +262,7 @@ def _chart(rows: Sequence[SweepRow], curve: Callable[[Sequence[Run]], list[Point
         label=label,
         x_label=x_label,
         y_format=metric_text,
-        width=1120,
-        height=320,
-        empty="No job has recorded a reward.",
+        empty="No job has recorded a step.",
     )
 
 

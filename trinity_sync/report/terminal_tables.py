@@ -14,9 +14,9 @@ from trinity_sync.report.figures import BY_KEY, COLUMNS, Figure, detail
 from trinity_sync.report.run_charts import Point
 from trinity_sync.report.run_data import TARGET_REWARD, Run, Sweep, steps_to
 from trinity_sync.report.run_page import facts
-from trinity_sync.report.sweep_page import SweepRow, agreement, compare
+from trinity_sync.report.sweep_page import SweepRow, agreement, best, compare
 from trinity_sync.tracking import units
-from trinity_sync.tracking.run_end import closing_lines, lay_out
+from trinity_sync.tracking.run_end import closing_lines, lay_out, shorten
 
 _FAULTS = "faults"
 # The order in which a narrow terminal drops figures.
@@ -56,20 +56,26 @@ def _run(run: Run, width: int) -> list[str]:
 
 def _sweep(sweep: Sweep, width: int) -> list[str]:
     """Lay out a table, overrides one per line, in the given width."""
-    rows = compare(sweep).rows
+    comparison, agreed = compare(sweep), agreement(sweep.runs)
+    rows = comparison.rows
     *_, narrowest = tables = list(_tables(rows))
     table = next((table for table in tables if len(table[0]) <= width), narrowest)
-    below = [agreement(sweep.runs).text] if len(sweep.runs) > 1 else []
+    below = [agreed.text] if agreed.agree is not None else []
     if any(row.marks for row in rows):
-        below.append(f"* best of its column, = a tie with the best. {RULE}")
+        below.append(f"* best of its column, = not distinguishable from it. {RULE}")
     if len(sweep.runs) > 1 and sweep.common:
         below.append(f"the same in all: {' '.join(sweep.common)}")
-    return [*table, *(line for text in below for line in ("", *textwrap.wrap(text, width)))]
+    found = best(comparison, shorten)
+    return [
+        *table,
+        *(line for text in below for line in ("", *textwrap.wrap(text, width))),
+        *(("", *textwrap.wrap(f"{found[0]}:", width), found[1]) if found is not None else ()),
+    ]
 
 
 def _tables(rows: Sequence[SweepRow]) -> Iterator[list[str]]:
     """Lay out the table ever narrower: without a few columns, then without spreads, then without more columns."""
-    keys = [*BY_KEY, _FAULTS]
+    keys = [*(key for key in BY_KEY if any(key in row.figures for row in rows)), _FAULTS]
     for spreads, most in ((True, _WITH_SPREADS), (False, len(_LEAST_FIRST))):
         for gone in range(most + 1):
             yield _table(rows, [key for key in keys if key not in _LEAST_FIRST[:gone]], spreads=spreads)
