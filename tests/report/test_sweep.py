@@ -63,6 +63,7 @@ def test_the_page_says_what_is_a_tie_and_whether_digests_agree(sweep: Sweep) -> 
     assert "★ best of its column, ≈ not distinguishable from it. Not distinguishable: the difference" in text
     assert "digests agree: 6 jobs in 2 sets, 102 versions" in text
     assert "Digests agree 6 jobs, 102 versions" in text
+    assert "Best last reward 0.921 not distinguishable" in text
 
 
 def test_digests_that_differ_stand_out(folder: Path, tmp_path: Path) -> None:

@@ -81,14 +81,14 @@ def _tiles(sweep: Sweep, comparison: SweepComparison, agreed: Agreement) -> list
 
 
 def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) -> tuple[str, str, str | None]:
-    """Return the best value of a column and its row, or the number of ties."""
+    """Return the best value of a column and its row, if it is the best for sure."""
     column = BY_KEY[key]
     having = [row for row in comparison.rows if key in row.figures]
     if not having:
         return label, nothing, None
     best = (min if column.better == "lower" else max)(having, key=lambda row: row.figures[key].value)
-    tied = sum(row.marks.get(key) == "tie" for row in comparison.rows)
-    return label, column.text(best.figures[key].value), f"not distinguishable: {tied} rows" if tied else best.label
+    sure = best.marks.get(key) == "best" or len(comparison.rows) == 1
+    return label, column.text(best.figures[key].value), best.label if sure else "not distinguishable"
 
 
 # Rows: jobs that differ by their seed only share a row.
