@@ -5,6 +5,7 @@ runs them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -479,6 +480,14 @@ def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Pro
         yield Problem("model.path", f"is {folder}, whose {error}")
         return
     yield from _vocabulary_problems(folder, fields, shapes)
+
+
+def parameters(folder: Path) -> int:
+    """Return the number of elements of a model's weights; 0: they are in another format, or damaged."""
+    try:
+        return sum(math.prod(shape) for file in _files(folder) or () for shape in _shapes(file).values())
+    except _DamagedError:
+        return 0
 
 
 def _files(folder: Path) -> list[Path] | None:
