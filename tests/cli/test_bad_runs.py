@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_refused_by_name(
         ("- trainer.warp=9", "trainer.warp is not a setting; trainer has steps, "),
         ("- sync=pigeon", "sync=pigeon is not an option; sync has checkpoint, memory, nccl"),
         ("- model.architecture=null\n- model.architecture.x=1", "model.architecture.x cannot be set: model."),
-        ("- trainer.steps=[1", "Error parsing override 'trainer.steps=[1'"),
+        ("- trainer.steps=[1", "trainer.steps=[1 cannot be read as its end is missing"),
     ],
 )
 def test_saved_settings_that_are_none_here_are_told_as_those_of_the_run(

@@ -76,6 +76,16 @@ def test_the_checkpoints_of_a_run_are_listed_oldest_first(run: Path, capsys: Cap
     ]
 
 
+@pytest.mark.parametrize("command", ["list", "inspect", "verify", "pin", "unpin"])
+def test_a_step_is_a_second_word_or_an_option(run: Path, capsys: Capture, command: str) -> None:
+    told = []
+    for words in ([str(run), "10"], [str(run), "--step", "10"], ["--step=10", str(run)]):
+        assert cli.main(["ckpt", command, *words, "--json"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] == told[2]
+    assert cli.main(["ckpt", command, str(run), "10", "--step", "20"]) == 2
+
+
 def test_a_step_folder_lists_itself(run: Path, capsys: Capture) -> None:
     assert [row["step"] for row in answer(capsys, "list", run / "checkpoints" / "global_step_20")[1]] == [20]
 

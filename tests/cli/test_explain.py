@@ -45,10 +45,41 @@ def test_a_setting_or_a_group_is_explained(capsys: pytest.CaptureFixture[str], k
     assert [word for word in words if word not in told] == []
 
 
-@pytest.mark.parametrize(("key", "near"), [("sync.intervall", "sync.interval"), ("lr", "trainer.lr"), ("synk", "sync")])
+@pytest.mark.parametrize(("key", "near"), [("sync.intervall", "sync.interval"), ("synk", "sync")])
 def test_an_unknown_one_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str], key: str, near: str) -> None:
     assert cli.main(["explain", key]) == 2
     assert f"error: {key} is not a setting; near to it: {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lr", "learning_rate", "steps", "trainer/steps", "max_new_tokens"])
+def test_a_setting_is_found_by_another_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert cli.main(["explain", name]) == 0
+    assert capsys.readouterr().out.splitlines()[0] in ("trainer.lr", "trainer.steps", "task.response_length")
+
+
+QUESTIONS = {
+    "How do I change the learning rate?": "trainer.lr",
+    "stop early": "trainer.steps",
+    "keep the best": "retention=keep_best",
+    "sync less often": "sync.interval",
+    "use two GPUs": "backend.ranks",
+    "resume elsewhere": "trinity-sync resume RUN",
+    "see samples": "samples.record_interval",
+    "compare two runs": "trinity-sync ckpt diff A B",
+    "export": "trinity-sync ckpt export RUN --output DIR",
+    "go back to verl": "docs/coming-from-verl.md",
+}
+
+
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
+def test_a_question_is_answered(capsys: pytest.CaptureFixture[str], question: str, answer: str) -> None:
+    assert cli.main(["explain", *question.split()]) == 0
+    assert any(line.split(" (")[0] == answer for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_question_about_something_else_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "bake", "a", "cake"]) == 2
+    assert "error: bake a cake is not a setting; " in capsys.readouterr().err
 
 
 def test_every_setting_of_a_run_is_explained_with_a_comment() -> None:

@@ -65,9 +65,9 @@ def test_the_newest_checkpoint_of_a_run_is_exported(run: Path, tmp_path: Path, c
     assert torch.equal(value(tmp_path / "out"), torch.full((8,), 3.0))
 
 
-@pytest.mark.parametrize("where", [["run", "1"], ["run/checkpoints", "1"], ["run/checkpoints/global_step_1"]])
+@pytest.mark.parametrize("where", [["run", "1"], ["run/checkpoints", "--step", "1"], ["run/checkpoints/global_step_1"]])
 def test_a_step_can_be_named(run: Path, tmp_path: Path, where: list[str]) -> None:
-    assert cli.main(["ckpt", "export", str(tmp_path / where[0]), *where[1:], "--output", str(tmp_path / "out")]) == 0
+    assert cli.main(["ckpt", "export", str(tmp_path / where[0]), *where[1:], "-o", str(tmp_path / "out")]) == 0
     assert torch.equal(value(tmp_path / "out"), torch.full((8,), 2.0))
 
 

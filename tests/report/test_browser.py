@@ -64,7 +64,7 @@ def test_the_arrow_keys_go_from_step_to_step_and_escape_ends_it(page: Path, tmp_
     number = 3
     assert after(page, tmp_path, keys).splitlines() == [
         f"step {number}",
-        f"loss: {synthetic.metrics(number)['loss']:.4g}",
+        f"training: {synthetic.metrics(number)['loss']:.4g}",
     ]
     assert after(page, tmp_path, f"{keys} press(svg, 'Escape');") == ""
 

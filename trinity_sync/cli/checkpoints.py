@@ -48,7 +48,7 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
         added = commands.add_parser(name, help=text, description=text)
         added.add_argument("path", type=Path, metavar="PATH", help=PATH_HELP)
         if step:
-            added.add_argument("step", type=int, nargs="?", metavar="STEP", help=step)
+            add_step(added, step)
         added.add_argument("--json", action="store_true", help="print one JSON document")
         added.set_defaults(command=command)
         return added
@@ -68,6 +68,19 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
     add("pin", _pin, "keep a checkpoint whatever retention says", "the step")
     add("unpin", _unpin, "leave a checkpoint to retention again", "the step")
     return commands
+
+
+def add_step(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the step, as a second word or as ``--step N``."""
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("step", type=int, nargs="?", metavar="STEP", help=text)
+    one.add_argument("--step", type=int, dest="named_step", metavar="STEP", help="the same")
+
+
+def given_step(options: argparse.Namespace) -> int | None:
+    """Return the step of `add_step`, if the user gave one."""
+    steps = (getattr(options, name, None) for name in ("step", "named_step"))
+    return next((step for step in steps if step is not None), None)
 
 
 # ---- commands
@@ -272,7 +285,7 @@ def find(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 
 def _find(options: argparse.Namespace) -> tuple[Path, int | None]:
-    return find(options.path, getattr(options, "step", None))
+    return find(options.path, given_step(options))
 
 
 def _find_one(options: argparse.Namespace) -> tuple[Path, int]:

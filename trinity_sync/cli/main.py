@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["run"]:
         # Hydra has options and a help of its own
-        return runs.start(arguments[1:])
+        return runs.start(arguments[1:], typed=True)
     if arguments[:1] == [completion.QUERY]:
         line = completion.asked_line()
         completion.answer(line, _parser(line[0]))
@@ -58,6 +58,8 @@ def _main(arguments: list[str]) -> int:
         options = _parse(arguments)
     except SystemExit as end:
         return int(end.code or 0)
+    except TrinityError as error:
+        return _refuse(error)
     try:
         # The current folder may be part of a foreign run; its files must not be imported.
         with own_modules_found(
@@ -76,13 +78,15 @@ def _main(arguments: list[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser(arguments[0] if arguments else None)
     options, rest = parser.parse_known_args(arguments)
-    # argparse leaves out overrides after an option
-    if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
+    if rest and "overrides" not in options:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if overrides := [*getattr(options, "overrides", ()), *rest]:
-        from trinity_sync.config.messages import plain_override
+    if overrides := [*getattr(options, "overrides", ()), *rest]:  # argparse leaves out those after an option
+        from trinity_sync.config.invocation import explained
+        from trinity_sync.config.messages import check_overrides, plain_override
 
         options.overrides = [plain_override(text) for text in overrides]
+        with explained():
+            check_overrides(options.overrides)
     return options
 
 
@@ -151,24 +155,34 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     explain = commands.add_parser(
         "explain", help="print what a setting does, its type and its default; or the settings of a group"
     )
-    explain.add_argument("key", metavar="KEY", help="a setting such as sync.interval, or a group such as sync")
+    explain.add_argument(
+        "key", nargs="+", metavar="KEY", help="a setting such as sync.interval, a group such as sync, or a question"
+    )
     explain.set_defaults(command=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from trinity_sync.config.description import answers, described, meant
+
+    asked = " ".join(options.key)
+    key = asked.lstrip("+~").partition("=")[0].rstrip(".").replace("/", ".")
+    found = [key] if _told_of(key) else ("" if options.key[1:] else meant(key)[:3]) or answers(asked)[:3]
+    if not found:
+        keys = [one.key for one in described()]
+        near = difflib.get_close_matches(key, [*keys, *{one.partition(".")[0] for one in keys}], n=4)
+        told = f"near to it: {', '.join(near)}" if near else "the groups are in `trinity-sync run --help`"
+        raise ConfigError(f"{asked} is not a setting; {told}")
+    print("\n".join(_told_of(answer) or answer for answer in found))
+    return 0
+
+
+def _told_of(key: str) -> str:
+    """Describe a setting or the settings below a key; empty if there is none."""
     from trinity_sync.config.description import described, group_comments
 
-    key = options.key.lstrip("+~").partition("=")[0].rstrip(".").replace("/", ".")
-    settings = described()
-    exact = [one for one in settings if one.key == key]
-    below = list(dict.fromkeys(one.key for one in settings if one.key.startswith(f"{key}.")))
-    if exact:
-        print(_of_setting(key, exact))
-    elif below:
-        print(_of_group(key, group_comments(key), [one for one in settings if one.key in below]))
-    else:
-        raise ConfigError(_unknown(key, [one.key for one in settings]))
-    return 0
+    exact = [one for one in described() if one.key == key]
+    below = [one for one in described() if one.key.startswith(f"{key}.")]
+    return _of_setting(key, exact) if exact else _of_group(key, group_comments(key), below) if below else ""
 
 
 def _of_setting(key: str, found: Sequence[Described]) -> str:
@@ -186,18 +200,6 @@ def _of_group(key: str, options: dict[str, str], found: Iterable[Described]) -> 
     comments = {one.key: one.comment for one in reversed(list(found))}
     width = max(map(len, comments))
     return "\n".join([*lines, *(f"  {name:<{width}}  {comments[name]}" for name in sorted(comments))])
-
-
-def _unknown(key: str, known: Sequence[str]) -> str:
-    last = key.rpartition(".")[2]
-    groups = [name.partition(".")[0] for name in known]
-    near = [name for name in known if name.rpartition(".")[2] == last]
-    near += difflib.get_close_matches(key, [*known, *groups], n=3)
-    by_last = {name.rpartition(".")[2]: name for name in known}
-    near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=2)]
-    names = list(dict.fromkeys(near))[:4]
-    told = f"near to it: {', '.join(names)}" if names else "the groups are in `trinity-sync run --help`"
-    return f"{key} is not a setting; {told}"
 
 
 # -- trinity-sync trace

@@ -48,7 +48,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     reproduce.add_argument(
         "--bundle", action="store_true", help="run nothing: write the settings and inputs to one file"
     )
-    reproduce.add_argument("--output", type=Path, metavar="FILE", help="of --bundle (default: NAME.bundle.json)")
+    reproduce.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --bundle (default: NAME.bundle.json)")
     reproduce.set_defaults(command=reproduce_command)
 
 

@@ -70,7 +70,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     report.set_defaults(command=_report)
 
 
-def start(arguments: Sequence[str], *, resume: Resume | None = None, until: int | None = None) -> int:
+def start(
+    arguments: Sequence[str], *, resume: Resume | None = None, until: int | None = None, typed: bool = False
+) -> int:
     """Pass a command line, without the program and `run`, to Hydra; return the exit code. Further arguments as for
     `run_main`.
     """
@@ -83,7 +85,7 @@ def start(arguments: Sequence[str], *, resume: Resume | None = None, until: int 
     from trinity_sync.launch import app
 
     entry = hydra.main(version_base="1.3", config_path=str(config.conf_dir()), config_name="config")(_job)
-    return app.run_main(entry, arguments, resume=resume, until=until)
+    return app.run_main(entry, arguments, resume=resume, until=until, typed=typed)
 
 
 def _job(cfg: DictConfig) -> float:

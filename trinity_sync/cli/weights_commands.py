@@ -16,7 +16,7 @@ from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import scan
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.checkpoint.folder.leases import check_free, find_config
-from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step
+from trinity_sync.cli.checkpoints import PATH_HELP, add_step, find, given_step, newest, of_step
 from trinity_sync.cli.tables import print_json, print_table
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import units
@@ -47,8 +47,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add export and diff to the commands of `trinity-sync ckpt`."""
     export = commands.add_parser("export", help="write a Hugging Face folder", description=_EXPORT)
     export.add_argument("path", type=Path, metavar="PATH", help=PATH_HELP)
-    export.add_argument("step", type=int, nargs="?", metavar="STEP", help="the step; the newest if left out")
-    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    add_step(export, "the step; the newest if left out")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
     export.add_argument(
         "--dtype",
         choices=_DTYPES,
@@ -89,7 +89,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _export(options: argparse.Namespace) -> int:
-    folder = _weights_of(options.path, options.step)
+    folder = _weights_of(options.path, given_step(options))
     check_free(options.output)
     from trinity_sync.checkpoint.export import export_checkpoint
 

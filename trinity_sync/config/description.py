@@ -4,6 +4,7 @@ completion and the tests of the docs read it.
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ _HEADER = "# @package "
 _NOT_OPTIONS = ("base", "experiment", "hydra/help", "hydra/job_logging")
 _KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping", list: "list"}
 _BOUNDS = {"at_least": "at least", "more_than": "more than", "at_most": "at most"}
+_UNASKED = "a an can change do does for from how i in is it me my of on set the to use what when where which with"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,45 @@ def described() -> tuple[Described, ...]:
 def group_comments(group: str) -> dict[str, str]:
     """Return the options of a group with the first comment line of each file; empty for an unknown group."""
     return {file.stem: _title(file) for file in sorted((conf_dir() / group).glob("*.yaml"))}
+
+
+def meant(typed: str) -> list[str]:
+    """Return the settings that an unknown key may mean, the likeliest first: by another program's name, by its last
+    part, or by its words.
+    """
+    dotted = typed.replace("/", ".")
+    named = [key for key, names in _other_names().items() if any(f".{dotted}".endswith(f".{name}") for name in names)]
+    keys = sorted({one.key for one in described() if not one.key.startswith("hydra.launcher.")}, key=len)
+    shared = {key: len({*key.split(".")} & {*dotted.split(".")}) for key in keys if _last(key) == _last(dotted)}
+    near = [key for key, parts in shared.items() if parts == max(shared.values())]
+    return [*dict.fromkeys([*named, *near])] or [key for key in answers(dotted) if key in keys]
+
+
+def answers(question: str) -> list[str]:
+    """Return the settings, commands and pages with the most words of a question, if more than half of them."""
+    asked = _stems(question) - _stems(_UNASKED)
+    texts = {
+        answer: " ".join([answer, *(name for name in names if "_" not in name)])
+        for answer, names in _other_names().items()
+    }
+    for one in described():
+        texts[one.key] = f"{texts.get(one.key, one.key)} {one.comment}"
+    hits = {answer: len(asked & _stems(text)) for answer, text in texts.items() if _last(answer) != "_target_"}
+    return [answer for answer, hit in hits.items() if hit == max(hits.values()) and 2 * hit > len(asked)]
+
+
+@cache
+def _other_names() -> Mapping[str, list[str]]:
+    lines = [line.partition(": ") for line in (conf_dir() / "other_names.txt").read_text().splitlines()]
+    return {answer: names.split() for answer, _, names in lines if not answer.startswith("#")}
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _stems(text: str) -> set[str]:
+    return {word.rstrip("s") for word in re.findall(r"[^\W_]+", text.lower())}
 
 
 def _of_option(file: Path, group: str) -> Iterator[Described]:

@@ -5,6 +5,7 @@ runs them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -239,6 +240,16 @@ def check_validation(get: Get) -> Iterator[Problem]:
     exist.
     """
     task = get("task")
+    if get("trainer.steps") == 0:
+        if not isinstance(task, DictConfig) or not validates(task):
+            given = f"{KEY}.path" if isinstance(task, DictConfig) and "path" in task else f"{KEY}.prompts"
+            yield Problem(
+                "trainer.steps", f"is 0, which only validates the model, but nothing is validated; give {given}"
+            )
+        if get("trainer.schedule") == "free":
+            yield Problem(
+                "trainer.schedule", "is free, but with trainer.steps=0 nothing is trained; set it to lockstep"
+            )
     if not isinstance(task, DictConfig) or not isinstance(task.get("validation"), DictConfig):
         yield from _check_best(get, None)
         return
@@ -469,6 +480,14 @@ def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Pro
         yield Problem("model.path", f"is {folder}, whose {error}")
         return
     yield from _vocabulary_problems(folder, fields, shapes)
+
+
+def parameters(folder: Path) -> int:
+    """Return the number of elements of a model's weights; 0: they are in another format, or damaged."""
+    try:
+        return sum(math.prod(shape) for file in _files(folder) or () for shape in _shapes(file).values())
+    except _DamagedError:
+        return 0
 
 
 def _files(folder: Path) -> list[Path] | None:

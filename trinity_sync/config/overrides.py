@@ -29,8 +29,8 @@ _QUOTED = re.compile(r"['\"\\$]")
 
 
 def parse(override: str) -> Override:
-    """Parse an override as Hydra does. Raises HydraException."""
-    return OverridesParser.create().parse_override(override)
+    """Parse an override as Hydra does. Raises OverrideParseException."""
+    return OverridesParser.create().parse_overrides([override])[0]
 
 
 def quote(text: str) -> str:

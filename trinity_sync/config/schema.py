@@ -60,7 +60,7 @@ TOO_LONG = ("refuse", "filter", "truncate")
 class TrainerConfig:
     """The training loop and its optimizer."""
 
-    steps: int = number(at_least=1)
+    steps: int = number(at_least=0)
     lr: float = number(more_than=0)
     betas: list[float] = MISSING
     weight_decay: float = number(at_least=0)

@@ -88,8 +88,10 @@ def run_main(
     *,
     resume: Resume | None = None,
     until: int | None = None,
+    typed: bool = True,
 ) -> int:
-    """Run a Hydra entry and return the exit code of the process.
+    """Run a Hydra entry and return the exit code of the process. `typed`: the arguments are the user's words, not the
+    settings of an earlier run.
 
     Returns:
         0 done; 1 the run or a job of the sweep failed; 2 configuration or command line wrong (a sweep: of all jobs);
@@ -98,7 +100,7 @@ def run_main(
     global _session
     _session = _Session(resume=resume, until=until)
     try:
-        line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
+        line = CommandLine.read(sys.argv[1:] if arguments is None else arguments, typed=typed)
         _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
         if _session.rerun:
             sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))

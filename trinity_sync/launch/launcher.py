@@ -32,7 +32,7 @@ from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Preparation, Setup
 from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
-from trinity_sync.launch.machine import SOCKET_BYTES, socket_room
+from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
 from trinity_sync.launch.row_scan import Scanned, scanned_task
 from trinity_sync.launch.start import (
     Resume,
@@ -164,6 +164,8 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
     checkpoints = checkpoint_folder(cfg, run_dir.absolute())
     owner = Owner.new("", run_dir)
     check(checkpoints, owner, recorded=None)
+    for warning in check_room(cfg, run_dir, checkpoints):
+        _say(warning)
     start = Start.first(cfg, checkpoints, None)
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)

@@ -5,6 +5,7 @@ the findings.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import shutil
@@ -21,7 +22,14 @@ import psutil
 from packaging.requirements import Requirement
 
 from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.config.lora_settings import adapter_of
+from trinity_sync.config.model_checks import parameters
+from trinity_sync.config.schema import Config, retention_policies
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.locks import own_name
+from trinity_sync.models.hub import cached_folder
+from trinity_sync.protocol.retention import most_at_once
+from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights import native
 
 OURS = "trinity-sync"
@@ -31,6 +39,7 @@ _LEAST_FILES = 1024
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 _CONNECT_S = 5.0
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -161,5 +170,46 @@ def _open_files() -> Finding:
     return Finding("open files", f"{soft if soft >= 0 else 'any number'} at most")
 
 
-def _gib(size: int) -> str:
+def _gib(size: float) -> str:
     return f"{size / _GIB:.1f} GiB"
+
+
+# -- room for one run
+
+
+_TIGHT = 1.25
+_MOST_SAVES = 200
+
+
+def check_room(cfg: Config, run_dir: Path, checkpoints: Path) -> Iterator[str]:
+    """Check that this machine has room for the slots and the checkpoints of a new run whose model is here, by the
+    least that they need. Yields warnings. Raises ConfigError if there certainly is none.
+    """
+    here = cfg.model.path is not None and cfg.cluster.address is None and adapter_of(cfg.model.lora) is None
+    folder = cached_folder(cfg.model.path) if here and cfg.model.path is not None else None
+    count = 0 if folder is None else parameters(folder)
+    if not count:
+        return
+    slots, shared, disk = cfg.sync.slots * count * _BYTES[cfg.sync.wire_dtype], _free(cfg.sync.shm_dir), _free(run_dir)
+    if algorithm_of(cfg.algorithm).explores and slots > shared:
+        text = f"sync.slots={cfg.sync.slots} need {_gib(slots)}, {cfg.sync.shm_dir} (sync.shm_dir) has {_gib(shared)}"
+        if slots > disk:
+            raise ConfigError(f"{text}, the run's folder {_gib(disk)}; make room, or lower sync.slots (at least 2)")
+        yield f"{text}: they will be files in the run's folder, which is slower; a container gets more by --shm-size"
+    size = 3 * count * _BYTES[getattr(cfg.backend, "master_dtype", "fp32")]  # weights and two averages of Adam
+    interval, steps = cfg.checkpoint.interval or cfg.trainer.steps, cfg.trainer.steps
+    saves = sorted({*range(interval, steps + 1, interval), steps})[:_MOST_SAVES]
+    number = most_at_once(retention_policies(cfg), saves, size)
+    needed, free = number * size, _free(checkpoints)
+    text = f"{number} checkpoints of at least {_gib(size)} need {_gib(needed)}, and {checkpoints} has {_gib(free)} free"
+    if needed > free:
+        raise ConfigError(f"checkpoint.dir: {text}; name another place, or keep fewer (retention, checkpoint.interval)")
+    if needed * _TIGHT > free:
+        yield f"checkpoint.dir: {text}"
+
+
+def _free(folder: str | Path) -> float:
+    """Return the free bytes where a folder is or will be; infinity: its file system does not say."""
+    place = Path(folder).absolute()
+    usage = shutil.disk_usage(next(one for one in (place, *place.parents) if one.exists()))
+    return usage.free if usage.total else math.inf

@@ -349,6 +349,22 @@ def decide(
     return decisions
 
 
+def most_at_once(policies: Collection[Policy], steps: Iterable[int], size: int) -> int:
+    """Return how many full checkpoints of these steps and this size in bytes a disk holds at a time, at the least: each
+    is written before others are deleted. All have the same metrics and are old; users' own policies keep nothing.
+    """
+    known = [policy for policy in policies if type(policy) in POLICIES.values()] or [KeepLast(1)]
+    metrics = {policy.metric: 0.0 for policy in known if isinstance(policy, KeepBest)}
+    there: list[CheckpointFacts] = []
+    most = 0
+    for step in steps:
+        there.append(CheckpointFacts(step=step, kind=FULL, created=0.0, bytes=size, metrics=metrics))
+        most = max(most, len(there))
+        kept = {decision.step for decision in decide(there, known, math.inf) if decision.keep}
+        there = [checkpoint for checkpoint in there if checkpoint.step in kept]
+    return most
+
+
 def _protected(ordered: Sequence[CheckpointFacts]) -> dict[int, list[str]]:
     """Return by step why no policy and no budget may delete it; an empty list: it is not protected."""
     reasons: dict[int, list[str]] = {checkpoint.step: [] for checkpoint in ordered}
