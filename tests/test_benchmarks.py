@@ -50,6 +50,17 @@ def test_a_write_is_measured_with_a_crc_and_without(tmp_path: Path) -> None:
     assert found["cost"]["with/processor_s"] > 0
 
 
+def test_deltas_are_measured_beside_other_codes_and_bounds(tmp_path: Path) -> None:
+    found = run(tmp_path, "delta.py", "--elements", "1e5")
+    assert {(one["data"], one["steps"]) for one in found["size"]} == {
+        (data, n) for data in ("white", "adam") for n in (1, 4, 16)
+    }
+    for one in found["size"]:
+        assert one["bytes per change"]["bound given the exponent"] < one["bytes per change"]["class_gap"]
+    assert {"gap8z decode", "class_gap apply", "copy"} <= found["speed"][0]["copies"].keys()
+    assert all(one["ns"]["xxhash"] > 0 for one in found["rows"])
+
+
 def test_starts_are_measured_with_forks_and_without(tmp_path: Path) -> None:
     found = run(tmp_path, "start.py", "--rounds", "1")["results"]
     assert found.keys() == {"forks", "no forks"}

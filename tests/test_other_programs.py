@@ -39,6 +39,11 @@ def test_below_a_key_options_and_settings_are_chosen_as_ever(composed: Compose) 
     assert config.plain(cfg.trinity) == config.plain(expected)
 
 
+def test_below_a_key_name_and_rate_fit_the_model(composed: Compose) -> None:
+    node = composed("trinity_sync@trinity", "mine: 1", "trinity.model.path=/models/Qwen3-0.6B").trinity
+    assert (node.name, config.typed(node).trainer.lr) == ("copy-digits-Qwen3-0.6B", 1e-6)
+
+
 def test_below_a_key_it_is_checked(composed: Compose) -> None:
     node = composed("trinity_sync@trinity", "mine: 1", "trinity.trainer.steps=2").trinity
     config.check(node)

@@ -23,6 +23,8 @@ name: {name}
 trainer: {{steps: 20}}
 backend: {{strategy: fsdp2, ranks: 2}}
 sync: {{mode: memory}}
+task: {{path: "{task}"}}
+model: {{path: /models/Qwen3-0.6B}}
 """
 
 
@@ -32,11 +34,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def leave(place: str | Path, *, at: float = 1000.0, steps: int = 20, name: str = "try", **record: Any) -> Path:
+def leave(
+    place: str | Path,
+    *,
+    at: float = 1000.0,
+    steps: int = 20,
+    name: str = "try",
+    task: str = "data/gsm8k.jsonl",
+    **record: Any,
+) -> Path:
     """Leave what a run leaves that began at `at` and took a second for each step."""
     folder = Path(place)
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "config.yaml").write_text(CONFIG.format(name=name))
+    (folder / ".hydra" / "config.yaml").write_text(CONFIG.format(name=name, task=task))
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(record.pop("overrides", [])))
     attempt = {"attempt": 0, "status": "completed", "started": at, "ended": at + steps, **record}
     (folder / "run.json").write_text(json.dumps({"attempts": [attempt], **attempt}))
@@ -69,13 +79,12 @@ def sweep(place: str, *statuses: str) -> Path:
 
 
 def test_runs_are_listed_the_newest_last(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave("outputs/b/1", at=3000.0, name="b")
-    leave("outputs/a/2", at=1000.0, steps=5, status="failed", name="a")
+    leave("outputs/b/1", at=3000.0, steps=1800)
+    leave("outputs/a/2", at=1000.0, steps=5, status="failed", task="math.parquet")
     leave("elsewhere/3")
-    cells = ["0.450", "fsdp2 x 2", "memory", "5 s"]
     assert [[cell.strip() for cell in row] for row in listed(capsys)] == [
-        ["outputs/a/2", "a", "failed", "5/20", *cells],
-        ["outputs/b/1", "b", "completed", "20/20", "1.550", "fsdp2 x 2", "memory", "20 s"],
+        ["outputs/a/2", "math", "Qwen3-0.6B", "failed", "5/20", "0.450", "5 s"],
+        ["outputs/b/1", "gsm8k", "Qwen3-0.6B", "completed", "1800/20", "179.550", "30 min"],
     ]
     assert [row[0].strip() for row in listed(capsys, "elsewhere")] == ["elsewhere/3"]
     assert [row[0].strip() for row in listed(capsys, "outputs/b/1")] == ["outputs/b/1"]
@@ -84,12 +93,12 @@ def test_runs_are_listed_the_newest_last(here: Path, capsys: pytest.CaptureFixtu
 def test_a_sweep_is_one_line_and_its_jobs_are_shown_on_demand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep("multirun/try/x", "completed", "failed", "completed")
     (row,) = listed(capsys)
-    assert row[2].strip() == "3 jobs: 2 completed, 1 failed"
+    assert [cell.strip() for cell in row[1:4]] == ["gsm8k", "Qwen3-0.6B", "3 jobs: 2 completed, 1 failed"]
     _, *jobs = listed(capsys, "--jobs")
-    assert [[cell.strip() for cell in job[:3]] for job in jobs] == [
-        ["multirun/try/x/0", "seed=0", "completed"],
-        ["multirun/try/x/1", "seed=1", "failed"],
-        ["multirun/try/x/2", "seed=2", "completed"],
+    assert [[cell.strip() for cell in job[:4]] for job in jobs] == [
+        ["multirun/try/x/0", "seed=0", "-", "completed"],
+        ["multirun/try/x/1", "seed=1", "-", "failed"],
+        ["multirun/try/x/2", "seed=2", "-", "completed"],
     ]
 
 
@@ -102,8 +111,8 @@ def test_a_program_is_told_all_of_it(here: Path, capsys: pytest.CaptureFixture[s
     assert found[1] == {
         "path": str(run),
         "name": "try",
-        "task": None,
-        "model": None,
+        "task": "gsm8k",
+        "model": "Qwen3-0.6B",
         "status": "completed",
         "steps": 20,
         "total_steps": 20,
@@ -201,7 +210,7 @@ def test_figures_are_those_of_the_report(here: Path, capsys: pytest.CaptureFixtu
 def test_a_run_without_rewards_shows_its_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = leave("outputs/a/1", steps=8)
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("reward/mean", "loss"))
-    assert listed(capsys)[0][4].strip() == "loss 0.650"
+    assert listed(capsys)[0][5].strip() == "loss 0.650"
 
 
 def test_names_that_refer_to_others_are_resolved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,10 +262,18 @@ def test_a_narrow_terminal_is_shown_all_of_a_run_in_several_lines(
     narrow = [re.sub("\x1b.*?m", "", line) for line in on_terminal(50, capsys, monkeypatch).splitlines()]
     assert narrow[-3:] == [
         "outputs/copy-digits/2026-11-21_12-00-00",
-        "  failed  20/20 steps  reward 1.550  try",
-        "  fsdp2 x 2  memory  20 s",
+        "  failed  20/20 steps  reward 1.550  gsm8k",
+        "  Qwen3-0.6B  20 s",
     ]
-    assert "  1 job: 1 completed  try  fsdp2 x 2  memory  20 s" in narrow
+    assert "  1 job: 1 completed  gsm8k  Qwen3-0.6B  20 s" in narrow
+
+
+def test_a_run_of_hours_fits_100_columns(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave("outputs/gsm8k-Qwen3-0.6B/2026-11-21_12-00-00", ended=20000.0)
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[-2:] == ["5.3", "h"]
+    assert max(map(len, lines)) <= 100
 
 
 def test_colours_tell_how_runs_stand_on_a_terminal_that_wants_them(
@@ -271,6 +288,6 @@ def test_colours_tell_how_runs_stand_on_a_terminal_that_wants_them(
 
 
 def test_text_of_others_does_not_command_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave("outputs/a/1\x1b[2J", name='"\\e]0;mine\\a\\nb"')
-    ((folder, name, *_),) = listed(capsys)
-    assert (folder.strip(), name.strip()) == ("outputs/a/1?[2J", "?]0;mine??b")
+    leave("outputs/a/1\x1b[2J", task=r"\e]0;mine\a\nb")
+    ((folder, task, *_),) = listed(capsys)
+    assert (folder.strip(), task.strip()) == ("outputs/a/1?[2J", "0-mine-b")

@@ -316,6 +316,7 @@ def test_a_model_that_lies_elsewhere_under_another_name_is_given_again(launcher:
     moved = model.rename(tmp_path / "snapshot")
     assert reproduce(run, f"model.path={moved}") == 0
     assert launcher.calls[-1].cfg.model.path == str(moved)
+    assert (launcher.calls[-1].cfg.name, launcher.calls[-1].cfg.trainer.lr) == ("copy-digits-tiny", 1e-6)
 
 
 def test_a_model_that_can_no_longer_be_reached_is_given_again(

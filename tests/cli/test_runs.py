@@ -555,6 +555,48 @@ def test_a_resume_goes_on_in_place_with_the_settings_of_the_run(
     assert capsys.readouterr().err == ""
 
 
+def test_a_resume_keeps_the_rate_and_the_name_that_an_earlier_release_chose(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = first_run(f"model.path={bare_model(tmp_path / 'Qwen')}")
+    assert "rate 1e-06 (GRPO on a model of yours; trainer.lr=... changes it)" in capsys.readouterr().out
+    then = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    assert (then.name, then.trainer.lr) == ("copy-digits-Qwen", 1e-6)
+    then.name, then.trainer.lr = "copy-digits", 5e-4
+    OmegaConf.save(then, folder / ".hydra" / "config.yaml")
+    assert cli.main(["resume", str(folder)]) == 0
+    cfg = launcher.calls[1].cfg
+    assert (cfg.name, cfg.trainer.lr) == ("copy-digits", 5e-4)
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("rate 0.0005\n", "")
+    assert cli.main(["resume", str(folder), "trainer.lr=2e-6"]) == 0
+    assert (launcher.calls[2].cfg.name, launcher.calls[2].cfg.trainer.lr) == ("copy-digits", 2e-6)
+
+
+def test_a_sweep_over_models_has_one_folder_and_its_jobs_their_own_names_and_rates(
+    launcher: StandIn, tmp_path: Path
+) -> None:
+    models = [str(bare_model(tmp_path / name)) for name in ("A", "B")]
+    assert start("-m", f"model.path={','.join(models)}", "model.lora.rank=0,8", "sync=memory") == 0
+    calls = launcher.calls
+    assert len({call.run_dir.parent for call in calls}) == 1
+    assert calls[0].run_dir.parts[-3:-2] == ("copy-digits",)
+    assert [call.cfg.name for call in calls] == ["copy-digits-A", "copy-digits-A", "copy-digits-B", "copy-digits-B"]
+    assert [call.cfg.trainer.lr for call in calls] == [1e-6, 1e-4, 1e-6, 1e-4]
+
+
+def test_printed_and_saved_settings_have_the_values_of_defaults_that_fit_the_model(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"model.path={bare_model(tmp_path / 'Qwen')}"
+    assert start(given, "--cfg", "job") == 0
+    printed = capsys.readouterr().out
+    assert "name: copy-digits-Qwen\n" in printed
+    assert "  lr: 1.0e-06\n" in printed
+    assert start(given, "--dry-run") == 0
+    assert "rate 1e-06 (GRPO" in capsys.readouterr().out
+
+
 def test_a_resume_takes_new_settings_and_shows_what_they_change(
     launcher: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1203,7 +1245,7 @@ def told(process: subprocess.CompletedProcess[str]) -> str:
     [
         ("--help", 0, "retention   keep_all, keep_last*", ""),
         ("--cfg=job", 0, "wire_dtype: bf16", ""),
-        ("trainer.steps=0", 2, "", "error: trainer.steps is 0; must be at least 1\n"),
+        ("trainer.steps=-1", 2, "", "error: trainer.steps is -1; must be at least 0\n"),
         ("sync=pigeon", 2, "", "error: sync=pigeon is not an option; sync has checkpoint, memory, nccl\n"),
         ("--bogus", 2, "", "--bogus is not an option"),
     ],

@@ -94,7 +94,7 @@ def test_the_default_configuration_passes() -> None:
         ("backend.fsdp_size=-2", "at least -1"),
         ("backend.timeout_s=0", "more than 0"),
         ("seed=-1", "at least 0"),
-        ("trainer.steps=0", "at least 1"),
+        ("trainer.steps=-1", "at least 0"),
         ("trainer.lr=0", "more than 0"),
         ("trainer.lr=nan", "finite"),
         ("trainer.clip_grad=inf", "finite"),

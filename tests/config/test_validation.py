@@ -103,6 +103,15 @@ def test_what_cannot_be_validated_is_refused_by_name(overrides: list[str], told:
     assert refusal(ASKED, *overrides).startswith(told)
 
 
+def test_a_run_without_steps_needs_a_validation() -> None:
+    told = "trainer.steps is 0, which only validates the model, but nothing is validated; give task.validation."
+    assert refusal("trainer.steps=0") == f"{told}prompts"
+    file = ["task=jsonl", f"task.path={__file__}"]
+    assert refusal("trainer.steps=0", *file) == f"{told}path"
+    assert refusal(ASKED, "trainer.steps=0", "trainer.schedule=free").startswith("trainer.schedule is free, but with")
+    config.check(config.compose([ASKED, "trainer.steps=0", "trainer.warmup_steps=10"]))
+
+
 def test_the_best_by_a_validation_that_there_is_not_is_refused() -> None:
     assert refusal(*BEST) == (
         "retention.policies.keep_best.metric is val/reward/mean, but nothing is validated; see task.validation"

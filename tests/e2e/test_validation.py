@@ -169,3 +169,19 @@ def test_a_free_run_that_goes_on_misses_no_validation_and_makes_none_twice(tmp_p
     started.finish()
     run = resume(started.folder)
     assert_validated_beside_training(run, [0, 2, 4, 6, 8, 10, 12])
+
+
+@pytest.mark.all
+def test_a_run_without_steps_validates_a_model_or_a_checkpoint_and_saves_nothing(tmp_path: Path) -> None:
+    trained = launch(tmp_path / "trained", *VALIDATED)
+    only = [*VALIDATED, "trainer.steps=0", "task.validation.at_start=false"]
+    of_model = launch(tmp_path / "model", *only)
+    last = trained.folder / "checkpoints" / "global_step_4"
+    of_checkpoint = launch(tmp_path / "checkpoint", *only, f"checkpoint.resume_from={last}")
+    for run, step in ((of_model, 0), (of_checkpoint, 4)):
+        assert run.code == 0, run.output
+        assert run.digests == {step: trained.digests[step]}
+        (line,) = run.lines("metrics.jsonl")
+        (same,) = (one for one in trained.lines("metrics.jsonl") if one["step"] == step)
+        assert (line["step"], line["val/reward/mean"]) == (step, same["val/reward/mean"])
+        assert not run.manifests

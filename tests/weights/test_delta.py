@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,11 @@ def test_the_vectors_of_the_format(way: str, name: str) -> None:
     made = joined(old, old if name == "unchanged" else new, "BF16", "gap8z" if name == "unchanged" else name)
     assert made.hex() == VECTORS[name]
     assert (delta.apply(old, bytes.fromhex(VECTORS[name]), "BF16") == (old if name == "unchanged" else new)).all()
+
+
+def test_the_page_of_the_format_has_the_vectors() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "delta.md").read_text()
+    assert all(f"| `{name}` | `{made}` |" in page for name, made in VECTORS.items())
 
 
 def test_a_thousand_versions_in_a_row_end_bitwise_equal(way: str) -> None:
@@ -280,6 +287,25 @@ def test_what_is_no_shard_or_no_place_for_one_is_refused() -> None:
         delta.apply(old[:50], b"\x10", "BF16", old[10:60])
 
 
+@pytest.mark.all
+@pytest.mark.parametrize("codec", ["planes", "gap8z", "class_gap"])
+def test_no_copy_of_the_shard_is_made_but_the_result(codec: str, request: pytest.FixtureRequest) -> None:
+    old = weights(6_000_000)
+    new = trained(old, 0.01)
+    base, out = delta.digest(old), np.empty_like(old)
+    delta.encode(old[:100], new[:100], "BF16", codec)  # imports
+    tracemalloc.start()
+    request.addfinalizer(tracemalloc.stop)
+    parts = delta.encode(old, new, "BF16", codec, base_digest=base)
+    made = sum(map(len, parts))
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * made + (8 << 20)
+    joined_parts = b"".join(parts)
+    tracemalloc.reset_peak()
+    held = tracemalloc.get_traced_memory()[0]
+    delta.apply(old, joined_parts, "BF16", out)
+    assert tracemalloc.get_traced_memory()[1] - held < 2.5 * made + (8 << 20)
+
+
 def test_a_shard_of_which_all_changes_is_no_longer_than_a_full_one(way: str) -> None:
     rng = np.random.default_rng(0)
     old, new = (rng.integers(0, 2**32, 5000, np.uint32) for _ in range(2))
@@ -326,7 +352,7 @@ def test_the_codec_is_the_one_that_is_there_first(share: float, link: float, cod
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.06, 0.3])
 @pytest.mark.parametrize("codec", ["sparse", "gap8z"])
 def test_the_bytes_are_about_as_expected(share: float, codec: str) -> None:
-    old = weights(100_000)
+    old = weights(400_000)
     new = trained(old, share)
     expected = delta.expected_bytes(codec, old.size, 2, int((old != new).sum()))
     assert len(joined(old, new, "BF16", codec)) == pytest.approx(expected, rel=0.3)

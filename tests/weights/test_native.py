@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 import hatch_build
-from trinity_sync.weights import native, tensor_rows
+from trinity_sync.weights import delta_gaps, native, tensor_rows
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
@@ -82,6 +83,28 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     digest = xxh3_128_digest(bytes(50)).hex()
     assert done.stdout == f"{digest} None numpy and xxhash do its work: it cannot be loaded \n"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_code_for_other_processors_gives_the_same(tmp_path: Path) -> None:
+    sources = native.FILE.with_name("native.c")
+    flags = ["-O0", "-DPORTABLE", "-shared", "-fPIC", "-o", str(tmp_path / "portable.so")]
+    subprocess.run(["cc", *flags, str(sources)], check=True)
+    portable = native.NativeLibrary(tmp_path / "portable.so")
+    assert COMPILED is not None
+    rng = np.random.default_rng(0)
+    for length in (5, 40, 200, 1024, 3000):
+        matrix = rng.integers(0, 256, (3, length), np.uint8)
+        assert portable.row_digests(matrix) == expected(matrix)
+    old = (rng.standard_normal(20_000, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = old + (rng.random(old.size) < 0.02).astype(np.uint16)
+    for classes in (1, native.CLASSES):
+        form = delta_gaps.FORMS["BF16"].of(128, classes)
+        streams = portable.encode(old, new, form)
+        assert streams == COMPILED.encode(old, new, form)
+        out = np.zeros_like(old)
+        assert portable.decode(old, out, form, streams)
+        assert (out == new).all()
 
 
 @pytest.mark.parametrize(

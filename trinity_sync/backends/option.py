@@ -264,7 +264,7 @@ def adam_fields(cfg: Config) -> ConfigFields:
         "weight_decay": trainer.weight_decay,
         "clip_grad": trainer.clip_grad,
         "lr_warmup_steps": trainer.warmup_steps,
-        "total_training_steps": trainer.steps,
+        "total_training_steps": max(trainer.steps, 1),
     }
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from trinity_sync.report.run_page import RunLine, SweepLine
 
-_STATUS = 2
+_STATUS = 3
 _STYLES = {"failed": "red", "unreadable": "red", "interrupted": "yellow", "running": "cyan", "completed": "green"}
-_HEAD = ("folder", "name", "status", "steps", "reward", "backend", "sync", "wall")
+_HEAD = ("folder", "task", "model", "status", "steps", "reward", "wall")
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,10 +47,10 @@ def _list(options: argparse.Namespace) -> int:
         if isinstance(line, SweepLine):
             rows.append(_sweep_row(line))
             if options.jobs:
-                rows += [_run_row(job, " ".join(line.distinct(job)) or "-") for job in line.jobs]
+                rows += [_run_row(job, " ".join(line.distinct(job)) or "-", "-") for job in line.jobs]
             problems += [problem for job in line.jobs for problem in job.problems]
         else:
-            rows.append(_run_row(line, line.name or "-"))
+            rows.append(_run_row(line, line.task or "-", line.model or "-"))
             problems += line.problems
     rows = [tuple(map(printable, row)) for row in rows]
     if not rows:
@@ -83,12 +83,12 @@ def _print_block(row: tuple[str, ...], console: Console) -> None:
     from rich.cells import cell_len
     from rich.text import Text
 
-    folder, name, status, steps, reward, backend, sync, wall = row
+    folder, task, model, status, steps, reward, wall = row
     console.print(Text(folder, style="bold"), soft_wrap=True)
     result = reward if reward == "-" or reward.startswith("loss ") else f"reward {reward}"
     labelled = [f"{steps} steps" if steps != "-" else "-", result]
     line = Text("  ")
-    for piece in (status, *labelled, name, backend, sync, wall):
+    for piece in (status, *labelled, task, model, wall):
         if piece == "-":
             continue
         if len(line) > 2:
@@ -129,19 +129,17 @@ def _roots(folder: Path | None) -> list[Path]:
     return [folder.absolute()]
 
 
-def _run_row(run: RunLine, name: str) -> tuple[str, ...]:
-    from trinity_sync.tracking import units
+def _run_row(run: RunLine, task: str, model: str) -> tuple[str, ...]:
     from trinity_sync.tracking.run_end import shorten
 
     return (
         shorten(run.path),
-        name,
+        task,
+        model,
         run.status,
         f"{run.steps}/{run.total_steps}" if run.total_steps is not None else str(run.steps),
         run.figure.removeprefix("reward ") or "-",
-        _backend(run),
-        run.sync or "-",
-        units.seconds(run.wall_s),
+        _wall(run.wall_s),
     )
 
 
@@ -153,18 +151,22 @@ def _sweep_row(sweep: SweepLine) -> tuple[str, ...]:
     states = ", ".join(f"{count} {status}" for status, count in sweep.states.items())
     return (
         shorten(sweep.path),
-        next((job.name for job in sweep.jobs if job.name), "-"),
+        _shared({job.task or "-" for job in sweep.jobs}),
+        _shared({job.model or "-" for job in sweep.jobs}),
         f"{units.plural(len(sweep.jobs), 'job')}{': ' if states else ''}{states}",
         "-",
         "-",
-        _shared({_backend(job) for job in sweep.jobs}),
-        _shared({job.sync or "-" for job in sweep.jobs}),
-        units.seconds(sum(walls) if walls else None),
+        _wall(sum(walls) if walls else None),
     )
 
 
-def _backend(run: RunLine) -> str:
-    return f"{run.backend or '-'} x {run.ranks}" if run.ranks is not None else run.backend or "-"
+def _wall(seconds: float | None) -> str:
+    """Format a duration with one unit, so that the table fits 100 columns."""
+    from trinity_sync.tracking import units
+
+    if seconds is None or seconds < 90:
+        return units.seconds(seconds and round(seconds, 1))
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _shared(values: set[str]) -> str:

@@ -19,7 +19,7 @@ from trinity_sync.config.comparison import (
     is_place,
     without_masked,
 )
-from trinity_sync.config.composition import NAMED_BY_PATH
+from trinity_sync.config.composition import NAMED_BY_PATH, fitted
 from trinity_sync.config.invocation import (
     Invocation,
     Recomposed,
@@ -61,7 +61,9 @@ def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> 
     saved = _anchored(source.config.without_places(), invocation.started_in)
     today = invocation.of(kept).recompose((), allowed, places="none", given=new)
     places = [*_own_places(today.config, new)]
-    pins = [*_pins(saved, today.config, source.place), *(pin for pin, _ in places)]
+    kept = [key for key in fitted(today.config.composed) if new and saved.has(key)]  # the user may move the model
+    pins = [*_pins(saved, today.config, source.place), *(f"{key}={_as_value(saved.select(key))}" for key in kept)]
+    pins += [pin for pin, _ in places]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(
         new, allowed, places="written"
     )

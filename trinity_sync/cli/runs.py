@@ -147,14 +147,14 @@ def _which_run() -> str:
 
 def _show(folder: Path, options: argparse.Namespace) -> int:
     """Print the settings that a resume would use."""
-    from trinity_sync.config.invocation import Invocation
+    from trinity_sync.config.invocation import Invocation, saved_settings
     from trinity_sync.launch.start import used_places
 
     if (folder / "multirun.yaml").is_file():
         raise ConfigError(f"{folder} is a sweep; to see the settings of one of its jobs, name that: {folder / '0'}")
     invocation = Invocation.of_resume(folder, used_places)
     with invocation.modules_found(options.overrides, options.allow_target):
-        settings = invocation.recompose(options.overrides, options.allow_target)
+        settings = invocation.recompose(options.overrides, options.allow_target).keeping(saved_settings(folder))
         with settings.only_trusted():
             return start([*settings.command_line(folder), "--cfg", options.cfg, *["--resolve"] * options.resolve])
 
@@ -185,7 +185,7 @@ def _go_on(
 
     read_record(folder / "run.json")
     before = saved_settings(folder)
-    settings = invocation.recompose(overrides, allowed)
+    settings = invocation.recompose(overrides, allowed).keeping(before)
     resume = replace(resume, started_in=invocation.started_in, given=frozenset(filter(settings.trust.gives, PLACES)))
     cfg = settings.config.anchored(invocation.started_in)
     cfg.check()

@@ -121,9 +121,11 @@ class RunWatch:
         """Read all existing lines, and show the resulting state."""
 
         line = run_line(self.folder)
-        ranks = f"{line.backend} x {line.ranks}, sync={line.sync}" if line.backend and line.sync else ""
+        trained = [f"{line.model} on {line.task}"] if line.model and line.task else []
+        ranks = [f"{line.backend} x {line.ranks}", f"sync={line.sync}"] if line.backend and line.sync else []
+        title, told = line.name or self.folder.name, ", ".join(trained + ranks)
         started = (now.record or {}).get("started") or time()
-        state = RunState(line.total_steps, title=line.name or self.folder.name, subtitle=ranks, began=started)
+        state = RunState(line.total_steps, title=title, subtitle=told, began=started)
         self._run = FollowedRun(self.folder)
         for earlier in self._run.lines():
             state.take(earlier, started)

@@ -291,7 +291,7 @@ def _check_optimizer(get: Get) -> Iterator[Problem]:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield Problem("trainer.betas", f"is {list(betas)}; must be two numbers, at least 0 and less than 1")
     warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
-    if warmup > steps:
+    if warmup > steps > 0:
         yield Problem(
             "trainer.warmup_steps", f"is {warmup}, more than trainer.steps ({steps}); set it to {steps} or less"
         )

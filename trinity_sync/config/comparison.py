@@ -15,8 +15,8 @@ import xxhash
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.checks import check
-from trinity_sync.config.composition import NAMED_BY_PATH, anchored, as_written, plain, section
-from trinity_sync.config.lookup import TARGET, own_targets
+from trinity_sync.config.composition import NAMED_BY_PATH, anchored, as_written, plain, rate_kind, section
+from trinity_sync.config.lookup import TARGET, own_options, own_targets
 from trinity_sync.config.schema import Config, typed
 from trinity_sync.config.targets import check_inputs
 from trinity_sync.host.masking import hide, masked
@@ -163,6 +163,17 @@ class RunConfig:
     def check_values(self) -> None:
         """See `config.check`."""
         check(self.composed)
+
+    def rate_text(self) -> str | None:
+        """Return the learning rate of a model that was given, for display, and why it is that; None: the run makes the
+        model.
+        """
+        if (kind := rate_kind(plain(self.composed))) == "new":
+            return None
+        default = self.updated({"trainer.lr": own_options("trainer")["default"]["lr"]})
+        rate, named = self.select("trainer.lr"), {"lora": "LoRA", "grpo": "GRPO", "sft": "SFT"}.get(kind, kind)
+        why = f" ({named} on a model of yours; trainer.lr=... changes it)"
+        return f"rate {rate}{why if rate == default.select('trainer.lr') else ''}"
 
     def written(self) -> Settings:
         """Return the values with references as they are written."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.comparison import RunConfig
 from trinity_sync.config.composition import as_written, conf_dir, override_texts, section
@@ -122,6 +123,8 @@ def sweep_jobs(config: DictConfig) -> list[ComposedJob]:
         fixed = [text for text, one in zip(texts, _parsed(texts), strict=True) if not one.is_sweep_override()]
         jobs = [fixed]
     loader = GlobalHydra.instance().config_loader()
+    with suppress(OmegaConfBaseException):  # resolvable only where the jobs run
+        OmegaConf.select(config, "hydra.sweep.dir")  # once, before the jobs, which may have names of their own
     return [
         ComposedJob(number=number, overrides=job, cfg=loader.load_sweep_config(config, job))
         for number, job in enumerate(jobs)

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.overrides import as_typed, parse, quote
 from trinity_sync.host.process import replaced
-from trinity_sync.host.references import Settings, Value
+from trinity_sync.host.references import Settings, Value, resolved_part, run_name
 
 _SEARCH_PATH = "hydra.searchpath"
 
@@ -75,7 +75,9 @@ def _look_in(folder: Path) -> None:
 
 @contextmanager
 def inspected(
-    *, place: Callable[[str], object], composed: Callable[[DictConfig], object] = lambda cfg: None
+    *,
+    place: Callable[[str], object] = lambda path: None,
+    composed: Callable[[DictConfig], object] = lambda cfg: None,
 ) -> Iterator[None]:
     """Within the block, inspect each composition of Hydra (by `compose` or `hydra.main`) before it is used. Inspecting
     one composition beforehand would not be enough: options can depend on the time of day.
@@ -134,6 +136,67 @@ def section(values: Mapping[str, Value], *keys: str) -> Settings:
 def dtype_name(short: str) -> str:
     """Return the safetensors name (``BF16``) of a dtype of the config (``bf16``)."""
     return {"bf16": "BF16", "fp32": "F32", "fp16": "F16"}[short]
+
+
+# -- defaults that depend on other settings
+
+
+FITTED = ("name", "trainer.lr")
+"""Keys of these defaults."""
+_FITTING = "${fitting_"
+_TELLING = ("_target_", "kind", "lora", "path", "shapes")
+
+
+def register_resolvers() -> None:
+    """Give the resolvers of our option files to OmegaConf."""
+    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
+    OmegaConf.register_new_resolver("once", str, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("fitting_name", _fitting_name, replace=True)
+    OmegaConf.register_new_resolver("fitting_rate", _fitting_rate, replace=True)
+
+
+def _fitting_name(_parent_: DictConfig) -> str:
+    return run_name(_groups(_parent_, "workload", "task", "model"))
+
+
+def _fitting_rate(rates: Mapping[str, float], _parent_: DictConfig) -> float:
+    kind = rate_kind(_groups(_parent_._get_parent(), "model", "algorithm"))
+    return float(rates[kind if kind in rates else "grpo"])
+
+
+def _groups(cfg: object, *groups: str) -> Settings:
+    """Return the settings of groups on which these defaults depend; others may refer to the defaults."""
+    nodes = {group: cfg.get(group) for group in groups} if isinstance(cfg, DictConfig) else {}
+    written = {group: cast("Settings", as_written(node)) for group, node in nodes.items() if OmegaConf.is_dict(node)}
+    return {
+        group: {key: resolved_part(nodes[group], key, texts[key]) for key in _TELLING if key in texts}
+        for group, texts in written.items()
+    }
+
+
+def rate_kind(settings: Settings) -> str:
+    """Return the kind of training by which the default rate is chosen: ``new`` (a model that the run makes), ``lora``,
+    else the algorithm's.
+    """
+    model, adapter = section(settings, "model"), section(settings, "model", "lora")
+    if model.get("path") is None:
+        return "new"
+    return "lora" if adapter.get("rank") or adapter.get("path") else str(section(settings, "algorithm").get("kind"))
+
+
+def fitted(cfg: DictConfig) -> list[str]:
+    """Return the keys of `FITTED` with the value of their default, in a composition that is not settled."""
+    values = cast("Settings", as_written(cfg))
+    split = {key: key.split(".") for key in FITTED}
+    return [key for key, (*above, last) in split.items() if str(section(values, *above).get(last)).startswith(_FITTING)]
+
+
+def settle(cfg: DictConfig) -> list[str]:
+    """Write the values of these defaults into a composition, so that saved files have them; return the changed keys."""
+    keys = fitted(cfg)
+    for key in keys:
+        OmegaConf.update(cfg, key, OmegaConf.select(cfg, key))
+    return keys
 
 
 # -- paths. Relative ones count from the folder of the run's first start, also in a resume

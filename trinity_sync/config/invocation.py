@@ -16,8 +16,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.comparison import RunConfig
-from trinity_sync.config.composition import compose, from_here, override_texts, section, texts_of
+from trinity_sync.config.comparison import ABSENT, RunConfig
+from trinity_sync.config.composition import compose, fitted, from_here, override_texts, section, texts_of
 from trinity_sync.config.lookup import chosen_by_option
 from trinity_sync.config.messages import explain
 from trinity_sync.config.overrides import as_numbers, quote
@@ -215,6 +215,15 @@ class Recomposed:
         """Compose again with further overrides; errors as of `Invocation.recompose`."""
         trust = self.trust
         return self.invocation.recompose([*trust.new, *new], trust.allowed, places=trust.places)
+
+    def keeping(self, saved: RunConfig) -> Recomposed:
+        """Compose again with the run's own values of settings whose default depends on others, unless they are given:
+        an earlier release had other defaults, and the model may have moved.
+        """
+        defaults = fitted(self.config.composed)
+        kept = [one for one in saved.diff(self.config) if one.key in defaults and one.old != ABSENT]
+        values = [quote(one.old) if isinstance(one.old, str) else one.old for one in kept]
+        return self.also([f"{one.key}={value}" for one, value in zip(kept, values, strict=True)]) if kept else self
 
     def command_line(self, folder: Path) -> list[str]:
         """Return the arguments with which Hydra composes the same for one run in a folder, even from a sweep's

@@ -240,6 +240,16 @@ def check_validation(get: Get) -> Iterator[Problem]:
     exist.
     """
     task = get("task")
+    if get("trainer.steps") == 0:
+        if not isinstance(task, DictConfig) or not validates(task):
+            given = f"{KEY}.path" if isinstance(task, DictConfig) and "path" in task else f"{KEY}.prompts"
+            yield Problem(
+                "trainer.steps", f"is 0, which only validates the model, but nothing is validated; give {given}"
+            )
+        if get("trainer.schedule") == "free":
+            yield Problem(
+                "trainer.schedule", "is free, but with trainer.steps=0 nothing is trained; set it to lockstep"
+            )
     if not isinstance(task, DictConfig) or not isinstance(task.get("validation"), DictConfig):
         yield from _check_best(get, None)
         return

@@ -120,7 +120,7 @@ _OF_TRACKERS = frozenset({"_target_", "experiment", "flush_s", "names", "project
 _OFFLINE = ("offline", "local", "disabled")
 _ELSEWHERE = re.compile(r"\s*(?:/|~|\.\.?/|[A-Za-z][\w+.-]*://)")
 """The start of a text that names a place, at any key."""
-_HARMLESS = re.compile(r"\$\{(?:(?:now|sum):[^${}]*|[^:${}\0]*)\}")
+_HARMLESS = re.compile(r"\$\{(?:(?:now|sum|once):[^${}]*|fitting_\w+:\{?[^${}]*\}?|[^:${}\0]*)\}")
 """Interpolations that give text, a number, or another part of the configuration. Others, such as `oc.create`, may
 create a `_target_`; `oc.env` may read a secret. NUL stands for an interpolation as an argument; names may not be
 interpolations.

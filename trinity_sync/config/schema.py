@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trinity_sync.config.composition import plain
+from trinity_sync.config.composition import plain, register_resolvers
 from trinity_sync.config.lookup import LABELS, TARGET, load_class
 from trinity_sync.config.overrides import accept_short_rewards
 from trinity_sync.host.references import Settings, Value
@@ -60,7 +60,7 @@ TOO_LONG = ("refuse", "filter", "truncate")
 class TrainerConfig:
     """The training loop and its optimizer."""
 
-    steps: int = number(at_least=1)
+    steps: int = number(at_least=0)
     lr: float = number(more_than=0)
     betas: list[float] = MISSING
     weight_decay: float = number(at_least=0)
@@ -659,7 +659,7 @@ def _same_store(memo: object) -> ConfigStore:
 
 
 def register() -> None:
-    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Called on import of the package."""
+    """Give the schema to Hydra's ConfigStore and our resolvers to OmegaConf. Called on import of the package."""
     accept_short_rewards()
     store = ConfigStore.instance()
     # Hydra copies the whole store for each group of --help, which takes seconds; it copies nodes when it loads them
@@ -679,4 +679,4 @@ def register() -> None:
     for group in LABELS:
         closed[group]._set_flag("struct", True)
     store.store(group="schema", name="closed", node=closed)
-    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
+    register_resolvers()

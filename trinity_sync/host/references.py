@@ -75,11 +75,12 @@ def _resolved(node: object) -> Value:
         return cast("Value", node)
     written = cast("Value", OmegaConf.to_container(node, resolve=False))
     if isinstance(written, dict):
-        return {str(name): _part(node, name, text) for name, text in written.items()}
-    return [_part(node, index, text) for index, text in enumerate(written if isinstance(written, list) else ())]
+        return {str(name): resolved_part(node, name, text) for name, text in written.items()}
+    return [resolved_part(node, index, text) for index, text in enumerate(written if isinstance(written, list) else ())]
 
 
-def _part(node: DictConfig | ListConfig, part: object, written: Value) -> Value:
+def resolved_part(node: DictConfig | ListConfig, part: object, written: Value) -> Value:
+    """Resolve one part of a node, as `resolved` does."""
     try:
         value = _resolved(node[part])  # type: ignore[index]
     except OmegaConfBaseException:

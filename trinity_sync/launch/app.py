@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config import FORMER_MODULES, Config, RunConfig
 from trinity_sync.config.composed_jobs import ComposedJob, composed_before, is_fixed, note_settings, sweep_jobs
+from trinity_sync.config.composition import inspected, settle
 from trinity_sync.config.messages import CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -110,6 +111,7 @@ def run_main(
             replaced(sys, argv=[sys.argv[0], *line.arguments]),
             # Hydra's errors are raised; it would print them and exit with 1
             replaced(hydra_internals, run_and_report=lambda function: function()),
+            inspected(composed=settle),
             _session.around_jobs,
         ):
             main()
@@ -160,12 +162,13 @@ def job(cfg: DictConfig) -> float:
         _session.made = NewFolder.of(Path(HydraConfig.get().runtime.output_dir))
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
+    by_launcher = bool(settle(cfg))  # it was composed in a launcher's process
     where = f"job {hydra_cfg.job.num}: " if hydra_cfg.mode == RunMode.MULTIRUN else ""
     sys.argv = sweeps.command_in_queue(hydra_cfg) or list(_session.command)
     code = FAILED
     try:
         with sweeps.beside_others(hydra_cfg):
-            code = _launch(RunConfig(cfg), run_dir)
+            code = _launch(RunConfig(cfg), run_dir, saved_by_hydra=not by_launcher)
     except TrinityError as error:
         code = error.exit_code
         log = "" if code == REFUSED or origin(error) is None else f" (traceback in {_log_of(run_dir)})"
@@ -193,7 +196,7 @@ def _log_of(run_dir: Path) -> Path:
     return run_dir / "logs" / "driver.log"
 
 
-def _launch(cfg: RunConfig, run_dir: Path) -> int:
+def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
     places: Mapping[str, str | None] = {}
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
@@ -206,11 +209,13 @@ def _launch(cfg: RunConfig, run_dir: Path) -> int:
     used.check()
     from trinity_sync.launch import launcher
 
+    if (rate := used.rate_text()) is not None:
+        print(rate)
     if _session.dry_run:
         launcher.look(used, run_dir)
         print(f"dry run: {used.settings.name} could begin, in {run_dir}; nothing was started")
         return DONE
-    saved = resume is None and not _session.rerun
+    saved = saved_by_hydra and resume is None and not _session.rerun
     settings = settings_files(run_dir, cfg, used, started_in, saved_by_hydra=saved)
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 

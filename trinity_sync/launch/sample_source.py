@@ -184,7 +184,7 @@ def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -
     if not validates(cfg.task):
         return None
     settings = _section(cfg.task["validation"], ValidationTimesConfig)
-    times = ValidationTimes(interval=settings.interval, last=last_step, at_start=settings.at_start)
+    times = ValidationTimes(interval=settings.interval, last=last_step, at_start=settings.at_start or not last_step)
     if not start.continued:
         return times
     return replace(times, at_start=times.due(start.step) and not was_validated(metrics, start.step))

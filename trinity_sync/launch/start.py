@@ -246,7 +246,8 @@ def _check_given(cfg: Config, folder: Path) -> tuple[int, bool]:
             raise ConfigError(f"{key}={folder} holds weights only; a run can go on with a full checkpoint")
         _check_lora(cfg, folder, manifest)
         backend, world_size = manifest.backend, manifest.world_size
-    _check_steps(cfg, step, f"{key}={folder}")
+    if cfg.trainer.steps:
+        _check_steps(cfg, step, f"{key}={folder}")
     return step, _check_engine(cfg, folder, backend, world_size)
 
 

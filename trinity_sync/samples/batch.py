@@ -134,6 +134,7 @@ class SampleBatch:
         """Return the samples of all parts, one part after the other. Without parts: a batch without samples."""
         if not parts:
             return cls.of([])
+        names = dict.fromkeys(name for part in parts for name in part.parts)
         firsts = np.cumsum([0, *(len(part.prompt_rows) for part in parts)])
         shifted = [part.prompt_of + first for part, first in zip(parts, firsts[:-1], strict=True)]
         return cls(
@@ -144,7 +145,7 @@ class SampleBatch:
             explorers=np.concatenate([part.explorers for part in parts]),
             rewards=np.concatenate([part.rewards for part in parts]),
             exact=np.concatenate([part.exact for part in parts]),
-            parts={name: np.concatenate([part.part(name) for part in parts]) for name in _names(parts)},
+            parts={name: np.concatenate([part.part(name) for part in parts]) for name in names},
             errors=tuple(error for part in parts for error in part.errors),
             finished=np.concatenate([part.finished for part in parts]),
             texts=tuple(text for part in parts for text in part.texts),
@@ -250,10 +251,6 @@ class SampleBatch:
         """Return a copy of the log-probabilities of the response's tokens."""
         start, stop = self.responses.offsets[index : index + 2]
         return self.log_probs[start:stop].copy()
-
-
-def _names(batches: Sequence[SampleBatch]) -> list[str]:
-    return list(dict.fromkeys(name for batch in batches for name in batch.parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,12 +124,13 @@ class TrainingLoop:
             timing = Timing()
             validated = self._validate(self._validator, begin, timing)
             self._log.metrics(begin, {**validated, **timing.seconds})
+        step = settings.first - 1
         with interrupts.finishing_steps(self._stop):
             for step in range(settings.first, settings.steps + 1):
                 if self._step(step):
                     break
             self._saves.finish()
-        return step == settings.steps
+        return step >= settings.steps
 
     def _step(self, step: int) -> bool:
         """Do one step; return whether the run stops after it."""

@@ -99,6 +99,7 @@ static pair upto240(const uint8_t *in, uint64_t length) {
         ACCUMULATORS acc;                                                                                              \
         memcpy(&acc, sums, sizeof acc);                                                                                \
         for (; length > BLOCK; in += BLOCK, length -= BLOCK) {                                                         \
+            UNROLLED                                                                                                   \
             for (int n = 0; n < STRIPES; n++) STRIPE_SUM(acc, in + n * STRIPE, SECRET + 8 * n);                        \
             SCRAMBLE(acc);                                                                                             \
         }                                                                                                              \
@@ -110,6 +111,7 @@ static pair upto240(const uint8_t *in, uint64_t length) {
 typedef struct { uint64_t word[8]; } words;
 
 INLINE void stripe_sum(words *acc, const uint8_t *from, const uint8_t *by) {
+    UNROLLED
     for (int i = 0; i < 8; i++) {
         uint64_t value = word(from + 8 * i) ^ word(by + 8 * i);
         acc->word[i] += word(from + 8 * (i ^ 1)) + (uint64_t)(uint32_t)value * (value >> 32);

@@ -13,9 +13,8 @@ typedef T __attribute__((aligned(1), may_alias)) F(element);
 /* The order of values: negative floats ascend with the magnitude's complement. It is its own inverse. */
 INLINE T F(ordered)(T bits, const form *f) { return bits >> (BITS - 1) && f->floating ? bits ^ (T)((T)~0 >> 1) : bits; }
 
-INLINE void F(classify)(const F(element) *old, uint32_t m, const form *f, uint8_t *class) {
+INLINE void F(classify)(const F(element) *old, uint32_t m, const form *f, int shift, uint8_t *class) {
     const T mask = f->mask, top = f->top;
-    const int shift = f->shift;
     for (uint32_t j = 0; j < m; j++) {
         T exponent = (T)(old[j] >> shift) & mask, capped = exponent < top ? exponent : top, below = top - capped;
         class[j] = below < CLASSES ? below : CLASSES - 1;
@@ -23,10 +22,10 @@ INLINE void F(classify)(const F(element) *old, uint32_t m, const form *f, uint8_
 }
 
 INLINE void F(classes)(const F(element) *old, uint32_t m, const form *f, group *classes) {
-    if (m == GROUP) F(classify)(old, GROUP, f, classes->of); /* a constant, for the compiler's vectors */
+    if (m == GROUP && f->shift == BF16) F(classify)(old, GROUP, f, BF16, classes->of); /* constants: for vectors */
     else {
         memset(classes, CLASSES, sizeof *classes);
-        F(classify)(old, m, f, classes->of);
+        F(classify)(old, m, f, f->shift, classes->of);
     }
 }
 

@@ -10,7 +10,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PORTABLE)
 #define WIDE
 #include <immintrin.h>
 #endif
@@ -21,9 +21,11 @@
 #define CLONES
 #endif
 
+#define UNROLLED _Pragma("GCC unroll 8")
+
 #include "digests.h"
 
-enum { CLASSES = 16, GROUP = 128, FLUSH = 31, BROKEN = 1 };
+enum { CLASSES = 16, GROUP = 128, FLUSH = 31, BF16 = 7, BROKEN = 1 };
 static const uint64_t NEVER = 1ull << 62;
 
 /* How bits are read: the exponent is `bits >> shift & mask`, the class of an element by how far it lies below `top`. */
@@ -76,22 +78,33 @@ INLINE uint64_t total(const lanes *counts) {
 }
 
 INLINE void tally(lanes *counts, const group *classes, uint8_t c) {
+    UNROLLED
     for (int i = 0; i < LANES; i++) *counts -= (lanes)(classes->at[i] == c);
 }
 
-/* How many classes have to be looked at: of most groups no element is small. */
+/* One more than the highest class of a group: of most groups no element is small. */
 INLINE int present(const group *classes) {
-    lanes any = classes->at[0];
-    uint64_t at[4];
-    for (int i = 1; i < LANES; i++) any |= classes->at[i];
-    memcpy(at, &any, sizeof at);
-    return (at[0] | at[1] | at[2] | at[3]) & 0x1818181818181818 ? CLASSES : CLASSES / 2;
+#ifdef WIDE
+    const __m128i *at = (const __m128i *)classes->of;
+    __m128i most = at[0];
+    UNROLLED
+    for (int i = 1; i < GROUP / 16; i++) most = _mm_max_epu8(most, at[i]);
+    most = _mm_max_epu8(most, _mm_srli_si128(most, 8));
+    most = _mm_max_epu8(most, _mm_srli_si128(most, 4));
+    most = _mm_max_epu8(most, _mm_srli_si128(most, 2));
+    int last = (uint8_t)_mm_cvtsi128_si32(_mm_max_epu8(most, _mm_srli_si128(most, 1)));
+#else
+    int last = 0;
+    for (int j = 0; j < GROUP; j++) last = classes->of[j] > last ? classes->of[j] : last;
+#endif
+    return last < CLASSES ? last + 1 : CLASSES;
 }
 
 /* The rank of element j among those of its class. */
 INLINE uint32_t before(const group *classes, uint32_t j) {
     static const uint8_t below[2 * GROUP] = {[0 ... GROUP - 1] = 255};
     lanes counts = {0}, mask;
+    UNROLLED
     for (int i = 0; i < LANES; i++) {
         memcpy(&mask, below + GROUP - j + i * sizeof mask, sizeof mask);
         counts -= (lanes)(classes->at[i] == classes->of[j]) & mask;
@@ -104,6 +117,7 @@ INLINE void mark(const group *classes, uint8_t c, uint64_t *members) {
 #ifdef WIDE
     const __m128i *at = (const __m128i *)classes->of, same = _mm_set1_epi8(c);
     memset(members, 0, GROUP / 8);
+    UNROLLED
     for (int i = 0; i < GROUP / 16; i++)
         members[i / 4] |= (uint64_t)(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(at[i], same)) << 16 * (i % 4);
 #else

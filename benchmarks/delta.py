@@ -1,0 +1,236 @@
+"""Lossless deltas: bytes per changed element beside other codes and bounds of entropy, and the speed of C and numpy.
+
+    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows] [--output benchmarks/results/delta.json]
+
+Data: ``white``, normal weights of one scale, each step an independent update; ``adam``, weights whose scale differs by
+rows, updates of a warm Adam, which go on in one direction for some steps. Both keep fp32 weights and compare their bf16
+bits. The learning rate is the one at which one step changes the wanted share of the elements. Traces of real runs are
+another matter: docs/delta.md.
+
+Speeds are in processor time, the least of the repetitions, as bytes of the shard a second; ``copies`` divides them by
+the speed of a copy that was measured in turn with them. ``decode`` is the gap code alone, ``apply`` a whole call with
+the digest of the result; the digest of the base is known to both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from trinity_sync.weights import delta, delta_gaps, native
+
+if TYPE_CHECKING:
+    from trinity_sync.weights.delta_gaps import Elements
+
+SHARES = (0.0013, 0.007, 0.01, 0.024, 0.065)
+STEPS = (1, 4, 16)
+WIDTHS = (32, 1536, 2048, 8192)
+_ZSTD = pyarrow.Codec("zstd", compression_level=1)
+_FORM = delta_gaps.FORMS["BF16"]
+
+
+def bits(weights: NDArray[np.float32]) -> Elements:
+    """The bf16 bits, rounded to the nearest even ones."""
+    words = weights.view(np.uint32)
+    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def updates(kind: str, count: int, seed: int) -> Iterator[NDArray[np.float32]]:
+    """The update of each step at a learning rate of 1."""
+    rng = np.random.default_rng(seed)
+    moment = 0.23 * rng.standard_normal(count, np.float32)  # of a warm Adam: 0.1 / 1.9 of the gradients' variance
+    while True:
+        yield moment
+        noise = rng.standard_normal(count, np.float32)
+        moment = np.float32(0.9) * moment + np.float32(0.1) * noise if kind == "adam" else np.float32(0.23) * noise
+
+
+def initial(kind: str, count: int) -> NDArray[np.float32]:
+    """The weights of version 0."""
+    rng = np.random.default_rng(0)
+    weights = 0.02 * rng.standard_normal(count, np.float32)
+    if kind == "adam":  # rows of 2048 of other scales
+        weights *= np.repeat(np.exp(0.5 * rng.standard_normal(-(-count // 2048))), 2048)[:count].astype(np.float32)
+    return weights
+
+
+def rate_of(kind: str, weights: NDArray[np.float32], share: float) -> np.float32:
+    """The learning rate at which the first step changes this share of the elements."""
+    few = weights[:400_000]
+    update, low, high = next(updates(kind, few.size, 1)), 1e-9, 1e-3
+    for _ in range(18):
+        middle = (low * high) ** 0.5
+        below = (bits(few) != bits(few - np.float32(middle) * update)).mean() < share
+        low, high = (middle, high) if below else (low, middle)
+    return np.float32(low)
+
+
+def versions(kind: str, count: int, share: float) -> Iterator[tuple[int, Elements, Elements]]:
+    """The first version with the one after each number of steps."""
+    weights = initial(kind, count)
+    rate, old = rate_of(kind, weights, share), bits(weights)
+    for step, update in enumerate(updates(kind, count, 1), 1):
+        weights -= rate * update
+        if step in STEPS:
+            yield step, old, bits(weights)
+        if step == max(STEPS):
+            return
+
+
+def sizes(old: Elements, new: Elements) -> dict[str, float]:
+    """Bytes per changed element of each code."""
+    places = np.flatnonzero(old != new)
+    gaps = np.minimum(np.diff(places, prepend=-1), 65535).astype(np.uint16)
+    found = {
+        "int32 + bf16": 6.0 * places.size,
+        "u16 + zstd": float(sum(_ZSTD.compress(one.tobytes()).size for one in (gaps, new[places]))),
+        **{codec: float(sum(map(len, delta.encode(old, new, "BF16", codec)))) for codec in ("gap8z", "class_gap")},
+        "bound": bound(old, new, np.zeros(old.size, np.int64)),
+        "bound given the exponent": bound(old, new, (old >> 7 & 255).astype(np.int64)),
+    }
+    return {name: nbytes / places.size for name, nbytes in found.items()}
+
+
+def bound(old: Elements, new: Elements, classes: NDArray[np.int64]) -> float:
+    """Bytes of an ideal code of the places and of the steps, whose frequencies are known for each class."""
+    form = _FORM.of(0, 1)
+    changed = old != new
+    steps = (delta_gaps.ordered(new, form) - delta_gaps.ordered(old, form)).view(np.int16)
+    total = 0.0
+    for one in np.unique(classes[changed]):
+        members = classes == one
+        count, changes = int(members.sum()), int(changed[members].sum())
+        total += count * _entropy(np.array([changes, count - changes]))
+        total += changes * _entropy(np.unique(steps[members & changed], return_counts=True)[1])
+    return total / 8
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def size_table(count: int) -> list[dict[str, Any]]:
+    """The sizes for all data, shares and steps."""
+    found = []
+    for kind in ("white", "adam"):
+        for share in SHARES:
+            for steps, old, new in versions(kind, count, share):
+                changed = float((old != new).mean())
+                one = {"data": kind, "steps": steps, "changed": changed, "bytes per change": sizes(old, new)}
+                found.append(one)
+                print(json.dumps(one), file=sys.stderr)
+    return found
+
+
+def least(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """The least processor seconds of each call; the calls are made in turn."""
+    found = dict.fromkeys(calls, 1e9)
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            began = time.thread_time()
+            call()
+            found[name] = min(found[name], time.thread_time() - began)
+    return found
+
+
+def speed_table(count: int) -> list[dict[str, Any]]:
+    """The speeds of each codec, in C and in numpy."""
+    compiled = native.library()
+    found = []
+    for share in (0.0013, 0.007, 0.024, 0.065):
+        _, old, new = next(versions("white", count, share))
+        for way in ("c", "numpy") if compiled is not None else ("numpy",):
+            native.library = (lambda: compiled) if way == "c" else lambda: None
+            seconds = least(speed_calls(old, new), 7 if way == "c" else 3)
+            speeds = {name: old.nbytes / 1e9 / one for name, one in seconds.items()}
+            copies = {name: speed / speeds["copy"] for name, speed in speeds.items()}
+            found.append({"changed": float((old != new).mean()), "way": way, "GB/s": speeds, "copies": copies})
+            print(json.dumps(found[-1]), file=sys.stderr)
+    native.library = lambda: compiled
+    return found
+
+
+def speed_calls(old: Elements, new: Elements) -> dict[str, Callable[[], object]]:
+    """A copy, and for each codec its work with digests that are known and with those of `apply`."""
+    base, result, out = delta.digest(old), delta.digest(new), np.empty_like(old)
+    calls: dict[str, Callable[[], object]] = {"copy": partial(np.copyto, out, new)}
+    for codec in ("gap8z", "class_gap", "sparse"):
+        encode = partial(delta.encode, old, new, "BF16", codec, base_digest=base, result_digest=result)
+        sent = b"".join(encode())
+        calls[f"{codec} encode"] = encode
+        calls[f"{codec} apply"] = partial(delta.apply, old, sent, "BF16", out, base_digest=base)
+        if codec != "sparse":
+            form = _FORM.of(delta_gaps.top_exponent(old, _FORM), native.CLASSES if codec == "class_gap" else 1)
+            streams = delta_gaps.encode(old, new, form)
+            calls[f"{codec} decode"] = partial(delta_gaps.decode, old, out, form, streams)
+    calls["digest"] = partial(delta.digest, old)
+    return calls
+
+
+def row_table() -> list[dict[str, Any]]:
+    """Nanoseconds a row, of 1 MiB that is in the cache and of 32 MiB that is not."""
+    compiled = native.library()
+    found = []
+    for total in (1 << 20, 32 << 20):
+        for width in WIDTHS:
+            rows = np.random.default_rng(0).integers(0, 256, (total // width, width), np.uint8)
+            calls: dict[str, Callable[[], object]] = {
+                "copy": partial(np.copyto, np.empty_like(rows), rows),
+                "xxhash": partial(by_xxhash, rows),
+            }
+            if compiled is not None:
+                calls["c"] = partial(compiled.row_digests, rows)
+                calls["c, no vectors"] = partial(compiled.row_digests, rows, 0)
+            ns = {name: seconds / len(rows) * 1e9 for name, seconds in least(calls, 9).items()}
+            found.append({"row bytes": width, "MiB": total >> 20, "ns": ns})
+    return found
+
+
+def by_xxhash(rows: NDArray[np.uint8]) -> bytes:
+    """The digests of rows, a call for each."""
+    return b"".join(map(xxh3_128_digest, rows))
+
+
+def main() -> None:
+    """Measure, and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON (the only output format)")
+    parser.add_argument("--elements", type=float, default=4e6, help="of a shard (default 4e6)")
+    parser.add_argument("--only", nargs="+", choices=("size", "speed", "rows"), default=("size", "speed", "rows"))
+    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    options = parser.parse_args()
+    count = int(options.elements)
+    report: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/delta.py", *sys.argv[1:]]),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "elements": count,
+        "native": native.state(),
+    }
+    if "size" in options.only:
+        report["size"] = size_table(count)
+    if "speed" in options.only:
+        report["speed"] = speed_table(count)
+    if "rows" in options.only:
+        report["rows"] = row_table()
+    text = json.dumps(report, indent=2)
+    if options.output:
+        options.output.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
