@@ -31,6 +31,9 @@ def job(cfg: Any) -> float:
 def _run(checked: RunConfig, run_dir: Path, *, resume: Any, until: int | None, settings: Any) -> int:
     """By its name a run fails, is preempted, or waits for its interrupt; others complete. The reward is the rate."""
     cfg = checked.settings
+    if resume is None:
+        with settings:
+            pass
     _record(run_dir, "running", resume)
     stop = threading.Event()
     with interruptible():

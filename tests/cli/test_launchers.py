@@ -86,6 +86,7 @@ def test_jobs_side_by_side_are_told_apart_and_a_failing_one_fails_the_sweep(
     assert sweep("hydra/launcher=parallel", "name=fails", "seed=1,2,3") == 1
     assert [record(job)["status"] for job in range(3)] == ["completed", "failed", "completed"]
     assert os.getpid() not in [record(job)["pid"] for job in range(3)]
+    assert "  lr: 0.0005\n" in (SWEEP / "0" / ".hydra" / "config.yaml").read_text()  # no reference to other settings
     found = capfd.readouterr()
     assert "job 0  done\n" in found.out
     assert "job 2  done\n" in found.out
