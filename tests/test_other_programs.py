@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
 
@@ -42,6 +42,19 @@ def test_below_a_key_options_and_settings_are_chosen_as_ever(composed: Compose) 
 def test_below_a_key_name_and_rate_fit_the_model(composed: Compose) -> None:
     node = composed("trinity_sync@trinity", "mine: 1", "trinity.model.path=/models/Qwen3-0.6B").trinity
     assert (node.name, config.typed(node).trainer.lr) == ("copy-digits-Qwen3-0.6B", 1e-6)
+
+
+def test_below_a_key_a_reward_has_a_short_form(composed: Compose) -> None:
+    key = "trinity: {task: {reward: a.b}}"
+    given = composed("trinity_sync@trinity", "mine: 1", "task@trinity.task=jsonl", "trinity.task.reward=a.b")
+    assert composed("trinity_sync@trinity", key, "task@trinity.task=jsonl").trinity == given.trinity
+    assert given.trinity.task.reward["_target_"] == "a.b"
+
+
+@pytest.mark.parametrize("reward", ["sparse", "[1, 2]", "[a*b*c]"])
+def test_a_task_of_another_program_keeps_its_reward(composed: Compose, reward: str) -> None:
+    key = f"task: {{reward: {reward}}}"
+    assert composed("trinity_sync@trinity", key).task == OmegaConf.create(key).task
 
 
 def test_below_a_key_it_is_checked(composed: Compose) -> None:

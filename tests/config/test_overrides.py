@@ -139,6 +139,16 @@ def test_a_task_with_a_text_of_this_name_keeps_it(tmp_path: Path) -> None:
     assert compose(["task=mine", "task.reward=a.b"], config_dir=tmp_path).task.reward == "a.b"
 
 
+def test_a_reference_stays_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults: [{override /task: jsonl}]\ntask: {path: x, reward: '${model}'}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    for given in (["experiment=mine"], [*FILE, "task.reward='${model}'"]):
+        written = OmegaConf.to_container(compose(given, config_dir=tmp_path).task, resolve=False)
+        assert isinstance(written, dict)
+        assert written["reward"] == "${model}"
+
+
 def test_a_part_that_is_no_name_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^task\.reward has 'x\*y\*z'; each part is the dotted name of a function, or"

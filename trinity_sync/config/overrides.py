@@ -97,31 +97,48 @@ def _is_text(key: str) -> bool:
 
 
 REWARD = "task.reward"
+_OURS = "schema/closed"
+"""A configuration with this file is ours."""
 _SUM = "trinity_sync.tasks.rewards.WeightedSum"
 _TERM = re.compile(r"(?:(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) *\* *)?([^\s*]+)")
 
 
 def accept_short_rewards() -> None:
     """Have Hydra compose the long form of a short `task.reward`, of command lines and of files: a function under
-    `_target_`, or a `WeightedSum`. A task whose `reward` names no function gets the value as it is.
+    `_target_`, or a `WeightedSum`. A task whose `reward` names no function gets the value as it is, and so does a
+    `task` of another program.
     """
     apply, load = ConfigLoaderImpl._apply_overrides_to_config, ConfigLoaderImpl._load_single_config
+    compose = ConfigLoaderImpl._compose_config_from_defaults_list
 
     def applying(overrides: list[Override], cfg: DictConfig) -> None:
         for override in overrides:
             apply([_inlong_form(override, cfg)], cfg)
 
-    def loading(self: ConfigLoaderImpl, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
-        found = load(self, default, repo)
-        reward, target = (OmegaConf.select(found.config, key) for key in (REWARD, "task._target_"))
-        if isinstance(reward, str | ListConfig) and str(target or _SUM).startswith("trinity_sync."):
-            found = copy.deepcopy(found)  # Hydra keeps the first
-            names = reward if isinstance(reward, str) else OmegaConf.to_container(reward, resolve=False)
-            OmegaConf.update(found.config, REWARD, long_form(cast("Value", names)), merge=False)
-        return found
+    def composing(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        # our configuration may lie below a key of another program
+        tasks = [f"{one.package or ''}.task".lstrip(".") for one in defaults if one.config_path == _OURS]
+
+        def loading(default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+            found = load(self, default, repo)
+            for task in tasks:
+                node = OmegaConf.select(found.config, task, throw_on_resolution_failure=False)
+                given = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else None
+                if isinstance(given, dict) and str(given.get("_target_") or _SUM).startswith("trinity_sync."):
+                    value = long_form(cast("Value", given.get("reward")))
+                    if value != given.get("reward"):
+                        found = copy.deepcopy(found)  # Hydra keeps the first
+                        OmegaConf.update(found.config, f"{task}.reward", value, merge=False)
+            return found
+
+        self._load_single_config = loading  # type: ignore[method-assign]
+        try:
+            return compose(self, defaults, repo)
+        finally:
+            del self._load_single_config
 
     ConfigLoaderImpl._apply_overrides_to_config = staticmethod(applying)  # type: ignore[method-assign]
-    ConfigLoaderImpl._load_single_config = loading  # type: ignore[method-assign]
+    ConfigLoaderImpl._compose_config_from_defaults_list = composing  # type: ignore[method-assign]
 
 
 def _inlong_form(override: Override, cfg: DictConfig) -> Override:
@@ -138,7 +155,9 @@ def _inlong_form(override: Override, cfg: DictConfig) -> Override:
 
 
 def long_form(reward: Value) -> Value:
-    """Return the long form of a reward's names; other values stay."""
+    """Return the long form of a reward's names; other values and references stay."""
+    if isinstance(reward, str) and reward.startswith(("${", "???")):
+        return reward
     if isinstance(reward, str) and "*" not in reward:
         return {"_target_": reward}
     if not isinstance(reward, str | list):
