@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from model_tensors import measure as measure_tensors
 
+from trinity_sync.tracking.events import read_events
 from trinity_sync.tracking.summary import copies_taken
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +106,7 @@ def run(overrides: list[str], folder: Path) -> Point:
         "publish_s": publish,
         "load_s": load,
         "memcpy_gb_s": statistics.median(line["memcpy_gb_s"] for line in lines),
-        "copies": statistics.median(copies_taken(lines, events)),
+        "copies": statistics.median(copies_taken(lines, read_events(folder / "events.jsonl"))),
         "gb_s": nbytes / (publish + load) / 1e9,
     }
 

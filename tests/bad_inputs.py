@@ -531,7 +531,7 @@ _TRIALS = [
 ]
 
 _RUNS = [
-    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "nobody answers"], when="ray"),
+    Bad(given=["cluster.address=127.0.0.1:1"], says=["cluster.address=127.0.0.1:1", "there is no answer"], when="ray"),
 ]
 
 TABLE: Sequence[Bad] = (*_VALUES, *_MODELS, *_DATA, *_TRIALS)

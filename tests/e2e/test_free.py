@@ -93,7 +93,7 @@ def test_without_restarts_the_run_goes_on_with_those_left_and_ends_with_the_last
     (fault,) = run.events("fault")
     assert fault["where"] == "explorer-0"
     assert "the run goes on with explorer-1" in fault["error"]
-    assert re.search(r"explorer-1 died while .+ generate \(Worker .+\), and no other explorer is left", run.output)
+    assert re.search(r"(?s)explorer-1 died before it could .*generate.+, and no other explorer is left", run.output)
     assert "explorer.max_restarts" in run.output
     assert run.record["status"] == "failed"
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ray
+
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer_client import ExplorerClient
@@ -80,15 +82,17 @@ class MemoryTransport:
         agents: by Ray node id.
         layouts: of the reader.
         timeout_s: timeout of a fetch, seconds.
-        node: Ray id of the reader's node.
+        node: Ray id of the reader's node; None: that of this process, as subclasses in other packages have it.
     """
 
-    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str) -> None:
+    def __init__(
+        self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str | None = None
+    ) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments()
-        self._node = node
+        self._node = ray.get_runtime_context().get_node_id() if node is None else node
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
