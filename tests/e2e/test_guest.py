@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.runs import ROOT, SMALL, Run, resume, start
+from trinity_sync.config.user_record import FILE
 
 GUEST = ROOT / "tests" / "guest"
 BYTES_PER_S = 2**20
@@ -50,6 +51,7 @@ def test_all_three_are_at_work(run: Run) -> None:
 @pytest.mark.all  # tests/cli asks the same of a run that is a stand-in
 def test_a_resume_runs_them_only_where_they_are_allowed(run: Run) -> None:
     before = run.manifests
+    (run.folder / ".hydra" / FILE).unlink()  # as of a run that somebody else has begun
     refused = resume(run.folder)
     assert refused.code == 2
     assert "backend._target_ is guest.backend.WrappedOption in the saved settings" in refused.output
