@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trinity_sync.trainer.steps import LossValidation, RewardPenalty
 
 _SETTLE_S = 20.0
+_ANSWER_S = 2.0  # the monitor answers before the call to it is given up
 """Timeout of saves under way when a run ends early."""
 
 
@@ -253,5 +254,5 @@ class Job:
         if mirror is not None:
             self._recorder.phase(f"copying checkpoints to {mirror.name}")
             limit = self._cfg.checkpoint.mirror_wait_s
-            limit = interrupts.left(min(limit, _SETTLE_S) if at_once else limit, interrupts.REST_S)
+            limit = interrupts.left(min(limit, _SETTLE_S) if at_once else limit, interrupts.REST_S + _ANSWER_S)
             mirror.finish(self.actors.monitor, limit, self._recorder.fault)
