@@ -117,7 +117,9 @@ def test_a_run_that_has_a_record_has_its_settings(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(launcher, "cluster", lambda *args, **given: nullcontext())
     with pytest.raises(KeyboardInterrupt):
-        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path, settings=interrupted())
+        launcher.run(
+            RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path, settings=lambda config: interrupted()
+        )
     assert not (tmp_path / "run.json").exists()
 
 
