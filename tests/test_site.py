@@ -62,6 +62,26 @@ def test_a_page_of_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert not [path.name for path in site.rglob("*.css") if re.search(fetches, path.read_text())]
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        "change the learning rate",
+        "stop early",
+        "keep the best",
+        "sync less often",
+        "use two GPUs",
+        "resume elsewhere",
+        "see samples",
+        "compare two runs",
+        "export",
+        "go back to verl",
+    ],
+)
+def test_the_search_has_a_heading_for_a_question(site: Path, question: str) -> None:
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert any(question in section["title"] for section in found)
+
+
 def test_the_pictures_of_the_site_are_small() -> None:
     sizes = [path.stat().st_size for path in (ROOT / "docs" / "figures").glob("*.png")]
     assert max(sizes) < 150_000

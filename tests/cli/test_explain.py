@@ -31,7 +31,7 @@ from trinity_sync.config.description import described
         ("task.too_long", ["refuse | filter | truncate", "task=jsonl", "task=verl"]),
         ("retention.policies.keep_last.n", ["number of checkpoints", "default  2"]),
         ("tracker.wandb.project", ["default  trinity-sync"]),
-        ("trainer.lr", ["{new:5.0e-4,grpo:1.0e-6,sft:1.0e-5,lora:1.0e-4}", "fits the model"]),
+        ("trainer.lr", ["{new:5.0e-4,given:1.0e-6,sft:1.0e-5,lora:1.0e-4}", "fits the model"]),
         ("trainer.max_tokens", ["whole number, at least 1, or null"]),
         ("name", ["type     text", "by default the task's and the model's"]),
         ("task.validation.interval=3", ["trainer steps from one validation", "conf/base/validation_times.yaml"]),

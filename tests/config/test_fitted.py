@@ -34,6 +34,11 @@ def test_the_rate_fits_the_model_and_the_algorithm_unless_it_is_given(overrides:
     assert compose(overrides).trainer.lr == rate
 
 
+@pytest.mark.parametrize(("overrides", "sequences"), [([], 256), ([GIVEN], 8), ([GIVEN, "model.lora.rank=8"], 8)])
+def test_a_rank_takes_fewer_sequences_at_a_time_of_a_model_that_is_given(overrides: list[str], sequences: int) -> None:
+    assert compose(overrides).trainer.micro_batch_size == sequences
+
+
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -54,13 +59,13 @@ def test_the_values_are_written_into_a_composition_but_not_over_those_of_the_use
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cfg = compose([GIVEN])
-    assert settle(cfg) == ["name", "trainer.lr"]
+    assert settle(cfg) == ["name", "trainer.lr", "trainer.micro_batch_size"]
     written = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(written, dict)
     assert (written["name"], written["trainer"]["lr"]) == ("copy-digits-Qwen3-0.6B", 1e-6)
     assert settle(cfg) == []
     monkeypatch.setenv("RATE", "0.1")
-    own = compose([GIVEN, "trainer.lr='${oc.env:RATE}'", "name=mine"])
+    own = compose([GIVEN, "trainer.lr='${oc.env:RATE}'", "name=mine", "trainer.micro_batch_size=4"])
     assert settle(own) == []
     assert OmegaConf.is_interpolation(own.trainer, "lr")
 

@@ -141,7 +141,7 @@ def dtype_name(short: str) -> str:
 # -- defaults that depend on other settings
 
 
-FITTED = ("name", "trainer.lr")
+FITTED = ("name", "trainer.lr", "trainer.micro_batch_size")
 """Keys of these defaults."""
 _FITTING = "${fitting_"
 _TELLING = ("_target_", "kind", "lora", "path", "shapes")
@@ -152,16 +152,15 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
     OmegaConf.register_new_resolver("once", str, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("fitting_name", _fitting_name, replace=True)
-    OmegaConf.register_new_resolver("fitting_rate", _fitting_rate, replace=True)
+    OmegaConf.register_new_resolver("fitting_number", _fitting_number, replace=True)
 
 
 def _fitting_name(_parent_: DictConfig) -> str:
     return run_name(_groups(_parent_, "workload", "task", "model"))
 
 
-def _fitting_rate(rates: Mapping[str, float], _parent_: DictConfig) -> float:
-    kind = rate_kind(_groups(_parent_._get_parent(), "model", "algorithm"))
-    return float(rates[kind if kind in rates else "grpo"])
+def _fitting_number(numbers: Mapping[str, float], _parent_: DictConfig) -> float:
+    return numbers.get(rate_kind(_groups(_parent_._get_parent(), "model", "algorithm")), numbers["given"])
 
 
 def _groups(cfg: object, *groups: str) -> Settings:
