@@ -220,7 +220,9 @@ def test_settings_hear_of_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(launcher, "cluster", refusing)
     with pytest.raises(ConfigError):
-        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path / "run", settings=settings())
+        launcher.run(
+            RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path / "run", settings=lambda config: settings()
+        )
     assert seen == [refusal]
 
 
