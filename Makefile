@@ -16,6 +16,7 @@ WORKERS ?= 3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.extras
+NATIVE := trinity_sync/weights/native/native.so
 # The stamp holds the extras: they are kept where none are asked for, and installed where others are.
 INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
 EXTRAS ?= $(if $(wildcard $(STAMP)),$(INSTALLED),vllm)
@@ -55,7 +56,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: install run test test-all campaign lint docs figures clean
 
-install: $(STAMP)
+install: $(STAMP) $(NATIVE)
 
 # Compiles what it installs, and the package: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process of
 # each run would do so again, which takes longer than all else that it does at its start.
@@ -68,7 +69,6 @@ $(STAMP): pyproject.toml constraints.txt cpu-excludes.txt
 	@echo $(EXTRAS) > $(STAMP)
 
 # The native library again after a change of its sources; without a compiler a note.
-NATIVE := trinity_sync/weights/native/native.so
 $(NATIVE): hatch_build.py $(wildcard trinity_sync/weights/native/*.[ch]) | $(STAMP)
 	@$(BIN)/python hatch_build.py
 

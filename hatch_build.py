@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ LIBRARY = "trinity_sync/weights/native/native.so"
 FLAGS = ("-O2", "-ftree-vectorize", "-fvisibility=hidden", "-shared", "-fPIC")
 
 
+def sources_flag(folder: Path) -> str:
+    """Return the flag with the checksum of the sources, by which the loader knows a library of other sources."""
+    sources = b"".join(source.read_bytes() for source in sorted(folder.glob("*.[ch]")))
+    return f"-DSOURCES={zlib.crc32(sources)}u"
+
+
 def compile_library(root: Path) -> str | None:
     """Compile the library into the tree; return why there is none."""
     library = root / LIBRARY
@@ -31,18 +39,22 @@ def compile_library(root: Path) -> str | None:
         return "TRINITY_SYNC_PURE is set"
     if compiler is None:
         return "there is no C compiler"
-    made = library.with_name(f".{os.getpid()}.so")
-    command = [*compiler.split(), *FLAGS, "-o", str(made), str(library.with_name("native.c"))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return f"{compiler} failed: {done.stderr[-300:]}"
-        made.replace(library)  # a program that has the old one loaded keeps it
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # others may build it, too
+            made = Path(folder) / library.name
+            sources = [sources_flag(library.parent), str(library.with_name("native.c"))]
+            command = [*compiler.split(), *FLAGS, *sources, "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return f"{compiler} failed: {' '.join(done.stderr.split())[:300]}"
+            made.replace(library)  # a program that has the old one loaded keeps it
     except OSError as error:
         return f"{compiler} cannot be run: {error}"
-    finally:
-        made.unlink(missing_ok=True)
     return None
+
+
+def _told(reason: str) -> str:
+    return f"without the native library, as {reason}; numpy does its work"
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -54,7 +66,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         reason = compile_library(Path(self.root))
         if reason is not None:
-            self.app.display_warning(f"without the native library, as {reason}; numpy does its work")
+            self.app.display_warning(_told(reason))
         elif version != "editable":
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
@@ -63,4 +75,4 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 if __name__ == "__main__":
     told = compile_library(Path(__file__).parent)
-    print(f"{LIBRARY}: {told or 'built'}", file=sys.stderr)
+    print(_told(told) if told else f"{LIBRARY}: built", file=sys.stderr)

@@ -484,6 +484,13 @@ def test_a_reward_function_that_cannot_be_imported_is_named_with_its_key(target:
     assert str(caught.value).startswith(f"task.reward._target_ is {target}, which cannot be used: ")
 
 
+globals()["bound_by_a_call"] = half
+
+
+def test_a_reward_function_that_only_an_import_finds_is_taken() -> None:
+    check_inputs(judged(_target_=f"{__name__}.bound_by_a_call"))
+
+
 def test_a_class_that_refuses_its_arguments_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"^task._target_ is .*PairsOnly, which cannot be used: .*colour"):
         check_inputs(with_task(_target_=f"{__name__}.PairsOnly", colour="red"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,12 +58,35 @@ def test_slots_without_any_room_are_refused(free: dict[str, float]) -> None:
         warnings()
 
 
-def test_a_disk_for_fewer_checkpoints_than_retention_keeps_is_refused(free: dict[str, float]) -> None:
-    free["saved"] = 4 * CHECKPOINT - 1
-    with pytest.raises(ConfigError, match=r"^checkpoint\.dir: 4 checkpoints of at least .* need .*saved has "):
-        warnings("retention.policies.keep_last.n=3")
-    free["saved"] = 4 * CHECKPOINT
+def test_a_disk_for_fewer_checkpoints_than_retention_keeps_is_a_warning(free: dict[str, float]) -> None:
+    free["saved"] = 2 * CHECKPOINT
     assert warnings("retention.policies.keep_last.n=3")[0].startswith("checkpoint.dir: 4 checkpoints")
+    assert warnings("retention=keep_all", "trainer.steps=1000000000")[0].startswith("checkpoint.dir: 201 checkpoints")
+
+
+def test_a_disk_that_cannot_hold_the_first_two_checkpoints_is_refused(free: dict[str, float]) -> None:
+    free["saved"] = 2 * CHECKPOINT - 1
+    with pytest.raises(ConfigError, match=r"^checkpoint\.dir: 2 checkpoints of at least .* need .*saved has "):
+        warnings("retention.policies.keep_last.n=3")
+
+
+def test_the_checkpoints_of_a_run_that_begins_at_a_later_step_are_those_after_it(free: dict[str, float]) -> None:
+    free["saved"] = 1.5 * CHECKPOINT
+    cfg = typed(compose(["model.path=m", "trainer.steps=10", "checkpoint.interval=2"]))
+    assert list(check_room(cfg, Path("run"), Path("saved"), start=8)) == []
+
+
+def test_the_slots_of_killed_runs_count_as_free(free: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    free["/dev/shm"] = SLOTS - 1
+    monkeypatch.setattr(machine, "remove_stale", lambda root: free.update({root: SLOTS}))
+    assert warnings() == []
+
+
+def test_a_model_of_which_a_part_is_not_trained_is_not_judged(free: dict[str, float]) -> None:
+    free |= {"/dev/shm": 0, "run": 0, "saved": 0}
+    config = Path("m/config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "text_config": {}}))
+    assert warnings() == []
 
 
 @pytest.mark.parametrize("elsewhere", ["cluster.address=10.0.0.1:6379", "model.lora.rank=4"])
@@ -87,3 +113,11 @@ def test_one_checkpoint_more_than_stay_is_there_at_a_time(policies: list[Policy]
 
 def test_the_free_bytes_are_those_of_the_nearest_folder(tmp_path: Path) -> None:
     assert machine._free(tmp_path / "not" / "there") > 0
+
+
+def test_a_file_system_that_does_not_answer_now_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(folder: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("shutil.disk_usage", stale)
+    assert machine._free("/") == math.inf

@@ -647,6 +647,21 @@ def test_numpy_is_left_to_the_users_function() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+class VerlsForm:
+    def __call__(self, data_source: str, solution_str: str, ground_truth: str) -> float:
+        return 1.0
+
+
+def of_both_forms(prompt: Prompt, response: str, solution_str: str = "", ground_truth: str = "") -> float:
+    return 1.0
+
+
+def test_an_object_of_verls_form_is_named_as_such_and_a_function_of_both_forms_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"VerlsForm.*, a function of verl's form"):
+        FunctionReward(VerlsForm())
+    FunctionReward(of_both_forms)
+
+
 # a trial before the run
 
 
@@ -673,6 +688,23 @@ class Unimportable:
 
     def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         raise AssertionError
+
+
+def test_a_failure_of_a_server_that_may_come_up_does_not_end_the_start() -> None:
+    with judging("stop", reward=bad_rewards.runs) as judge:
+        down = Prompt(index=0, text="1=", answer="raise ConnectionRefusedError('nobody listens')")
+        assert "nobody listens" in str(judge.trial(down, elsewhere=False))
+
+
+def test_a_failure_here_does_not_end_the_start_of_a_run_on_other_machines() -> None:
+    with judging("stop") as judge:
+        assert "nothing to compare" in str(judge.trial(Prompt(index=0, text="1=", answer="raises"), elsewhere=True))
+
+
+@pytest.mark.parametrize("answer", ["", " ", ["4"], None])
+def test_the_response_of_a_trial_is_never_blank(answer: object) -> None:
+    with judging("stop") as judge, pytest.raises(ConfigError, match="nothing to compare"):
+        judge.trial(Prompt(index=0, text="raises", answer=answer), elsewhere=False)
 
 
 def test_a_function_that_only_other_machines_can_import_is_left_to_them() -> None:

@@ -280,6 +280,33 @@ def test_a_netrc_file_may_have_the_login(nobody: Path, settings: Any, file: str,
     assert len(build_trackers(settings)) == 1
 
 
+@pytest.mark.parametrize("folder", [".config/wandb", "wandb", ".wandb"])
+def test_a_settings_file_of_wandb_may_name_another_server(nobody: Path, folder: str) -> None:
+    (nobody / folder).mkdir(parents=True)
+    (nobody / folder / "settings").write_text("[default]\nbase_url = http://wandb.here:8080\n")
+    assert len(build_trackers(WANDB)) == 1
+
+
+def test_a_mode_of_wandb_that_is_set_to_nothing_is_not_one(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "")
+    with pytest.raises(ConfigError, match=r"^tracker\.wandb\.mode is online"):
+        build_trackers(WANDB)
+
+
+@pytest.mark.parametrize("settings", [WANDB, SWANLAB])
+def test_a_user_without_a_home_has_no_login(nobody: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="but there is no login"):
+        build_trackers(settings)
+
+
+def test_settings_that_cannot_be_read_now_are_none(nobody: Path) -> None:
+    (nobody / "wandb/settings").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="but there is no login"):
+        build_trackers(WANDB)
+
+
 @pytest.mark.parametrize("uri", ["http:/x", "http://", "https://:80", "localhost:5000", "nosql://x/y"])
 def test_an_address_that_cannot_be_mlflows_is_refused(nobody: Path, uri: str) -> None:
     with pytest.raises(ConfigError, match=r"^tracker\.mlflow\.uri is .*such as http://10\.0\.0\.1:5000"):
@@ -304,6 +331,8 @@ def test_an_address_that_cannot_be_mlflows_is_refused(nobody: Path, uri: str) ->
             "databricks",
             "databricks://profile",
             "http://my_host:5000/",
+            "HTTP://host:5000",
+            "http://host:5000?x=1",
         ),
     ],
 )

@@ -287,6 +287,39 @@ def test_what_is_no_shard_or_no_place_for_one_is_refused() -> None:
         delta.apply(old[:50], b"\x10", "BF16", old[10:60])
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", ["BF16", "I64"])  # numpy's, too, where there is the library
+def test_a_read_only_place_is_refused_and_not_written(codec: str, dtype: str) -> None:
+    old = weights(900).astype(np.int64 if dtype == "I64" else np.uint16)
+    made = joined(old, trained(old, 0.1), dtype, codec)
+    held = old.tobytes()
+    base = np.frombuffer(held, old.dtype)
+    with pytest.raises(ValueError, match="read-only"):
+        delta.apply(base, made, dtype, base)
+    assert held == old.tobytes()
+
+
+@pytest.mark.parametrize("ending", [b"\x00", b"\xff", b"\xff\xff\xff\xff\xff", b"\xff\xff\x00"])
+@pytest.mark.parametrize("classes", [1, native.CLASSES])
+def test_a_gap_that_leads_to_no_change_is_an_error(way: str, ending: bytes, classes: int) -> None:
+    old = np.full(600, 0x3F80, "<u2")
+    form = delta_gaps.FORMS["BF16"].of(127, classes)
+    none = [(b"", b"", b"")] * (classes - 1)
+    assert delta_gaps.decode(old, None, form, [(b"\xff\x05", b"\x01", b""), *none])
+    assert not delta_gaps.decode(old, None, form, [(b"\xff\x05" + ending, b"\x01", b""), *none])
+
+
+def test_a_sparse_code_of_a_shard_of_which_all_changes_takes_no_more_than_the_shard(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "_BLOCK", 10_000)
+    old, new = weights(300_000), ~weights(300_000)
+    tracemalloc.start()
+    request.addfinalizer(tracemalloc.stop)
+    delta._sparse(old, new)
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * old.nbytes
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("codec", ["planes", "gap8z", "class_gap"])
 def test_no_copy_of_the_shard_is_made_but_the_result(codec: str, request: pytest.FixtureRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,17 +60,39 @@ def test_rows_of_a_version_are_digested_by_threads_and_by_no_process() -> None:
     assert not processes._processes
 
 
-def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_VERSION", 0)
+@pytest.fixture
+def loaded_again() -> Iterator[None]:
     native._loaded.cache_clear()
-    try:
-        assert native.library() is None
-        assert native.state() == (
-            "numpy and xxhash do its work: it cannot be loaded (native.so is of other sources); "
-            "install the package again"
-        )
-    finally:
-        native._loaded.cache_clear()
+    yield
+    native._loaded.cache_clear()
+
+
+@pytest.mark.usefixtures("loaded_again")
+def test_a_library_that_is_older_than_its_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in native.FILE.parent.glob("*.[chs]*"):
+        shutil.copy(file, tmp_path)
+    with (tmp_path / "digests.h").open("a") as source:
+        source.write("/* pulled, but not built */\n")
+    monkeypatch.setattr(native, "FILE", tmp_path / "native.so")
+    assert native.library() is None
+    assert native.state() == (
+        "numpy and xxhash do its work: it cannot be loaded (native.so is of other sources); install the package again"
+    )
+
+
+@pytest.mark.usefixtures("loaded_again")
+def test_a_library_that_digests_wrongly_here_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = native.NativeLibrary.row_digests
+    monkeypatch.setattr(native.NativeLibrary, "row_digests", lambda self, matrix: right(self, matrix ^ 1))
+    assert native.library() is None
+    assert "native.so digests wrongly on this machine" in native.state()
+
+
+def test_rows_that_are_not_contiguous_digest_as_copies_do() -> None:
+    assert COMPILED is not None
+    matrix = np.random.default_rng(0).integers(0, 256, (64, 300), np.uint8)
+    for view in (matrix[:, ::2], matrix[::2], matrix.T):
+        assert COMPILED.row_digests(view) == expected(view.copy())
 
 
 def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
@@ -88,7 +111,15 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_code_for_other_processors_gives_the_same(tmp_path: Path) -> None:
     sources = native.FILE.with_name("native.c")
-    flags = ["-O0", "-DPORTABLE", "-shared", "-fPIC", "-o", str(tmp_path / "portable.so")]
+    flags = [
+        "-O0",
+        "-DPORTABLE",
+        hatch_build.sources_flag(sources.parent),
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(tmp_path / "portable.so"),
+    ]
     subprocess.run(["cc", *flags, str(sources)], check=True)
     portable = native.NativeLibrary(tmp_path / "portable.so")
     assert COMPILED is not None
@@ -113,6 +144,7 @@ def test_the_code_for_other_processors_gives_the_same(tmp_path: Path) -> None:
         ({"TRINITY_SYNC_PURE": "1"}, "TRINITY_SYNC_PURE is set"),
         ({"CC": "no-such-compiler"}, "no-such-compiler cannot be run"),
         ({"CC": "false"}, "false failed"),
+        ({"CC": "ls"}, "ls failed"),
     ],
 )
 def test_without_a_compiler_there_is_no_library_and_a_reason(
@@ -121,7 +153,9 @@ def test_without_a_compiler_there_is_no_library_and_a_reason(
     (tmp_path / hatch_build.LIBRARY).parent.mkdir(parents=True)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert reason in (hatch_build.compile_library(tmp_path) or "")
+    told = hatch_build.compile_library(tmp_path) or ""
+    assert reason in told
+    assert "\n" not in told
     assert not list((tmp_path / hatch_build.LIBRARY).parent.iterdir())
 
 

@@ -360,7 +360,7 @@ def _check_shared_memory(get: Get) -> Iterator[Problem]:
     """
     folder = get("sync.shm_dir")
     if get("cluster.address") is None and folder != DEFAULT_ROOT:
-        if not Path(folder).exists():
+        if not os.access(folder, os.F_OK):
             yield Problem("sync.shm_dir", f"is {folder}, which does not exist; name a folder in memory: {DEFAULT_ROOT}")
         yield from _check_folder("sync.shm_dir", get)
 

@@ -68,18 +68,22 @@ def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
     values = {**given}
     values.pop("validation", None)  # the task itself does not need it
     _check_text(values, "task")
-    _check_reward(values.get("reward"))
     parameters = _parameters(values.get(TARGET))
     ours = _judging(values, parameters)
     _leave_out_keys_of_ours(values, parameters)
-    return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
+    try:
+        return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
+    except ConfigError as error:
+        if "which cannot be used" in str(error):
+            _check_reward(values.get("reward"))
+        raise
 
 
 def _check_reward(reward: object) -> None:
-    """Check that the function exists, which Hydra would report under the key of the task."""
+    """Say why the function cannot be found, which Hydra reports under the key of the task."""
     named = reward.get(TARGET) if isinstance(reward, dict) else None
     if isinstance(named, str) and (reason := missing(named, "function")):
-        raise ConfigError(f"task.reward.{TARGET} is {named}, which cannot be used: {reason}")
+        raise ConfigError(f"task.reward.{TARGET} is {named}, which cannot be used: {reason}") from None
 
 
 def _parameters(target: object) -> Mapping[str, inspect.Parameter]:

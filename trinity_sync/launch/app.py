@@ -317,6 +317,8 @@ def _look_at(jobs: Sequence[ComposedJob]) -> None:
             except TrinityError as error:
                 given = " ".join(job.overrides)
                 _refuse(f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}")
+            except Exception:
+                continue  # the job meets it too, and logs its traceback; Hydra would start the jobs without our sweep
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -168,9 +168,9 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
     checkpoints = checkpoint_folder(cfg, run_dir.absolute())
     owner = Owner.new("", run_dir)
     check(checkpoints, owner, recorded=None)
-    for warning in check_room(cfg, run_dir, checkpoints):
-        _say(warning)
     start = Start.first(cfg, checkpoints, None)
+    for warning in check_room(cfg, run_dir, checkpoints, start.step):
+        _say(warning)
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)
     return LookResult(config, scanned, trackers, start)

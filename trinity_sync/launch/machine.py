@@ -23,14 +23,15 @@ from packaging.requirements import Requirement
 
 from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config.lora_settings import adapter_of
-from trinity_sync.config.model_checks import parameters
+from trinity_sync.config.model_checks import parameters, read_fields
 from trinity_sync.config.schema import Config, retention_policies
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.locks import own_name
 from trinity_sync.models.hub import cached_folder
 from trinity_sync.protocol.retention import most_at_once
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights import native
+from trinity_sync.weights.slots import remove_stale
 
 OURS = "trinity-sync"
 _GIB = 2**30
@@ -181,16 +182,21 @@ _TIGHT = 1.25
 _MOST_SAVES = 200
 
 
-def check_room(cfg: Config, run_dir: Path, checkpoints: Path) -> Iterator[str]:
+def check_room(cfg: Config, run_dir: Path, checkpoints: Path, start: int = 0) -> Iterator[str]:
     """Check that this machine has room for the slots and the checkpoints of a new run whose model is here, by the
-    least that they need. Yields warnings. Raises ConfigError if there certainly is none.
+    least that they need. Yields warnings. Raises ConfigError if there certainly is none: for the first two checkpoints,
+    since later ones may be moved away, or the run stopped before. `start`: the step after which the run begins.
     """
     here = cfg.model.path is not None and cfg.cluster.address is None and adapter_of(cfg.model.lora) is None
     folder = cached_folder(cfg.model.path) if here and cfg.model.path is not None else None
     count = 0 if folder is None else parameters(folder)
-    if not count:
+    if not count or folder is None or "text_config" in read_fields(folder):  # a part of these is not trained
         return
     slots, shared, disk = cfg.sync.slots * count * _BYTES[cfg.sync.wire_dtype], _free(cfg.sync.shm_dir), _free(run_dir)
+    if slots > shared:  # perhaps by the slots of killed runs, which the start would remove as well
+        with contextlib.suppress(TrinityError, OSError):
+            remove_stale(cfg.sync.shm_dir)
+        shared = _free(cfg.sync.shm_dir)
     if algorithm_of(cfg.algorithm).explores and slots > shared:
         text = f"sync.slots={cfg.sync.slots} need {_gib(slots)}, {cfg.sync.shm_dir} (sync.shm_dir) has {_gib(shared)}"
         if slots > disk:
@@ -198,18 +204,23 @@ def check_room(cfg: Config, run_dir: Path, checkpoints: Path) -> Iterator[str]:
         yield f"{text}: they will be files in the run's folder, which is slower; a container gets more by --shm-size"
     size = 3 * count * _BYTES[getattr(cfg.backend, "master_dtype", "fp32")]  # weights and two averages of Adam
     interval, steps = cfg.checkpoint.interval or cfg.trainer.steps, cfg.trainer.steps
-    saves = sorted({*range(interval, steps + 1, interval), steps})[:_MOST_SAVES]
-    number = most_at_once(retention_policies(cfg), saves, size)
-    needed, free = number * size, _free(checkpoints)
-    text = f"{number} checkpoints of at least {_gib(size)} need {_gib(needed)}, and {checkpoints} has {_gib(free)} free"
-    if needed > free:
-        raise ConfigError(f"checkpoint.dir: {text}; name another place, or keep fewer (retention, checkpoint.interval)")
-    if needed * _TIGHT > free:
-        yield f"checkpoint.dir: {text}"
+    saves = sorted({*range(start - start % interval + interval, steps + 1, interval)[:_MOST_SAVES], steps})
+    number, free = most_at_once(retention_policies(cfg), saves, size), _free(checkpoints)
+    if (first := min(number, 2)) * size > free:
+        raise ConfigError(f"{_lack(first, size, checkpoints, free)} free; name another place")
+    if number * size * _TIGHT > free:
+        yield f"{_lack(number, size, checkpoints, free)} free; to keep fewer, see retention and checkpoint.interval"
+
+
+def _lack(number: int, size: int, folder: Path, free: float) -> str:
+    needed = f"{number} checkpoint{'s' * (number > 1)} of at least {_gib(size)} need {_gib(number * size)}"
+    return f"checkpoint.dir: {needed}, and {folder} has {_gib(free)}"
 
 
 def _free(folder: str | Path) -> float:
     """Return the free bytes where a folder is or will be; infinity: its file system does not say."""
     place = Path(folder).absolute()
-    usage = shutil.disk_usage(next(one for one in (place, *place.parents) if one.exists()))
-    return usage.free if usage.total else math.inf
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(next(one for one in (place, *place.parents) if os.access(one, os.F_OK)))
+        return usage.free if usage.total else math.inf
+    return math.inf

@@ -221,7 +221,7 @@ def _checked(result: object) -> RewardResult | Failure:
 
 def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError:
     """Make the error by which a failure ends the run; it names the function, the prompt and the step (0: a trial)."""
-    of = f"prompt {prompt.index} of step {step}" if step else "the first row, with its answer as the response"
+    of = f"prompt {prompt.index} of step {step}" if step else "the first row, with its answer or prompt as the response"
     error = RunError(f"the reward function {name}, called for {of}, {failure.what}")
     if failure.origin is not None:
         give_origin(error, failure.origin)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import secrets
 import select
 import time
@@ -30,6 +31,8 @@ _START_S = 300.0
 """Limit of a process's import of the function."""
 _SIGNALS = 3
 """Deaths by signal, per process and batch, that do not count as failures: the signal went to the whole run."""
+_OF_SERVERS = re.compile(r"failed: [^(]*(Conn|Timeout|URL|HTTP|gaierror)")
+"""Failures that may end when a server is up."""
 
 
 class RewardImportError(RunError):
@@ -108,9 +111,9 @@ class RewardProcesses:
         return [verdicts[number] for number in range(len(responses))]
 
     def trial(self, prompt: Prompt, *, elsewhere: bool) -> str | None:
-        """Judge the answer of a prompt, or an empty response, in a process that ends then, unless the import of the
-        function is `slow`. Returns a failure that would not end a run. `elsewhere`: the run is on other machines, where
-        alone the function may be importable.
+        """Judge the answer of a prompt, or the prompt's own text, in a process that ends then, unless the import of the
+        function is `slow`. Returns a failure that may not end a run, such as of a server that is not up yet.
+        `elsewhere`: the run is on other machines, which may have what the function needs.
 
         Raises:
             ConfigError: the failure would end a run.
@@ -120,9 +123,10 @@ class RewardProcesses:
         one = RewardProcesses(self._reward, Judging("stop", self._judging.timeout_s), self._name)
         text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
         try:
-            one.judge([Response(prompt, text, True)], step=0)
+            one.judge([Response(prompt, text if text.strip() else prompt.text, True)], step=0)
         except RunError as error:
-            if elsewhere if isinstance(error, RewardImportError) else self._judging.on_error != "stop":
+            passing = self._judging.on_error != "stop" or _OF_SERVERS.search(str(error)) is not None
+            if elsewhere or (passing and not isinstance(error, RewardImportError)):
                 return str(error)
             raise ConfigError(f"task.reward: {error}") from error
         finally:

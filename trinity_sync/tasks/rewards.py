@@ -167,8 +167,9 @@ class FunctionReward:
 
     def _check(self, signature: inspect.Signature) -> None:
         inner = check_plain(self._function, self.name)
-        if {"solution_str", "ground_truth"} <= signature.parameters.keys():
-            file, _, name = (inspect.getsourcefile(inner) or "FILE"), *self.name.rpartition(".")[1:]
+        required = {key for key, taken in signature.parameters.items() if taken.default is taken.empty}
+        if {"solution_str", "ground_truth"} <= required:
+            name, file = self.name.rpartition(".")[2], getattr(getattr(inner, "__code__", None), "co_filename", "FILE")
             raise ConfigError(
                 f"task.reward._target_ is {self.name}{signature}, a function of verl's form; use task=verl "
                 f"task.reward.function_path={file} task.reward.function_name={name}, with verl's columns in task.path"

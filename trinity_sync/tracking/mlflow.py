@@ -49,10 +49,11 @@ class MlflowTracker(ProcessTracker):
         """Check that the place can be one, by its form."""
         place = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
         scheme, _, rest = place.partition(":")
+        scheme = scheme.lower()
         of_web = scheme in ("http", "https")
         plugins = (found.name for found in entry_points(group="mlflow.tracking_store"))
         known = not rest or "/" in scheme or scheme.partition("+")[0] in _SCHEMES or scheme in plugins
-        if not known or (of_web and not re.match(r"//([^/@]*@)?(\[[\w:.]+\]|[\w.-]+)(:\d+)?(/|$)", rest)):
+        if not known or (of_web and not re.match(r"//([^/@]*@)?(\[[\w:.]+\]|[\w.-]+)(:\d+)?([/?]|$)", rest)):
             key = "tracker.mlflow.uri" if self._uri else "MLFLOW_TRACKING_URI"
             raise ConfigError(
                 without_secrets(f"{key} is {place}, which is no place of MLflow's; name", place, {})

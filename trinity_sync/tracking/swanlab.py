@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
@@ -54,8 +53,8 @@ class SwanlabTracker(ProcessTracker):
                 "tracker.swanlab.mode=local needs the swanboard package: pip install 'swanlab[dashboard]'; or set the "
                 "mode to offline"
             )
-        root = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or Path.home() / ".swanlab"
-        known = any(has_login(Path(folder) / ".netrc") for folder in (".swanlab", root))
+        root = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
+        known = any(has_login(f"{folder}/.netrc") for folder in (".swanlab", root))
         if self._mode == "online" and not os.environ.get("SWANLAB_API_KEY") and not known:
             raise ConfigError(
                 "tracker.swanlab.mode is online, but there is no login: log in by `swanlab login`, or set "

@@ -81,10 +81,10 @@ def lacking(name: str) -> ConfigError:
     return ConfigError(f"tracker={name} needs the {name} package: pip install 'trinity-sync[trackers]'")
 
 
-def has_login(file: Path, host: str | None = None) -> bool:
+def has_login(file: str, host: str | None = None) -> bool:
     """Return whether a netrc file has a login, for this host."""
-    with suppress(OSError, netrc.NetrcParseError):
-        found = netrc.netrc(file)
+    with suppress(OSError, RuntimeError, netrc.NetrcParseError):
+        found = netrc.netrc(Path(file).expanduser())
         return bool(found.hosts if host is None else found.authenticators(host))
     return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 from urllib.parse import urlsplit
@@ -50,7 +51,7 @@ class WandbTracker(ProcessTracker):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s)
-        self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
+        self._mode = os.environ.get("WANDB_MODE") or mode if mode == "online" else mode
         self._project, self._entity, self._tags = project, entity, list(tags)
         self._run: Run | None = None
 
@@ -58,12 +59,15 @@ class WandbTracker(ProcessTracker):
         """Check that there is a login, if one is needed."""
         if self._mode != "online" or any(map(os.environ.get, _LOGINS)):
             return
-        settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings"
-        if settings.is_file() and re.search("api_key|base_url", settings.read_text(errors="replace")):
-            return
+        here = os.environ.get("WANDB_DIR") or "."
+        for folder in (os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{here}/wandb", f"{here}/.wandb"):
+            with suppress(OSError, RuntimeError):  # of the latter: there is no home
+                settings = Path(folder, "settings").expanduser().read_text(errors="replace")
+                if re.search("api_key|base_url", settings):
+                    return
         host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
         files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-        if not any(has_login(Path(file).expanduser(), host) for file in files):
+        if not any(has_login(file, host) for file in files):
             raise ConfigError(
                 f"tracker.wandb.mode is online, but there is no login for {host}: log in by `wandb login`, set "
                 "WANDB_API_KEY, or set tracker.wandb.mode=offline"

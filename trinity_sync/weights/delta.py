@@ -89,7 +89,7 @@ def encode(
     """Return the delta from `old` to `new` as parts, to be sent one after another.
 
     Where the codec would give about as many bytes as `planes`, or more, the delta is of that codec. Memory: the delta
-    and a few MiB.
+    and a few MiB; for gap codes also the streams, 2 bytes for a change and its bits where the step is large.
 
     Args:
         old, new: contiguous arrays of one shape, whose items have the width of `dtype`; read-only ones, too.
@@ -158,6 +158,8 @@ def apply(
     in_place = after.ctypes.data == before.ctypes.data
     if result.shape != old.shape or (not in_place and np.may_share_memory(before, after)):
         raise ValueError("out must have the shape of the base, and be the base itself or share no memory with it")
+    if not after.flags.writeable:
+        raise ValueError("out is read-only")
     data = memoryview(delta).cast("B")
     if len(data) == 1 and data[0] == _FORMAT << 4 | _UNCHANGED:
         after[:] = before
@@ -293,10 +295,14 @@ def _index_type(elements: int) -> str:
 
 
 def _sparse(old: Elements, new: Elements) -> tuple[int, list[Part]]:
-    spans = ((start, old[start : start + _BLOCK], new[start : start + _BLOCK]) for start in range(0, old.size, _BLOCK))
-    found = [np.flatnonzero(one != other) + start for start, one, other in spans]
-    places = np.concatenate([np.zeros(0, np.int64), *found])
-    return places.size, [places.astype(_index_type(old.size)).tobytes(), new[places].tobytes()]
+    places, values = bytearray(), bytearray()
+    for start in range(0, old.size, _BLOCK):
+        found = start + np.flatnonzero(old[start : start + _BLOCK] != new[start : start + _BLOCK])
+        places += found.astype(_index_type(old.size)).tobytes()
+        values += new[found].tobytes()
+        if len(places) + len(values) >= _MOST * old.nbytes:
+            break  # it becomes planes
+    return len(values) // old.itemsize, [memoryview(places), memoryview(values)]
 
 
 def _read_sparse(body: memoryview, header: _Header, dtype: np.dtype[np.unsignedinteger]) -> tuple[Array, Elements]:

@@ -74,6 +74,8 @@ def decode(old: Elements, out: Elements | None, form: Form, streams: Sequence[St
     """Write `old` with the changes to `out`, which may be `old`; None: only check. Returns whether the streams were
     complete and led to no place outside the array; else `out` is of no use.
     """
+    if any(len(gaps) and gaps[-1] == _ESCAPE for gaps, _, _ in streams):
+        return False  # nothing follows the last change
     compiled = native.library()
     if compiled is not None and compiled.takes(old.itemsize):
         return compiled.decode(old, out, form, streams)
