@@ -32,7 +32,7 @@ def _run(checked: RunConfig, run_dir: Path, *, resume: Any, until: int | None, s
     """By its name a run fails, is preempted, or waits for its interrupt; others complete. The reward is the rate."""
     cfg = checked.settings
     if resume is None:
-        with settings:
+        with settings(checked):
             pass
     _record(run_dir, "running", resume)
     stop = threading.Event()

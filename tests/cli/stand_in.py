@@ -44,7 +44,7 @@ class StandIn:
     ) -> int:
         cfg: Any = checked.composed
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, until=until, command=list(sys.argv)))
-        with nullcontext() if self.refuses or settings is None else settings:
+        with nullcontext() if self.refuses or settings is None else settings(checked):
             if resume is None:
                 (run_dir / "run.json").write_text(json.dumps({"attempt": 0, "status": "running"}))
             code = self.behave(cfg)

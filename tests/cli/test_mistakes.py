@@ -123,7 +123,7 @@ def test_an_unknown_key_is_told_with_what_it_may_mean(
         ("steps", "trainer.steps"),
         ("max_steps", "trainer.steps"),
         ("trainer.total_training_steps", "trainer.steps"),
-        ("num_train_epochs", "trainer.steps"),
+        ("num_train_epochs", "trainer.total_epochs"),
         ("learning_rate", "trainer.lr"),
         ("actor_rollout_ref.actor.optim.lr", "trainer.lr"),
         ("lr_scheduler_type", "trainer.lr_scheduler"),

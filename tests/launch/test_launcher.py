@@ -117,7 +117,9 @@ def test_a_run_that_has_a_record_has_its_settings(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(launcher, "cluster", lambda *args, **given: nullcontext())
     with pytest.raises(KeyboardInterrupt):
-        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path, settings=interrupted())
+        launcher.run(
+            RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path, settings=lambda config: interrupted()
+        )
     assert not (tmp_path / "run.json").exists()
 
 
@@ -218,7 +220,9 @@ def test_settings_hear_of_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(launcher, "cluster", refusing)
     with pytest.raises(ConfigError):
-        launcher.run(RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path / "run", settings=settings())
+        launcher.run(
+            RunConfig(compose(["trainer.steps=1", "live=off"])), tmp_path / "run", settings=lambda config: settings()
+        )
     assert seen == [refusal]
 
 

@@ -380,7 +380,7 @@ def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
     unreadable(saved(run / "checkpoints", 20) / "actor" / "model_world_size_2_rank_0.pt")
     entered: list[bool] = []
     with pytest.raises(ConfigError, match="cannot be read now"):
-        launcher.run(composed(), run, resume=Resume(), settings=settings(entered))
+        launcher.run(composed(), run, resume=Resume(), settings=lambda config: settings(entered))
     assert entered == []
     assert (run / "metrics.jsonl").read_text() == '{"step": 15}\n'
     assert [info.step for info in catalog.scan(run / "checkpoints")] == [10, 20]

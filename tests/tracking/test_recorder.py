@@ -379,7 +379,8 @@ def test_neither_torch_nor_ray_is_imported() -> None:
     code = (
         "import sys\nimport trinity_sync.tracking.recorder, trinity_sync.report\n"
         "from trinity_sync.tracking.trackers import build_trackers\n"
-        "build_trackers({'tensorboard': {}, 'wandb': {'project': 'p', 'mode': 'offline'}, 'mlflow': {'experiment': 'e'}})\n"
+        "build_trackers({'tensorboard': {}, 'wandb': {'project': 'p', 'mode': 'offline'},"
+        " 'mlflow': {'experiment': 'e'}})\n"
         "print(sorted({'torch', 'ray', 'transformers', 'wandb', 'tensorboard', 'mlflow'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

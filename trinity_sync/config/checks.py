@@ -30,6 +30,7 @@ from trinity_sync.config.lookup import (
     load_class,
     missing,
     own_labels,
+    own_options,
     own_targets,
 )
 from trinity_sync.config.lora_settings import check_lora
@@ -291,7 +292,11 @@ def _check_optimizer(get: Get) -> Iterator[Problem]:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield Problem("trainer.betas", f"is {list(betas)}; must be two numbers, at least 0 and less than 1")
     warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
-    if warmup > steps > 0:
+    if (epochs := get("trainer.total_epochs")) is not None:  # the start knows the steps, and checks again
+        if steps != (default := own_options("trainer")["default"]["steps"]):
+            told = f"is {epochs}, but trainer.steps is {steps}; leave one of them out, or set trainer.steps={default}"
+            yield Problem("trainer.total_epochs", f"{told} (its default) or trainer.total_epochs=null")
+    elif warmup > steps > 0:
         yield Problem(
             "trainer.warmup_steps", f"is {warmup}, more than trainer.steps ({steps}); set it to {steps} or less"
         )

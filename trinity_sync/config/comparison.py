@@ -96,6 +96,9 @@ def _plain_values(cfg: Mapping[str, Value]) -> Settings:
     for name in ("coordinator", "monitor"):
         if saving.get(name) == {}:
             del saving[name]
+    training = section(values, "trainer")
+    if training.get("total_epochs", 0) is None:  # as in each run that has started
+        del training["total_epochs"]
     return values
 
 
@@ -204,6 +207,10 @@ class RunConfig:
         for key, value in values.items():
             OmegaConf.update(copied, key, value)
         return RunConfig(copied)
+
+    def with_steps(self, steps: int) -> RunConfig:
+        """Return a copy with a number of steps in place of the passes over the rows."""
+        return self.updated({"trainer.steps": steps, "trainer.total_epochs": None})
 
     def without_places(self) -> RunConfig:
         """Return a copy without `LOCATIONS`, resolved as far as possible."""

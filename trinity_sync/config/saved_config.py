@@ -269,16 +269,22 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
     return record(((doubt.key, doubt.signed) for doubt in doubts if doubt.signed is not None), modules)
 
 
-def saved_texts(cfg: DictConfig, used: DictConfig, trust: Trust, *, saved_by_hydra: bool) -> dict[str, str]:
+def saved_texts(
+    cfg: DictConfig, used: DictConfig, trust: Trust, *, saved_by_hydra: bool, steps: int | None = None
+) -> dict[str, str]:
     """Return the files of a run's `.hydra/` by name: its settings as Hydra composed them (`cfg`), unless Hydra has
     saved them, and this user's record of them and of those that the run uses. The settings come last: if only some
-    files are written, the next resume shows the difference.
+    files are written, the next resume shows the difference. `steps`: what the start made of `trainer.total_epochs`.
     """
     hydra = copy.deepcopy(HydraConfig.instance().cfg)
     assert isinstance(hydra, DictConfig)
     OmegaConf.set_readonly(hydra.hydra, False)
     hydra.hydra.output_subdir = SETTINGS_FOLDER
     hydra.hydra.runtime.cwd = str(trust.started_in)
+    if steps is not None:
+        keys = ("trainer.steps", "trainer.total_epochs")
+        others = [text for text in override_texts(hydra.hydra) if text.lstrip("+").partition("=")[0] not in keys]
+        hydra.hydra.overrides.task = [*others, f"trainer.steps={steps}", "trainer.total_epochs=null"]
     OmegaConf.set_readonly(hydra.hydra, True)
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
     texts = {} if saved_by_hydra else {name: OmegaConf.to_yaml(part) for name, part in parts.items()}

@@ -61,6 +61,7 @@ class TrainerConfig:
     """The training loop and its optimizer."""
 
     steps: int = number(at_least=0)
+    total_epochs: int | None = number(at_least=1)
     lr: float = number(more_than=0)
     betas: list[float] = MISSING
     weight_decay: float = number(at_least=0)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -42,13 +43,14 @@ from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.process import replaced
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
-from trinity_sync.launch.start import Resume, used_places
+from trinity_sync.launch.start import Resume, planned_steps, used_places
 from trinity_sync.launch.sweeps import sweep_problem
 from trinity_sync.tracking.run_record import holds_run, lock_owner, lock_run_folder, unlock_run_folder
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; the configuration or command line is wrong; interrupted."""
 
+_EPOCHS = "trainer.total_epochs"
 _LOOKED_AT = ("workload", "backend", "model", "task", "explorer", "sync", "cluster", "tracker")
 """Parts of a configuration that the slow checks before a start depend on."""
 
@@ -198,13 +200,15 @@ def _log_of(run_dir: Path) -> Path:
 
 def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
-    places: Mapping[str, str | None] = {}
+    places: Mapping[str, str | int | None] = {}
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
     if hydra_cfg.mode == RunMode.MULTIRUN and sweeps.started_again(hydra_cfg, run_dir):
         sweeps.wait_until_free(run_dir)
         if sweeps.has_completed(run_dir):
             return DONE
         resume, places = Resume(started_in=started_in), used_places(run_dir)
+        if cfg.select(_EPOCHS) is not None and (steps := planned_steps(run_dir)):  # the file may have grown
+            places = {**places, "trainer.steps": steps, _EPOCHS: None}
     used = cfg.anchored(started_in).updated(places)  # the places as `trinity-sync resume` does, see `config.invocation`
     used.check()
     from trinity_sync.launch import launcher
@@ -216,7 +220,7 @@ def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> in
         print(f"dry run: {used.settings.name} could begin, in {run_dir}; nothing was started")
         return DONE
     saved = saved_by_hydra and resume is None and not _session.rerun
-    settings = settings_files(run_dir, cfg, used, started_in, saved_by_hydra=saved)
+    settings = partial(settings_files, run_dir, cfg, started_in=started_in, saved_by_hydra=saved)
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 
@@ -302,7 +306,8 @@ def _look_at(jobs: Sequence[ComposedJob]) -> None:
     for job in jobs:
         with job.begun() as folder:
             used = job.settings.anchored(job.started_in)
-            alike = repr([getattr(used.settings, name) for name in _LOOKED_AT])
+            epochs = used.settings.trainer.total_epochs
+            alike = repr([epochs, *(getattr(used.settings, name) for name in _LOOKED_AT)])
             if alike in seen:
                 continue
             seen.add(alike)
@@ -427,7 +432,7 @@ class NewFolder:
 
 @contextmanager
 def settings_files(
-    run: Path, cfg: RunConfig, used: RunConfig, started_in: Path, *, saved_by_hydra: bool
+    run: Path, cfg: RunConfig, used: RunConfig, *, started_in: Path, saved_by_hydra: bool
 ) -> Iterator[None]:
     """Save what a resume needs: of a new run the record, of a resumed run also the settings. If the launcher refuses
     the run, the earlier settings are restored.
@@ -435,7 +440,12 @@ def settings_files(
     folder = run / SETTINGS_FOLDER
     trust = Trust(where=run, started_in=started_in)
     unsaved = saved_by_hydra and not folder.is_dir()  # hydra.output_subdir=null
-    texts = {} if unsaved else saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra)
+    steps = None if cfg.select(_EPOCHS) is None else used.settings.trainer.steps
+    if steps is not None:
+        cfg, saved_by_hydra = cfg.with_steps(steps), False
+    texts = (
+        {} if unsaved else saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra, steps=steps)
+    )
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:

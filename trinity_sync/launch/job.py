@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from trinity_sync.trainer.steps import LossValidation, RewardPenalty
 
 _SETTLE_S = 20.0
-_ANSWER_S = 2.0  # the monitor answers before the call to it is given up
 """Timeout of saves under way when a run ends early."""
+_ANSWER_S = 2.0
+"""The monitor answers so much earlier than the call to it is given up."""
 
 
 class Job:

@@ -74,9 +74,9 @@ def run(
     resume: Resume | None = None,
     until: int | None = None,
     job: type[Job] | None = None,
-    settings: AbstractContextManager[None] | None = None,
+    settings: Callable[[RunConfig], AbstractContextManager[None]] | None = None,
 ) -> int:
-    """Do one run, from start to end.
+    """Do one run, from start to end. `settings`: saves the settings that it is called with.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -87,7 +87,8 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm, limit_s=cfg.checkpoint.stop_s))
         looked = look(config, run_dir, new=resume is None)
-        scanned = looked.scanned
+        scanned, config = looked.scanned, looked.config
+        cfg, saving = config.settings, settings(config) if settings else contextlib.nullcontext()
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
@@ -113,13 +114,13 @@ def run(
             cfg, checkpoints, looked.start, resume=resume, committed=committed, mirror=mirror, recorded=recorded
         )
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
-        if resume is None and settings:
-            stack.enter_context(settings)
+        if resume is None:
+            stack.enter_context(saving)
         recorder = _recorder(config, folder, start, owner, threads, last_step, looked.trackers)
         marks.pop_all()  # the run has begun: its marks stay
         try:
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
-            with recorder, deaths_told(recorder.fault), (resume and settings) or contextlib.nullcontext():
+            with recorder, deaths_told(recorder.fault), saving if resume else contextlib.nullcontext():
                 if scanned.counts is not None:
                     recorder.event(RowsEvent(**scanned.counts._asdict()))
                 prepared = Preparation(
@@ -144,6 +145,7 @@ def run(
 class LookResult(NamedTuple):
     """What the checks before a start have made."""
 
+    config: RunConfig  # with the number of steps
     scanned: Scanned
     trackers: Sequence[Tracker]
     start: Start | None  # of a new run
@@ -159,8 +161,10 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
         raise ConfigError(f"{run_dir} already holds a run; choose another folder by hydra.run.dir")
     check_beforehand(cfg)
     trackers, scanned = run_trackers(cfg), scanned_task(cfg)
+    config = _with_steps(config, scanned.task)
+    cfg = config.settings
     if not new:
-        return LookResult(scanned, trackers, None)
+        return LookResult(config, scanned, trackers, None)
     checkpoints = checkpoint_folder(cfg, run_dir.absolute())
     owner = Owner.new("", run_dir)
     check(checkpoints, owner, recorded=None)
@@ -169,7 +173,27 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
         _say(warning)
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)
-    return LookResult(scanned, trackers, start)
+    return LookResult(config, scanned, trackers, start)
+
+
+def _with_steps(config: RunConfig, task: object) -> RunConfig:
+    """Return a copy with `trainer.steps` for `trainer.total_epochs` passes over the rows of a task, checked again."""
+    cfg, epochs = config.settings, config.settings.trainer.total_epochs
+    if epochs is None:
+        return config
+    all_rows: Callable[[], Sequence[object]] | None = getattr(task, "all_rows", None)
+    if all_rows is None:
+        raise ConfigError(
+            f"trainer.total_epochs is {epochs}, but task={cfg.task.get('_target_')} has no all_rows() to count; give "
+            "trainer.steps"
+        )
+    key = "algorithm.prompts_per_step" if algorithm_of(cfg.algorithm).explores else "algorithm.batch_size"
+    rows, per_step = len(all_rows()), int(str(config.select(key)))
+    steps = -(-rows * epochs // per_step)
+    _say(f"trainer.total_epochs={epochs}: {steps} steps for {rows} rows, {per_step} a step ({key})")
+    counted = config.with_steps(steps)
+    counted.check_values()
+    return counted
 
 
 def _take_back(folder: RunFolder, unmark: Callable[[], None]) -> None:

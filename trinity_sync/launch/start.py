@@ -332,6 +332,12 @@ def used_places(run: Path) -> dict[str, str | None]:
     return found
 
 
+def planned_steps(run: Path) -> int | None:
+    """Return the last step that the newest attempt of a run planned, from run.json; None: it has none."""
+    steps = read_record(run / "run.json").get("total_steps")
+    return steps if isinstance(steps, int) else None
+
+
 def resume_command(run: Path, called: str) -> str:
     """Return the command line that resumes a run, with all arguments that it needs."""
     try:

@@ -57,7 +57,8 @@ class Task(Protocol):
     Optional methods: ``prompts_from(first, count)`` returns so many prompts from number `first` on (from 0, without
     end), so that a run resumed with another number of prompts per step misses and repeats none; ``prompts(step,
     count)`` are then those from ``(step - 1) * count`` on. ``all_rows()`` returns place and prompt of each row of a
-    file, and ``leave_out(rows)`` removes the rows of these numbers; with both, prompts are checked before a run starts.
+    file, which `trainer.total_epochs` counts, and ``leave_out(rows)`` removes the rows of these numbers; with both,
+    prompts are checked before a run starts.
     """
 
     def prompts(self, step: int, count: int) -> list[Prompt]:

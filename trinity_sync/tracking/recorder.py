@@ -128,6 +128,7 @@ class Recorder:
             config_digest=config_digest,
             threads=threads,
             reproducible=reproducible,
+            total_steps=total_steps,
             resumed_from=resumed_from,
             id=id,
             places=places,

@@ -94,13 +94,14 @@ class RunJson(AttemptJson, total=False):
     hardware: dict[str, str]
     threads: int | dict[str, int] | None
     reproducible: bool
+    total_steps: int | None
     last_version: VersionJson | None
     attempts: list[AttemptJson]
 
 
 _RECORDED = (
     *("id", "status", "attempt", "command", "seed", "git", "packages", "hardware", "host", "threads", "config_digest"),
-    *("reproducible", "last_version", "places", "started", "ended", "error"),
+    *("reproducible", "total_steps", "last_version", "places", "started", "ended", "error"),
 )
 """Attributes of a `RunRecord` in run.json, in their order."""
 _EARLIEST = ("attempt", "status", "command", "config_digest", "host", "started", "ended", "error")
@@ -119,6 +120,7 @@ class RunRecord:
         hardware: properties of the driver's machine that decide rounding, see `host.hardware`.
         threads: CPU threads per process, one number or one per role; they change sums, hence digests.
         reproducible: whether a repetition gives the same digests; a run whose parts go at their own pace does not.
+        total_steps: the last step that the attempt plans.
         last_version: the newest version, once the attempt has ended.
         places: the places outside of the run folder, by config key; None: inside it, or none.
         started, ended: Unix seconds; `ended` is None while the attempt runs.
@@ -136,6 +138,7 @@ class RunRecord:
     threads: int | dict[str, int] | None
     config_digest: str | None
     reproducible: bool = True
+    total_steps: int | None = None
     resumed_from: int | None = None
     status: Status = "running"
     started: float | None = None
@@ -156,6 +159,7 @@ class RunRecord:
         config_digest: str | None,
         threads: int | Mapping[str, int] | None,
         reproducible: bool = True,
+        total_steps: int | None = None,
         resumed_from: int | None = None,
         id: str | None = None,
         places: Mapping[str, str | None] | None = None,
@@ -177,6 +181,7 @@ class RunRecord:
             threads=dict(threads) if isinstance(threads, Mapping) else threads,
             config_digest=config_digest,
             reproducible=reproducible,
+            total_steps=total_steps,
             resumed_from=resumed_from,
             places=None if places is None else dict(places),
             attempts=earlier,

@@ -103,7 +103,7 @@ def _check_settings(get: Get) -> Iterator[Problem]:
             f"is {wire}; backend=megatron publishes the weights it computes with, so set it to {dtype} (backend.dtype)",
         )
     warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
-    if warmup == steps > 0:
+    if warmup == steps > 0 and get("trainer.total_epochs") is None:
         yield Problem(
             "trainer.warmup_steps",
             f"is {warmup}, as many as trainer.steps; backend=megatron needs less, set it to {steps - 1} or less",
