@@ -104,7 +104,7 @@ def test_after_ctrl_c_copies_have_some_seconds_and_what_is_not_there_is_said(
     run = started.finish()
     assert run.code == 130, run.output
     assert run.record["status"] == "interrupted"
-    left = rf"not copied to {re.escape(server.url)} within 1[0-9] s: step 2 \(still waiting or under way\)"
+    left = rf"not copied to {re.escape(server.url)} within 1[0-9.]+ s: step 2 \(still waiting or under way\)"
     assert re.search(left, run.output)
     assert any("not copied at the end of the run: step 2 (" in text for text in faults(run))
     assert [info for info in catalog.scan(server.folder / "run") if info.manifest is not None] == []

@@ -151,7 +151,7 @@ class RunMirror:
         except RunError as error:
             text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
         if text:
-            self.say(f"not copied to {self.name} within {limit_s:.0f} s: {text}")
+            self.say(f"not copied to {self.name} within {round(limit_s, 1):g} s: {text}")
             fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")
 
     def _check_apart(self, root: Path) -> None:
