@@ -209,6 +209,9 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "the names of metrics at a tracker": ("tracking/test_names.py::test_verl_has_these_names",),
         "trainer.total_training_steps": (f"{RUNS}::test_a_resume_takes_new_settings_and_shows_what_they_change",),
+        "trainer.total_epochs": (
+            "launch/test_total_epochs.py::test_passes_over_the_rows_are_a_number_of_steps",
+        ),
         "trainer.resume_mode": (
             f"{RUNS}::test_a_resume_goes_on_in_place_with_the_settings_of_the_run",
         ),
