@@ -267,7 +267,9 @@ def _repeat(
 
 
 def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[EnvironmentDifference]) -> Iterator[str]:
-    compared = f"{comparison.versions} versions and {comparison.values} values of metrics"
+    from trinity_sync.tracking.units import plural
+
+    compared = f"{plural(comparison.versions, 'version')} and {plural(comparison.values, 'value')} of metrics"
     if comparison.equal:
         yield f"equal: {compared}, bit for bit"
         return
