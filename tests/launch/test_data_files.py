@@ -178,9 +178,7 @@ def test_lists_in_brackets_are_values_of_a_sweep(launcher: Computing) -> None:
     assert [prompts(call.cfg) for call in launcher.calls] == [["c"], ["c", "a"], ["a", "b"]]
 
 
-def test_a_job_that_a_queue_starts_again_keeps_its_files(
-    launcher: Computing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_a_queue_starts_again_keeps_its_files(launcher: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["-m", *JSONL, "live=off", "hydra.sweep.dir=sweep", "task.path=data/*.jsonl", "seed=0,1"]
     assert app.run_main(launch.main, line) == 0
     write(Path("data/aa.jsonl"))

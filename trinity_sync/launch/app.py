@@ -31,7 +31,6 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync.config import FORMER_MODULES, Config, RunConfig
 from trinity_sync.config.composed_jobs import ComposedJob, composed_before, is_fixed, note_settings, sweep_jobs
 from trinity_sync.config.composition import inspected, pattern_files, settle
-from trinity_sync.config.invocation import saved_setting
 from trinity_sync.config.messages import CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -53,6 +52,7 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; the configuration or command line is wrong; interrupted."""
 
 _EPOCHS = "trainer.total_epochs"
+_MATCHED = "matched_files.json"
 _LOOKED_AT = ("workload", "backend", "model", "task", "explorer", "sync", "cluster", "tracker")
 """Parts of a configuration that the slow checks before a start depend on."""
 
@@ -212,8 +212,8 @@ def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> in
         resume, places = Resume(started_in=started_in), used_places(run_dir)
         if cfg.select(_EPOCHS) is not None and (steps := planned_steps(run_dir)):  # the file may have grown
             places = {**places, "trainer.steps": steps, _EPOCHS: None}
-        with contextlib.suppress(ConfigError):  # it saved nothing
-            places = {**places, **{key: saved_setting(run_dir, key)[0] for key in pattern_files(used.composed)}}
+        with contextlib.suppress(OSError, ValueError):  # there was no pattern
+            places = {**places, **json.loads((run_dir / SETTINGS_FOLDER / _MATCHED).read_text("utf-8"))}
     used = used.updated(places)  # as `trinity-sync resume` does, see `config.invocation`
     used = used.updated(pattern_files(used.composed))
     used.check()
@@ -448,11 +448,14 @@ def settings_files(
     unsaved = saved_by_hydra and not folder.is_dir()  # hydra.output_subdir=null
     patterns = pattern_files(cfg.anchored(started_in).composed)
     made: Settings = {key: [*path_list(used.select(key))] for key in patterns}
+    matched = {_MATCHED: json.dumps(made)} if made else {}
     if cfg.select(_EPOCHS) is not None:
         made |= {"trainer.steps": used.settings.trainer.steps, _EPOCHS: None}
     if made:
         cfg, saved_by_hydra = cfg.updated(made), False
-    texts = {} if unsaved else saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra, made=made)
+    texts: Mapping[str, str] = {}
+    if not unsaved:
+        texts = saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra, made=made) | matched
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:

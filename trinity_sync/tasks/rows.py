@@ -39,7 +39,6 @@ _ONE_PER_LINE = "; where the file is one JSON document: jq -c '.[]' FILE writes 
 
 
 FilePaths: TypeAlias = str | Path | Sequence[str | Path]
-"""A file, a pattern, or a list of these."""
 _Columns: TypeAlias = Collection[str] | None
 _Keys: TypeAlias = Mapping[str, str | None]
 _Numbered: TypeAlias = tuple[int, Mapping[str, object]]
@@ -149,11 +148,10 @@ class FileRows:
         self._shuffle = shuffle
         self._setting = {name: setting for setting, name in (keys or {}).items()}
         try:
-            files = [DataFile(Path(file).expanduser()) for file in matched_files(path)]
+            self._files = [DataFile(Path(file).expanduser()) for file in matched_files(path)]
         except ConfigError as error:
             raise ConfigError(f"the path of the rows {error}") from error
-        self.rows = [row for file in files for row in file.read(columns)]
-        self._files = files
+        self.rows = [row for file in self._files for row in file.read(columns)]
         self._last_order: tuple[int, NDArray[np.int64]] = (-1, np.arange(0))
 
     @property
@@ -328,7 +326,7 @@ class FileExamples(Generic[E]):
 
     def __init__(self, rows: FileRows, example: Callable[[Row], E]) -> None:
         self._rows = rows
-        self._examples = {(row.file, row.number): example(row) for row in rows.rows}
+        self._examples = {row.where: example(row) for row in rows.rows}
 
     def pairs(self, step: int, count: int) -> list[E]:
         """Return the examples of a trainer step (from 1)."""
@@ -336,15 +334,15 @@ class FileExamples(Generic[E]):
 
     def pairs_from(self, first: int, count: int) -> list[E]:
         """Return examples by their number in the order of the data, from 0."""
-        return [self._examples[row.file, row.number] for row in self._rows.following(first, count)]
+        return [self._examples[row.where] for row in self._rows.following(first, count)]
 
     def all_rows(self) -> list[tuple[str, E]]:
         """Return each example of the file, with its place."""
-        return [(row.where, self._examples[row.file, row.number]) for row in self._rows.rows]
+        return [(row.where, self._examples[row.where]) for row in self._rows.rows]
 
     def validation_rows(self, count: int | None) -> list[E]:
         """Return the first examples of the file, all for None."""
-        return [self._examples[row.file, row.number] for row in self._rows.rows[:count]]
+        return [self._examples[row.where] for row in self._rows.rows[:count]]
 
     def leave_out(self, rows: Collection[int]) -> None:
         """Remove examples by their index in `all_rows`."""
