@@ -33,7 +33,7 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     wanted = open_weights(model).digest("BF16")
     facts: dict[str, Any] = {
         "base_wanted": wanted,
-        "base": check_held(model, alone.base(), "BF16", told=True).digest,
+        "base": check_held(model, alone.base(), "BF16", digested=True).digest,
     }
     facts["config"] = alone.adapter_config()
     facts["merged_at_first"] = _digest(merged, ranks)  # B is zero
@@ -58,7 +58,7 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
         _change(other, "model.layers.1.mlp.up_proj.weight")
     dist.barrier()
     try:
-        check_held(other, alone.base(), "BF16", told=False)
+        check_held(other, alone.base(), "BF16", digested=False)
     except ConfigError as error:
         facts["refused"] = str(error)
     dist.barrier()

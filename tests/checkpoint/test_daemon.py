@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -269,8 +270,8 @@ def test_a_monitor_that_is_told_to_end_commits_what_is_whole(root: Path, join: C
     assert "ended by SIGTERM" in (root / ".monitor.log").read_text()
 
 
-def finish_saves(handle: LocalHandle, timeout_s: float = LIMIT) -> None:
-    MonitorClient(handle).finish_saves(timeout_s).result(LIMIT)
+def finish_saves(handle: LocalHandle, timeout_s: float = LIMIT, trainer_s: float = math.inf) -> None:
+    MonitorClient(handle).finish_saves(timeout_s, trainer_s).result(LIMIT)
 
 
 def test_saves_under_way_are_finished_as_soon_as_the_tracker_of_the_trainer_names_them(
@@ -285,6 +286,16 @@ def test_saves_under_way_are_finished_as_soon_as_the_tracker_of_the_trainer_name
     finish_saves(handle)
     assert read_manifest(step_dir(root, 1)).step == 1
     assert read_committed(root) == 1
+
+
+def test_the_files_of_a_trainer_that_has_ended_are_not_awaited_for_long(root: Path, join: Connect) -> None:
+    handle = join()
+    folder = begin(handle, 1, "model", *BESIDE)
+    threading.Timer(0.6, lambda: save(handle, folder, 1, "model")).start()
+    began = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"step 1 .*: part 'actor/beside', part 'critic/beside'.* within 0.3 s"):
+        finish_saves(handle, trainer_s=0.3)
+    assert time.monotonic() - began > 0.6, "the parts of the engines have the whole limit"
 
 
 def test_saves_under_way_that_cannot_be_finished_are_named(root: Path, join: Connect) -> None:

@@ -43,7 +43,7 @@ def test_the_best_by_a_validation_are_kept_and_training_is_bitwise_that_without(
     assert {(line["step"], line["version"]) for line in recorded} == {(0, 0), (2, 2), (4, 4)}
     assert all(line["text"] and line["response"] and 0 <= line["reward"] <= 1 for line in recorded)
     page = (run.folder / "report.html").read_text()
-    assert "Reward of each validation by step" in page
+    assert "Validation by step" in page
     assert "waits for a validation" in page
     assert "Samples of the validation" in page
 

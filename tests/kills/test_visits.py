@@ -18,6 +18,7 @@ from tests.kills.plan import BETWEEN_LIVES, Setup, draw_plan
 from tests.kills.processes import own_mark
 from tests.kills.running import SMALL, Launch
 from tests.kills.sharing import Stranger, Visits
+from trinity_sync.tracking import json_lines
 
 LIMIT_S = 400.0
 
@@ -113,7 +114,7 @@ def test_a_program_that_uses_a_place_of_a_run_is_refused(visits: Visits, name: s
 def test_each_place_of_a_run_has_bytes_of_that_run_only(scene: Scene) -> None:
     published = {
         (event["attempt"], event["version"]): event["digest"]
-        for event in checks.jsonl.read(scene.places.run / "events.jsonl")
+        for event in json_lines.read(scene.places.run / "events.jsonl")
         if event["event"] == "publish"
     }
     places = (scene.places.checkpoints, scene.places.mirror)

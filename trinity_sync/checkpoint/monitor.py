@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -530,9 +531,12 @@ class CheckpointMonitor:
             self._timeout_s if timeout_s is None else timeout_s,
         )
 
-    async def finish_saves(self, timeout_s: float) -> None:
-        """Wait until the steps that are being saved now are committed; for a program that a signal ends. The trainer's
-        own files count as in under the same rule as in `end`, since its report would come too late.
+    async def finish_saves(self, timeout_s: float, trainer_s: float = math.inf) -> None:
+        """Wait until the steps that are being saved now are committed; for a program that ends. The trainer's own files
+        count as in under the same rule as in `end`, since its report would come too late.
+
+        Args:
+            trainer_s: limit for the trainer's own files once all else of a step is in, seconds.
 
         Raises:
             RunError: a step failed; says why.
@@ -540,9 +544,13 @@ class CheckpointMonitor:
         """
         deadline, steps = time.monotonic() + timeout_s, self._book.open_steps()
         for step in steps:
+            complete = time.monotonic()  # but for the trainer's own files
             while not self._settled(step, None):
-                if time.monotonic() > deadline:
-                    raise WaitTimeout(*self._missing(step, None), timeout_s)
+                now, awaited = time.monotonic(), self._book.awaited(step)
+                if not awaited or not all(map(is_beside, awaited)):
+                    complete = now
+                if now > deadline or now > complete + trainer_s:
+                    raise WaitTimeout(*self._missing(step, None), timeout_s if now > deadline else trainer_s)
                 if await asyncio.to_thread(self._disk.named_by_verl) == step:
                     await self.notify_beside(step)
                 await asyncio.sleep(_LOOK_S)

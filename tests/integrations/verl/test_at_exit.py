@@ -281,14 +281,15 @@ def test_a_signal_ends_a_program_that_can_start_no_thread(start: Callable[[str],
     assert program.ends() == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(("limit_s", "waited_s"), [(None, local_run.COMMIT_S), (3.0, 3.0)])
+@pytest.mark.parametrize(("limit_s", "waited"), [(None, (local_run.COMMIT_S, 30.0)), (3.0, (3.0,))])
 def test_the_saves_of_workers_have_the_time_of_a_commit_at_a_normal_end(
-    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, waited_s: float
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, waited: tuple[float, ...]
 ) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(local_run, "finish_saves_of_workers", waited.append)
+    """The files of the trainer, which has ended then, have less."""
+    limits: list[tuple[float, ...]] = []
+    monkeypatch.setattr(local_run, "finish_saves_of_workers", lambda *given: limits.append(given))
     at_exit.SavesOfWorkers().finish(limit_s)
-    assert waited == [waited_s]
+    assert limits == [waited]
 
 
 def test_a_handler_that_is_not_of_python_ends_the_program(start: Callable[[str], Signalled]) -> None:

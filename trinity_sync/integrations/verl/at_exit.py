@@ -62,6 +62,11 @@ _due: dict[int, bool] = {}
 _no_signal, _ended = threading.Event(), threading.Event()
 _no_signal.set()
 
+_TRAINER_S = 30.0
+"""Limit at the driver's end for the trainer's own files of a step whose other parts are in, seconds: after an error in
+a save they never come.
+"""
+
 
 class SavesOfWorkers(Saves):
     """The saves of a program under Ray, for its driver: Ray kills the workers when the driver ends."""
@@ -70,7 +75,10 @@ class SavesOfWorkers(Saves):
         """Wait until the saves under way are committed; errors as for `local_run.finish_saves_of_workers`."""
         from trinity_sync.integrations.verl.local_run import COMMIT_S, finish_saves_of_workers  # loads torch
 
-        finish_saves_of_workers(COMMIT_S if limit_s is None else limit_s)
+        if limit_s is None:  # the trainer has ended as well, or ends now
+            finish_saves_of_workers(COMMIT_S, _TRAINER_S)
+        else:
+            finish_saves_of_workers(limit_s)
 
 
 def finish_at_exit(manager: Saves) -> None:

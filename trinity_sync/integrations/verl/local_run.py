@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import secrets
 import socket
@@ -57,15 +58,15 @@ def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     return RunMonitor.of(handle, timeout_s)
 
 
-def finish_saves_of_workers(timeout_s: float) -> None:
+def finish_saves_of_workers(timeout_s: float, trainer_s: float = math.inf) -> None:
     """Wait until the engines' saves under way are committed, in the driver of a program under Ray. Returns at once if
-    no engine has saved through us. Raises RunError, WaitTimeout.
+    no engine has saved through us. `trainer_s`: as of `CheckpointMonitor.finish_saves`. Raises RunError, WaitTimeout.
     """
     root = internal_kv()._internal_kv_get(_CHECKPOINTS + this_program().word) if under_ray() else None
     if root is not None:
         wait_until_ended(root.decode(), timeout_s=timeout_s, on_wait=say)
         if daemon.find(Path(root.decode())) is not None:
-            join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s).result(timeout_s + ANSWER_S)
+            join_alone(root.decode(), timeout_s).client.finish_saves(timeout_s, trainer_s).result(timeout_s + ANSWER_S)
 
 
 def internal_kv() -> ModuleType:
