@@ -264,6 +264,21 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
         )
 
 
+def _check_encoding(get: Get) -> Iterator[Problem]:
+    """Check that deltas can travel between these trainers and explorers."""
+    if get("sync.encoding") != "delta":
+        return
+    mode, explorer = get("sync.mode"), get("explorer.kind")
+    if mode != "checkpoint":
+        yield Problem(
+            "sync.encoding", f"is delta, which sync={mode} cannot send yet; choose sync=checkpoint or sync.encoding=full"
+        )
+    if explorer == "vllm_server":
+        yield Problem(
+            "sync.encoding", "is delta, which explorer=vllm_server cannot take; choose explorer=vllm or sync.encoding=full"
+        )
+
+
 def _check_explorer_dtype(get: Get) -> Iterator[Problem]:
     """Check that explorers need not round the weights that they receive."""
     wire, held = get("sync.wire_dtype"), get("explorer.dtype")
@@ -386,6 +401,7 @@ _CHECKS: tuple[Check, ...] = (
     *(partial(_check_option, group) for group in LABELS),
     _check_name,
     _check_staleness,
+    _check_encoding,
     _check_optimizer,
     _check_retention,
     *(partial(_check_saving, key) for key in _SAVING),

@@ -12,11 +12,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from trinity_sync.actors.agent_client import WrittenDelta
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
@@ -35,13 +36,18 @@ from trinity_sync.sync.base import (
     ExplorerSide,
     FindDestination,
     LeaseFolder,
+    LocalCopies,
     MappedPart,
+    PartMaps,
+    Published,
     StateDictStore,
     SyncMode,
     TrainerSide,
     deliver_each,
 )
+from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, VersionIndex, folder_version, version_folder, ways_of
 from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
+from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
 
@@ -54,21 +60,34 @@ class CheckpointMode(SyncMode):
 
     Args:
         durable: fsync versions that are written for sync only (`sync.durable`).
+        encoding: ``full``, or ``delta``: the files of most versions are deltas (`sync.encoding`).
+        delta: how deltas are made; for ``delta`` only.
     """
 
-    def __init__(self, *, durable: bool, **settings: object) -> None:
+    def __init__(
+        self, *, durable: bool, encoding: str = "full", delta: DeltaOptions | None = None, **settings: object
+    ) -> None:
         self._durable = durable
+        self._delta = delta if encoding == "delta" else None
 
     def publisher(self, side: TrainerSide) -> CheckpointPublisher:
         if side.store is None:
             raise RunError("the sync mode is checkpoint, but there is no checkpoint folder to write versions to")
-        return CheckpointPublisher(side, side.store, self._durable)
+        if self._delta is None or side.deltas is None:
+            return CheckpointPublisher(side, side.store, self._durable)
+        return DeltaPublisher(side, side.store, side.deltas, self._durable, self._delta)
 
-    def transport(self, side: ExplorerSide) -> CheckpointTransport:
-        return CheckpointTransport(side.lease_folder)
+    def transport(self, side: ExplorerSide) -> CheckpointTransport | DeltaTransport:
+        full = CheckpointTransport(side.lease_folder)
+        return full if self._delta is None else DeltaTransport(side, full)
 
-    def maps(self, side: ExplorerSide) -> FileMaps:
-        return FileMaps()
+    def maps(self, side: ExplorerSide) -> PartMaps:
+        return FileMaps() if self._delta is None else SlotMaps(side.layouts)
+
+    def copies(self, side: ExplorerSide) -> LocalCopies:
+        if self._delta is None:
+            return super().copies(side)
+        return DeltaCopies(side, DeltaTransport(side, CheckpointTransport(side.lease_folder)))
 
 
 class CheckpointPublisher:
@@ -79,9 +98,14 @@ class CheckpointPublisher:
         self._store = store
         self._durable = durable
 
-    def publish(self, sealed: Sealed) -> None:
+    def publish(self, sealed: Sealed) -> Published | None:
+        self._commit(sealed, self._write(sealed))
+        return None
+
+    def _write(self, sealed: Sealed) -> Path:
+        """Write and commit the files of a whole version; return their folder."""
         version = sealed.version
-        nodes = sorted({info.node for info in sealed.parts.values()})
+        nodes = _nodes(sealed)
         folder = self._store.begin(version, nodes)
         try:
             metadata = {"attempt": str(version.attempt), "step": str(version.step)}
@@ -92,15 +116,94 @@ class CheckpointPublisher:
                 nodes, results(calls, self._side.timeout_s, f"write version {version}"), strict=True
             ):
                 self._store.part_written(version, node, files)
-            location = self._store.commit(version, sealed.digest)
+            return self._store.commit(version, sealed.digest)
         except Exception as error:
             self._store.fail(version, str(error))
             raise
+
+    def _commit(self, sealed: Sealed, folder: Path) -> None:
         synchronizer = self._side.synchronizer
-        synchronizer.commit(version, str(location)).result(synchronizer.timeout_s)
+        synchronizer.commit(sealed.version, str(folder)).result(synchronizer.timeout_s)
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
+
+
+class DeltaOptions(Protocol):
+    """The keys of `sync.delta`."""
+
+    full_every: int  # versions from one full version to the next
+    codec: str  # see `PartEncoder`
+
+
+class DeltaPublisher(CheckpointPublisher):
+    """The driver's half with deltas: has the agents compare each version with the one before, whose slot nobody fills
+    meanwhile, and commits every so many versions as a whole, too. The first version of an attempt is a whole one.
+    """
+
+    def __init__(
+        self, side: TrainerSide, store: StateDictStore, root: Path, durable: bool, options: DeltaOptions
+    ) -> None:
+        super().__init__(side, store, durable)
+        self._root = root
+        self._options = options
+        self._before: tuple[Version, int] | None = None  # the last version, and its slot
+        self._whole: list[Version] = []  # the last two whole versions
+        self._count = 0
+
+    def publish(self, sealed: Sealed) -> Published:
+        version, root = sealed.version, self._root
+        full = self._write(sealed) if self._count % self._options.full_every == 0 else None
+        folder = version_folder(root, version)
+        shutil.rmtree(folder, ignore_errors=True)
+        make_folder(folder)
+        written = self._write_deltas(sealed, folder)
+        named = None if full is None else os.path.relpath(full, root.parent)
+        VersionIndex(ways_of(written, folder, set(sealed.parts)), named).write(folder, durable=self._durable)
+        self._commit(sealed, folder)
+        base = None if self._before is None else self._before[0]
+        self._before, self._count = (version, sealed.slot), self._count + 1
+        if full is not None:
+            self._whole = [*self._whole, version][-2:]
+        self._remove_old()
+        return _published(sealed, base, written, whole=full is not None)
+
+    def _write_deltas(self, sealed: Sealed, folder: Path) -> list[WrittenDelta]:
+        if self._before is None:
+            return []
+        base, base_slot = self._before
+        calls = [
+            self._side.agents[node].write_deltas(
+                sealed.version, sealed.slot, base, base_slot, str(folder), self._options.codec, fsync=self._durable
+            )
+            for node in _nodes(sealed)
+        ]
+        found = results(calls, self._side.timeout_s, f"write the deltas of version {sealed.version}")
+        return [one for of_node in found for one in of_node]
+
+    def _remove_old(self) -> None:
+        """Delete the deltas that no reader needs: before the last whole version but one, and of other attempts."""
+        oldest, attempt = self._whole[0], self._whole[-1].attempt
+        for folder in self._root.iterdir():
+            version = folder_version(folder)
+            if version is not None and (version < oldest or version.attempt != attempt):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _published(sealed: Sealed, base: Version | None, written: Sequence[WrittenDelta], *, whole: bool) -> Published:
+    nbytes = sum(one.file.nbytes for one in written)
+    if whole:
+        nbytes += sum(info.nbytes for info in sealed.parts.values())
+    from_base = [one for one in written if one.start == base]
+    if not from_base:
+        return Published(encoding="full", nbytes=nbytes)
+    codecs = sorted({codec for one in from_base for codec in one.codecs})
+    changed = sum(one.changed for one in from_base) / max(1, sum(one.elements for one in from_base))
+    return Published(encoding="delta", nbytes=nbytes, codec=" ".join(codecs) or None, changed=changed)
+
+
+def _nodes(sealed: Sealed) -> list[str]:
+    return sorted({info.node for info in sealed.parts.values()})
 
 
 class CheckpointTransport:

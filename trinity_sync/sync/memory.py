@@ -139,6 +139,8 @@ class PartCopies:
 
     def localize(self, lease: Lease) -> Lease:
         """Return the lease with parts of other nodes named by their copies."""
+        if lease.location is not None:  # files, which all nodes share
+            return lease
         return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ format.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -22,7 +23,7 @@ from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shards import itemsize
 
 if TYPE_CHECKING:
-    from trinity_sync.weights.delta_gaps import Elements
+    from trinity_sync.weights.delta_gaps import Elements, Places
 
 Point = tuple[int, int]
 """A version: (attempt, step)."""
@@ -60,7 +61,7 @@ class _Span:
     digests: list[bytes]
     logs: list[tuple[Elements, Elements] | None] = field(default_factory=list)
 
-    def note(self, number: int, old: Elements, places: Elements) -> None:
+    def note(self, number: int, old: Elements, places: Places) -> None:
         """Note the places of a piece that change now, in which it had the bits of `old`."""
         known = self.logs[number]
         if known is not None:
@@ -210,7 +211,7 @@ class PartDelta:
         ends = np.cumsum([end, *lengths]).tolist()
         if len(lengths) != len(layout.by_shard) or min(lengths, default=1) < 1 or ends[-1] != len(view):
             raise DeltaError(f"a damaged delta of {layout.part}: its pieces are not those of the part")
-        self._pieces = [view[start:stop] for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+        self._pieces = [view[start:stop] for start, stop in itertools.pairwise(ends)]
 
     def piece(self, number: int) -> memoryview | None:
         """Return the delta of a piece; None: the piece has not changed."""
