@@ -45,22 +45,14 @@ class StatePart:
     files: Sequence[tuple[str, Sequence[Extent]]]  # path below `folder`, sources of the holes; no holes: complete
 
 
-class DeltaFile(NamedTuple):
-    """The file of a part's delta."""
+class WrittenDelta(NamedTuple):
+    """A part's delta that an agent has written."""
 
     part: str
-    name: str  # below the version's folder
+    start: tuple[int, int]  # the version that it leads from: (attempt, step)
     nbytes: int
-    digest: str  # xxh3_128 hex
-
-
-class WrittenDelta(NamedTuple):
-    """A delta that an agent has written, and what is in it."""
-
-    start: tuple[int, int]  # of its version: (attempt, step)
-    file: DeltaFile
-    codecs: list[str]
-    changed: int  # elements
+    codec: str
+    changed: int  # of its elements
     elements: int
 
 

@@ -265,18 +265,11 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 
 def _check_encoding(get: Get) -> Iterator[Problem]:
-    """Check that deltas can travel between these trainers and explorers."""
-    if get("sync.encoding") != "delta":
-        return
-    mode, explorer = get("sync.mode"), get("explorer.kind")
-    if mode != "checkpoint":
-        yield Problem(
-            "sync.encoding", f"is delta, which sync={mode} cannot send yet; choose sync=checkpoint or sync.encoding=full"
-        )
-    if explorer == "vllm_server":
-        yield Problem(
-            "sync.encoding", "is delta, which explorer=vllm_server cannot take; choose explorer=vllm or sync.encoding=full"
-        )
+    if get("sync.encoding") == "delta":
+        for key, takes in (("sync.mode", ("checkpoint",)), ("explorer.kind", ("hf", "vllm", "bytes"))):
+            if (chosen := get(key)) in own_labels(group := key.split(".")[0]) and chosen not in takes:
+                told = f"is delta, which {group}={chosen} does not take yet; choose {group}={takes[0]}"
+                yield Problem("sync.encoding", f"{told} or sync.encoding=full")
 
 
 def _check_explorer_dtype(get: Get) -> Iterator[Problem]:

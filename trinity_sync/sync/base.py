@@ -198,11 +198,9 @@ class SyncMode(ABC):
         """
         return None
 
-    def copies(self, side: ExplorerSide) -> LocalCopies:
-        """Return the copies of parts that are not files of this node, for processes that map parts."""
-        from trinity_sync.sync.memory import PartCopies
-
-        return PartCopies(side)
+    def copies(self, side: ExplorerSide) -> LocalCopies | None:
+        """Return the copies that processes map in place of the parts; None: only parts of other nodes are copied."""
+        return None
 
     def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
         """Do a trainer rank's share of a broadcast, in modes whose `ranks_take_part`.
@@ -339,15 +337,19 @@ class PartMaps(Protocol):
 
 
 class LocalCopies(Protocol):
-    """Brings the parts of a leased version to this node."""
+    """Files of this node that hold the parts of the version that was localized last.
+
+    Attributes:
+        moved: bytes that were read for it; None: all of its bytes.
+    """
+
+    moved: int | None
 
     def localize(self, lease: Lease) -> Lease:
-        """Return the lease with its parts named by files of this node, which hold the version until the next call."""
+        """Return the lease with its parts named by these files."""
         ...
 
-    def close(self) -> None:
-        """Delete the copies."""
-        ...
+    def close(self) -> None: ...
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,7 +36,6 @@ from trinity_sync.sync.base import (
     ExplorerSide,
     FindDestination,
     LeaseFolder,
-    LocalCopies,
     MappedPart,
     PartMaps,
     Published,
@@ -45,7 +44,7 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, VersionIndex, folder_version, version_folder, ways_of
+from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, VersionIndex, version_folder
 from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
@@ -75,7 +74,7 @@ class CheckpointMode(SyncMode):
             raise RunError("the sync mode is checkpoint, but there is no checkpoint folder to write versions to")
         if self._delta is None or side.deltas is None:
             return CheckpointPublisher(side, side.store, self._durable)
-        return DeltaPublisher(side, side.store, side.deltas, self._durable, self._delta)
+        return DeltaPublisher(side, side.store, self._durable, side.deltas, self._delta)
 
     def transport(self, side: ExplorerSide) -> CheckpointTransport | DeltaTransport:
         full = CheckpointTransport(side.lease_folder)
@@ -84,10 +83,8 @@ class CheckpointMode(SyncMode):
     def maps(self, side: ExplorerSide) -> PartMaps:
         return FileMaps() if self._delta is None else SlotMaps(side.layouts)
 
-    def copies(self, side: ExplorerSide) -> LocalCopies:
-        if self._delta is None:
-            return super().copies(side)
-        return DeltaCopies(side, DeltaTransport(side, CheckpointTransport(side.lease_folder)))
+    def copies(self, side: ExplorerSide) -> DeltaCopies | None:
+        return None if self._delta is None else DeltaCopies(side, self.transport(side))
 
 
 class CheckpointPublisher:
@@ -138,68 +135,56 @@ class DeltaOptions(Protocol):
 
 class DeltaPublisher(CheckpointPublisher):
     """The driver's half with deltas: has the agents compare each version with the one before, whose slot nobody fills
-    meanwhile, and commits every so many versions as a whole, too. The first version of an attempt is a whole one.
+    meanwhile, and commits the first version and every so many in full, too.
+
+    Args:
+        root: folder of the deltas, in that of the checkpoints. Those of an earlier attempt are deleted.
     """
 
     def __init__(
-        self, side: TrainerSide, store: StateDictStore, root: Path, durable: bool, options: DeltaOptions
+        self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, options: DeltaOptions
     ) -> None:
         super().__init__(side, store, durable)
         self._root = root
         self._options = options
-        self._before: tuple[Version, int] | None = None  # the last version, and its slot
-        self._whole: list[Version] = []  # the last two whole versions
+        self._before: tuple[Version, int] | None = None  # the last version and its slot
         self._count = 0
+        self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
 
     def publish(self, sealed: Sealed) -> Published:
-        version, root = sealed.version, self._root
-        full = self._write(sealed) if self._count % self._options.full_every == 0 else None
-        folder = version_folder(root, version)
-        shutil.rmtree(folder, ignore_errors=True)
-        make_folder(folder)
-        written = self._write_deltas(sealed, folder)
-        named = None if full is None else os.path.relpath(full, root.parent)
-        VersionIndex(ways_of(written, folder, set(sealed.parts)), named).write(folder, durable=self._durable)
-        self._commit(sealed, folder)
-        base = None if self._before is None else self._before[0]
-        self._before, self._count = (version, sealed.slot), self._count + 1
-        if full is not None:
-            self._whole = [*self._whole, version][-2:]
-        self._remove_old()
-        return _published(sealed, base, written, whole=full is not None)
-
-    def _write_deltas(self, sealed: Sealed, folder: Path) -> list[WrittenDelta]:
+        is_full = self._count % self._options.full_every == 0
+        full = self._write(sealed) if is_full else None
         if self._before is None:
-            return []
-        base, base_slot = self._before
-        calls = [
-            self._side.agents[node].write_deltas(
-                sealed.version, sealed.slot, base, base_slot, str(folder), self._options.codec, fsync=self._durable
-            )
-            for node in _nodes(sealed)
-        ]
+            shutil.rmtree(self._root, ignore_errors=True)
+        folder = version_folder(self._root, sealed.version)
+        make_folder(folder)
+        base, slot = self._before or (None, -1)
+        written = [] if base is None else self._write_deltas(sealed, base, slot, folder)
+        by_start: dict[Version, list[WrittenDelta]] = {}
+        for one in written:
+            by_start.setdefault(Version(*one.start), []).append(one)
+        whole = {start: found for start, found in by_start.items() if len(found) == len(sealed.parts)}
+        deltas = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
+        index = VersionIndex(None if full is None else os.path.relpath(full, self._root.parent), deltas)
+        index.write(folder, durable=self._durable)
+        self._commit(sealed, folder)
+        self._before, self._count = (sealed.version, sealed.slot), self._count + 1
+        if is_full:
+            self._folders.append([])
+            for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
+                shutil.rmtree(old, ignore_errors=True)
+        self._folders[-1].append(folder)
+        nbytes = sum(one.nbytes for one in written) + is_full * sum(info.nbytes for info in sealed.parts.values())
+        if base is None:
+            return Published(encoding="full", nbytes=nbytes)
+        changed = sum(one.changed for one in by_start[base]) / max(1, sum(one.elements for one in by_start[base]))
+        return Published(encoding="delta", nbytes=nbytes, codec=written[0].codec, changed=changed)
+
+    def _write_deltas(self, sealed: Sealed, base: Version, base_slot: int, folder: Path) -> list[WrittenDelta]:
+        given = sealed.version, sealed.slot, base, base_slot, str(folder), self._options.codec
+        calls = [self._side.agents[node].write_deltas(*given, fsync=self._durable) for node in _nodes(sealed)]
         found = results(calls, self._side.timeout_s, f"write the deltas of version {sealed.version}")
         return [one for of_node in found for one in of_node]
-
-    def _remove_old(self) -> None:
-        """Delete the deltas that no reader needs: before the last whole version but one, and of other attempts."""
-        oldest, attempt = self._whole[0], self._whole[-1].attempt
-        for folder in self._root.iterdir():
-            version = folder_version(folder)
-            if version is not None and (version < oldest or version.attempt != attempt):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _published(sealed: Sealed, base: Version | None, written: Sequence[WrittenDelta], *, whole: bool) -> Published:
-    nbytes = sum(one.file.nbytes for one in written)
-    if whole:
-        nbytes += sum(info.nbytes for info in sealed.parts.values())
-    from_base = [one for one in written if one.start == base]
-    if not from_base:
-        return Published(encoding="full", nbytes=nbytes)
-    codecs = sorted({codec for one in from_base for codec in one.codecs})
-    changed = sum(one.changed for one in from_base) / max(1, sum(one.elements for one in from_base))
-    return Published(encoding="delta", nbytes=nbytes, codec=" ".join(codecs) or None, changed=changed)
 
 
 def _nodes(sealed: Sealed) -> list[str]:

@@ -133,6 +133,8 @@ def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) ->
 class PartCopies:
     """Parts of other nodes for workers that map them, each copied to a file of this node that each version replaces."""
 
+    moved: int | None = None
+
     def __init__(self, side: ExplorerSide) -> None:
         self._side = side
         self._folder: Path | None = None

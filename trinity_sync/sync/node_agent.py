@@ -16,29 +16,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
 
-from trinity_sync.actors.agent_client import AgentClient, Coordinator, DeltaFile, Slots, StatePart, WrittenDelta
+from trinity_sync.actors.agent_client import AgentClient, Coordinator, Slots, StatePart, WrittenDelta
 from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, own_log, story
 from trinity_sync.host.threads import PATIENCE, Yielding
-from trinity_sync.protocol.parts import FileTuple, PartInfo, shard_file
+from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.tracking import units
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.part_delta import PartEncoder
 from trinity_sync.weights.shard_file import DigestedFile, ShardFile, write_image, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
 from trinity_sync.weights.tensor_rows import RowProcesses
-
-if TYPE_CHECKING:
-    from trinity_sync.weights.part_delta import PartEncoder
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -277,37 +275,23 @@ class NodeAgent:
     async def write_deltas(
         self, version: Version, slot: int, base: Version, base_slot: int, folder: str, codec: str, *, fsync: bool
     ) -> list[WrittenDelta]:
-        """Write the deltas of this node's parts that end at a version to files in `folder`. Both versions are in slots
-        that nobody fills meanwhile; see `PartEncoder.encode`.
+        """Write the deltas of this node's parts that end at a version to files in `folder`, see `PartEncoder.encode`.
+        Nobody fills the slots of both versions meanwhile.
         """
-        versions, slots = (base, version), (base_slot, slot)
-        written = await self._of_each_part(
-            lambda part: self._write_delta(part, versions, slots, Path(folder), codec, fsync)
-        )
-        return [one for of_part in written for one in of_part]
 
-    def _write_delta(
-        self,
-        part: str,
-        versions: tuple[Version, Version],
-        slots: tuple[int, int],
-        folder: Path,
-        codec: str,
-        fsync: bool,
-    ) -> list[WrittenDelta]:
-        from trinity_sync.weights.part_delta import PartEncoder
+        def write(part: str) -> list[WrittenDelta]:
+            encoder = self._encoders.setdefault(part, PartEncoder(self._layouts[part], codec))
+            segments = self._maps[base_slot, part], self._maps[slot, part]
+            found = []
+            for one in encoder.encode(base, version, segments, self._pool):
+                with DigestedFile(Path(folder) / delta_file(part, one.start), durable=fsync) as file:
+                    for piece in one.parts:
+                        file.write(piece)
+                    nbytes, _ = file.finish()
+                found.append(WrittenDelta(part, one.start, nbytes, encoder.codec, one.changed, encoder.elements))
+            return found
 
-        encoder = self._encoders.setdefault(part, PartEncoder(self._layouts[part], codec))
-        segments = self._maps[slots[0], part], self._maps[slots[1], part]
-        found = []
-        for one in encoder.encode(*versions, segments, self._pool):
-            name = f"{part}-from-{one.start[0]}-{one.start[1]}.delta"
-            with DigestedFile(folder / name, durable=fsync) as file:
-                for piece in one.parts:
-                    file.write(piece)
-                described = DeltaFile(part, name, *file.finish())
-            found.append(WrittenDelta(one.start, described, one.codecs, one.changed, one.elements))
-        return found
+        return [one for of_part in await self._of_each_part(write) for one in of_part]
 
     # -- full checkpoints
 

@@ -170,7 +170,7 @@ class WeightLoader:
             except (ChecksumError, DeltaError) as error:
                 if attempt == tries:
                     raise self._cannot(lease, error) from error
-                self._fault = f"version {lease.version} was read once more, in full: {error}"
+                self._fault = f"version {lease.version} was read once more: {error}"
         raise AssertionError("a load is tried at least once")
 
     def _give_up(self) -> None:

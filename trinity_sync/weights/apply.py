@@ -155,8 +155,8 @@ class Receiver:
         return self.destination(layout, number, cut)
 
     def read(self, layout: PartLayout, number: int, cut: Cut, into: memoryview) -> None:
-        """Write the bytes of a piece, as they would travel, to memory of its length: those that were taken, but for a NaN
-        that the destination holds in another dtype.
+        """Write the bytes of a piece, as they travel, to memory of its length. A NaN in a destination of another dtype may
+        have other bits than were taken.
         """
         here = byte_tensor(into)
         for copy in self._plan(layout, cut).copies[number]:

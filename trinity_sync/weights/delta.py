@@ -77,21 +77,9 @@ def digest(array: Array) -> bytes:
     return bytes(xxh3_128_digest(array.reshape(-1).view(np.uint8).data))
 
 
-class Description(NamedTuple):
-    """What a delta says of itself; `result`: the digest of the array that it makes."""
-
-    codec: str
-    changes: int
-    result: bytes
-
-
-def describe(start: Part) -> Description | None:
-    """Describe a sound delta from its first bytes, such as the first part of `encode`; None: nothing has changed."""
-    if len(start) < _HEADER.size:
-        return None
-    header = _Header(*_HEADER.unpack(start[: _HEADER.size]))
-    names = {_FULL: "full", _SPARSE: "sparse", _GAPS: "gap8z" if header.classes == 1 else "class_gap"}
-    return Description(names[header.kind & 15], header.changes, header.result)
+def result_of(start: Part) -> bytes | None:
+    """Return the digest of the array that a sound delta makes, from its first part; None: nothing changes."""
+    return _Header(*_HEADER.unpack(start[: _HEADER.size])).result if len(start) >= _HEADER.size else None
 
 
 def encode(

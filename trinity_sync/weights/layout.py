@@ -155,7 +155,7 @@ class PartLayout:
         one dtype. The gaps between shards are left out.
         """
         if cut == "shard":
-            return [(start, stop) for start, stop, _ in self.by_shard]
+            return self._by_shard
         return self._by_bucket if cut == "bucket" else self._by_tensor
 
     @cached_property
@@ -166,6 +166,10 @@ class PartLayout:
             for _, dtype, _, start, end in self.table
             for at in range(start, end, self.bucket_bytes)
         ]
+
+    @cached_property
+    def _by_shard(self) -> list[tuple[int, int]]:
+        return [(start, stop) for start, stop, _ in self.by_shard]
 
     @cached_property
     def _by_tensor(self) -> list[tuple[int, int]]:

@@ -121,7 +121,7 @@ class WorkerTarget(EngineTarget):
         self._verify = verify
         self._known: set[str] = set()
         self._checked: frozenset[str] = frozenset()
-        self._copies = PartCopies(side) if copies is None else copies
+        self._copies = copies or PartCopies(side)
         self._dtypes = {name: to_torch(dtype) for name, (dtype, _) in tensors.items()}
         self._together = SharedSegment()
         self._place: str | None = None
@@ -194,7 +194,8 @@ class WorkerTarget(EngineTarget):
         arrived = [cast(Arrived, answer) for answer in answers]
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # a slot holds the version only during the lease; a file does not change
-        return LoadResult(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
+        moved = arrived[0].moved if self._copies.moved is None else self._copies.moved
+        return LoadResult(moved, digest, reread=arrived[0].reread and lease.location is None)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
         """Return the version digest from all workers' tensors.
