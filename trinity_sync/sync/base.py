@@ -337,17 +337,13 @@ class PartMaps(Protocol):
 
 
 class LocalCopies(Protocol):
-    """Files of this node that hold the parts of the version that was localized last.
-
-    Attributes:
-        moved: bytes that were read for it; None: all of its bytes.
+    """Files of this node with the parts of the version that was localized last. `moved`: bytes that were read for it;
+    None: all of its bytes.
     """
 
     moved: int | None
 
-    def localize(self, lease: Lease) -> Lease:
-        """Return the lease with its parts named by these files."""
-        ...
+    def localize(self, lease: Lease) -> Lease: ...
 
     def close(self) -> None: ...
 

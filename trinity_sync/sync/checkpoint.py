@@ -141,18 +141,16 @@ class DeltaPublisher(CheckpointPublisher):
         root: folder of the deltas, in that of the checkpoints. Those of an earlier attempt are deleted.
     """
 
-    def __init__(
-        self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, options: DeltaOptions
-    ) -> None:
+    def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaOptions) -> None:
         super().__init__(side, store, durable)
         self._root = root
-        self._options = options
+        self._keys = keys
         self._before: tuple[Version, int] | None = None  # the last version and its slot
         self._count = 0
         self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
 
     def publish(self, sealed: Sealed) -> Published:
-        is_full = self._count % self._options.full_every == 0
+        is_full = self._count % self._keys.full_every == 0
         full = self._write(sealed) if is_full else None
         if self._before is None:
             shutil.rmtree(self._root, ignore_errors=True)
@@ -181,7 +179,7 @@ class DeltaPublisher(CheckpointPublisher):
         return Published(encoding="delta", nbytes=nbytes, codec=written[0].codec, changed=changed)
 
     def _write_deltas(self, sealed: Sealed, base: Version, base_slot: int, folder: Path) -> list[WrittenDelta]:
-        given = sealed.version, sealed.slot, base, base_slot, str(folder), self._options.codec
+        given = sealed.version, sealed.slot, base, base_slot, str(folder), self._keys.codec
         calls = [self._side.agents[node].write_deltas(*given, fsync=self._durable) for node in _nodes(sealed)]
         found = results(calls, self._side.timeout_s, f"write the deltas of version {sealed.version}")
         return [one for of_node in found for one in of_node]

@@ -74,6 +74,10 @@ class VersionIndex(NamedTuple):
         return cls(full, deltas)
 
 
+Chain = Sequence[PartDelta]
+"""Deltas of one part, each from where the one before ends."""
+
+
 class Route(NamedTuple):
     """What leads to a version: the deltas that begin at these versions, over the first of them or over a full one."""
 
@@ -82,11 +86,8 @@ class Route(NamedTuple):
 
 
 def find_route(folder: Path, version: Version, held: Version | None, full_bytes: int) -> Route | None:
-    """Return the route of the fewest bytes to the version of a folder; None: no files lead there.
-
-    Args:
-        held: where a route may begin beside full versions; None: the reader holds none.
-        full_bytes: size of a full version.
+    """Return the route of the fewest bytes from the held version, or from a full one of so many bytes, to the version of
+    a folder; None: no files lead there.
     """
     checkpoints = folder.parent.parent
     todo: list[tuple[int, Version, Route]] = [(0, version, Route((), None))]
@@ -108,12 +109,8 @@ def find_route(folder: Path, version: Version, held: Version | None, full_bytes:
 
 
 class DeltaTransport:
-    """An explorer's half: takes versions over the version that its destinations hold (a `Transport`).
-
-    Where the destinations are not `Places`, whose bits can be read back, each load begins with a full version.
-
-    Args:
-        full: reads the folder of a full version.
+    """An explorer's half: takes versions over the version that its destinations hold (a `Transport`). Where these are not
+    `Places`, each load begins with a full version. `full`: reads the folder of a full version.
     """
 
     def __init__(self, side: ExplorerSide, full: Transport) -> None:
@@ -180,13 +177,12 @@ class DeltaTransport:
         layout: PartLayout,
         number: int,
         file: ShardFile | None,
-        chain: Sequence[PartDelta],
-        find_destination: FindDestination,
+        chain: Chain,
+        places: FindDestination,
         checks: bool,
     ) -> Bucket:
-        """Return a piece of the newest version, in its destination where it can be made there. `file`: of the full
-        version that the chain begins with; None: it begins with what the destination holds. `checks`: compare also a
-        piece that no delta changes.
+        """Return a piece of the newest version, in its destination where it can be made there. The chain begins with the
+        file of a full version, or with what the destination holds. `checks`: also a piece without changes.
         """
         start, stop, dtype = layout.by_shard[number]
         changes = [change for one in chain if (change := one.pieces[number]) is not None]
@@ -194,7 +190,7 @@ class DeltaTransport:
         here = Bucket(layout, number, None, None, "shard", moved)
         if not changes and file is None and not checks:
             return here
-        place = find_destination(layout, number, "shard")
+        place = places(layout, number, "shard")
         direct = place is not None and not place.is_cuda
         if len(self._buffer) < stop - start and not direct:
             self._buffer = np.empty(stop - start, np.uint8)
@@ -202,8 +198,8 @@ class DeltaTransport:
         if file is not None:
             file.read(start, buffer.data)
         elif not direct:
-            assert isinstance(find_destination, Places), "else the route begins with a full version"
-            find_destination.read(layout, number, "shard", buffer.data)
+            assert isinstance(places, Places), "else the route begins with a full version"
+            places.read(layout, number, "shard", buffer.data)
         bits = buffer.view(f"<u{itemsize(dtype)}")
         for change in changes:
             delta.apply(bits, change, dtype, bits)
@@ -218,8 +214,8 @@ def _read(folder: Path, layout: PartLayout, start: Version) -> PartDelta:
         found = PartDelta(layout, path.read_bytes(), str(path))
     except OSError as error:
         raise DeltaError(f"{path} cannot be read: {error.strerror}") from error
-    if found.start != start:
-        raise WrongBaseError(f"{path} leads from version {Version(*found.start)}")
+    if (found.start, version_folder(folder.parent, found.end)) != (start, folder):
+        raise WrongBaseError(f"{path} leads from version {Version(*found.start)} to {Version(*found.end)}")
     return found
 
 
@@ -230,8 +226,8 @@ class DeltaCopies:
         self._side = side
         self._transport = transport
         self._segments: dict[str, SharedSegment] = {}
-        self.moved: int | None = None
         self._mapped: dict[str, tuple[Path, memoryview]] = {}
+        self.moved: int | None = None
 
     def localize(self, lease: Lease) -> Lease:
         """Take the version, and return the lease with its parts named by the copies."""

@@ -155,9 +155,7 @@ class Receiver:
         return self.destination(layout, number, cut)
 
     def read(self, layout: PartLayout, number: int, cut: Cut, into: memoryview) -> None:
-        """Write the bytes of a piece, as they travel, to memory of its length. A NaN in a destination of another dtype may
-        have other bits than were taken.
-        """
+        """Write the bytes of a piece to memory of its length, as they travel; a NaN may have lost its bits to a cast."""
         here = byte_tensor(into)
         for copy in self._plan(layout, cut).copies[number]:
             held = torch.from_numpy(copy.target) if isinstance(copy.target, np.ndarray) else copy.target

@@ -28,7 +28,7 @@ Point = tuple[int, int]
 """A version: (attempt, step)."""
 
 SPANS = (4, 16)
-"""Lengths in versions of the merged deltas. A reader that is k versions behind needs 6 + k / 16 deltas or fewer."""
+"""Lengths in versions of the merged deltas. A reader that is k versions behind needs 12 + k / 16 deltas or fewer."""
 
 _HEAD = struct.Struct("<4s16s16s4Q")
 """Magic, digest of what follows the digest, digest of the layout, the versions from and to."""
@@ -164,8 +164,8 @@ class PartDelta:
     """The delta of a part, read. `name`: of its file, for messages.
 
     Attributes:
-        start: the version that it leads from.
-        digests: of the pieces of the version that it leads to.
+        start, end: the versions that it leads from and to.
+        digests: of the pieces of the newer one.
         pieces: the delta of each piece; None: it has not changed.
 
     Raises:
@@ -180,7 +180,7 @@ class PartDelta:
         _, _, named, *points = _HEAD.unpack_from(data)
         if named.hex() != layout.digest:
             raise WrongBaseError(f"{name} has layout {named.hex()}, and {layout.part} has {layout.digest}")
-        self.start: Point = (points[0], points[1])
+        self.start, self.end = (points[0], points[1]), (points[2], points[3])
         table = np.frombuffer(data, _TABLE, len(layout.by_shard), _HEAD.size)
         self.digests = [bytes(result) for result in table["result"]]
         ends = [int(end) for end in np.cumsum([_HEAD.size + table.nbytes, *table["length"]])]
