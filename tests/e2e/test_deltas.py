@@ -19,7 +19,6 @@ CASES = {
     "fsdp2-vllm-tp2": ("backend=fsdp2", "explorer=vllm", "explorer.tp=2"),
     "megatron-tp2-hf": ("backend=megatron", "backend.tp=2"),
     "megatron-tp2-vllm": ("backend=megatron", "backend.tp=2", "explorer=vllm"),
-    "bytes": ("workload=bytes", "backend.ranks=2", "model.layers=2"),
 }
 
 
@@ -46,11 +45,17 @@ def test_versions_are_those_of_a_run_with_full_ones(tmp_path: Path, case: str) -
     deltas.assert_reproduced()
 
 
+def test_weights_without_an_engine_travel_as_deltas(tmp_path: Path) -> None:
+    bytes_ = ("workload=bytes", "backend.ranks=2", "trainer.steps=6", "live=line", "workload.changed=0.01")
+    run = launch(tmp_path / "run", *bytes_, *DELTA[:2], small=False)
+    assert_followed_by_deltas(run)
+
+
 def test_explorers_of_a_free_run_follow_at_their_own_pace(tmp_path: Path) -> None:
     free = ("trainer.schedule=free", "sync.max_staleness=4", "trainer.steps=30", "explorer.replicas=2")
     run = launch(tmp_path / "run", *DELTA, *free, "sync.delta.full_every=8")
     assert_followed_by_deltas(run)
-    steps = {event["version"] for event in run.events("commit") if event["kind"] == "state_dict"}
+    steps = {event["step"] for event in run.events("commit") if event["kind"] == "state_dict"}
     assert 0 < len(steps) < len(run.digests) / 4
     kept = {int(path.name.split("-")[1]) for path in run.folder.glob("checkpoints/.deltas/*")}
     assert kept < set(run.digests)

@@ -86,8 +86,8 @@ class Route(NamedTuple):
 
 
 def find_route(folder: Path, version: Version, held: Version | None, full_bytes: int) -> Route | None:
-    """Return the route of the fewest bytes from the held version, or from a full one of so many bytes, to the version of
-    a folder; None: no files lead there.
+    """Return the route of the fewest bytes to the version of a folder, from the held version or from a full one of so
+    many bytes; None: no files lead there.
     """
     checkpoints = folder.parent.parent
     todo: list[tuple[int, Version, Route]] = [(0, version, Route((), None))]
@@ -109,7 +109,7 @@ def find_route(folder: Path, version: Version, held: Version | None, full_bytes:
 
 
 class DeltaTransport:
-    """An explorer's half: takes versions over the version that its destinations hold (a `Transport`). Where these are not
+    """An explorer's half: takes versions over the one that its destinations hold (a `Transport`). Where these are not
     `Places`, each load begins with a full version. `full`: reads the folder of a full version.
     """
 
@@ -173,16 +173,10 @@ class DeltaTransport:
                     yield self._piece(layout, number, file, chain, find_destination, checks)
 
     def _piece(
-        self,
-        layout: PartLayout,
-        number: int,
-        file: ShardFile | None,
-        chain: Chain,
-        places: FindDestination,
-        checks: bool,
+        self, layout: PartLayout, number: int, file: ShardFile | None, chain: Chain, to: FindDestination, checks: bool
     ) -> Bucket:
-        """Return a piece of the newest version, in its destination where it can be made there. The chain begins with the
-        file of a full version, or with what the destination holds. `checks`: also a piece without changes.
+        """Return a piece of the newest version, in its destination where it can be made there. The chain begins with a
+        full version's file, or with what the destination holds. `checks`: also a piece without changes.
         """
         start, stop, dtype = layout.by_shard[number]
         changes = [change for one in chain if (change := one.pieces[number]) is not None]
@@ -190,7 +184,7 @@ class DeltaTransport:
         here = Bucket(layout, number, None, None, "shard", moved)
         if not changes and file is None and not checks:
             return here
-        place = places(layout, number, "shard")
+        place = to(layout, number, "shard")
         direct = place is not None and not place.is_cuda
         if len(self._buffer) < stop - start and not direct:
             self._buffer = np.empty(stop - start, np.uint8)
@@ -198,8 +192,8 @@ class DeltaTransport:
         if file is not None:
             file.read(start, buffer.data)
         elif not direct:
-            assert isinstance(places, Places), "else the route begins with a full version"
-            places.read(layout, number, "shard", buffer.data)
+            assert isinstance(to, Places), "else the route begins with a full version"
+            to.read(layout, number, "shard", buffer.data)
         bits = buffer.view(f"<u{itemsize(dtype)}")
         for change in changes:
             delta.apply(bits, change, dtype, bits)

@@ -155,7 +155,7 @@ class Receiver:
         return self.destination(layout, number, cut)
 
     def read(self, layout: PartLayout, number: int, cut: Cut, into: memoryview) -> None:
-        """Write the bytes of a piece to memory of its length, as they travel; a NaN may have lost its bits to a cast."""
+        """Write the bytes of a piece to memory of its length, as they travel; casts may change the bits of a NaN."""
         here = byte_tensor(into)
         for copy in self._plan(layout, cut).copies[number]:
             held = torch.from_numpy(copy.target) if isinstance(copy.target, np.ndarray) else copy.target
