@@ -183,6 +183,12 @@ def test_constant_metrics_share_a_card(tmp_path: Path) -> None:
     assert words in Page(write_report(run)).text
 
 
+def test_the_tile_of_the_validation_names_the_best(tmp_path: Path) -> None:
+    run = synthetic.whole_run(tmp_path, total=4)
+    change(run, lambda line: {**line, "val/reward/mean": line["step"] % 3 / 4})
+    assert "Validation 0.250 from 0.250; best 0.500 at step 2" in Page(write_report(run)).text
+
+
 def test_figures_of_sync_checkpoints_and_memory_fold(finished: Path) -> None:
     page = write_report(finished).read_text()
     (folded,) = re.findall(
@@ -397,6 +403,12 @@ def test_a_sweep_compares_its_runs_by_what_differs(sweep: Path) -> None:
     assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 0\.\d+ ± \S+ - 29\.8 s", text)
     assert re.search(r"10 trainer\.lr=9 ○ not started 0/60", text)
     assert "10: There is no run.json" in text
+
+
+def test_a_sweep_without_the_target_has_no_tile_of_it(sweep: Path, tmp_path: Path) -> None:
+    assert "Fewest steps to 0.9 48" in Page(write_report(sweep)).text
+    synthetic.whole_run(tmp_path / "short" / "0", total=12, overrides=["sync=memory"])
+    assert "Fewest steps" not in Page(write_report(tmp_path / "short")).text
 
 
 def test_a_sweep_links_the_pages_that_there_are(sweep: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.test_activity import AT, event, step
-from trinity_sync.report.run_charts import step_parts
+from trinity_sync.report.run_charts import held, step_parts
 from trinity_sync.report.run_data import Run
 from trinity_sync.report.timeline import _WORDS, _kind, timeline
 from trinity_sync.tracking.events import GenerateEvent, event_step
@@ -144,6 +144,8 @@ def test_a_validation_before_the_first_step_is_no_step() -> None:
     assert "trainer: wait for a validation, step 0: 250 ms" in drawn(found)
     assert titles(replace(found, metrics=[start, *run(13).metrics])) == ["The last 12 of 13 steps"]
     assert step_parts(found)[0] == [1.0, 2.0, 3.0]
+    found.events = [event("load", 1, version=0, explorer="explorer-0", total_s=0.5, paused_s=0.1)]
+    assert ">-" not in held(found)  # a version below zero
 
 
 def test_no_two_kinds_of_bars_have_the_same_colour() -> None:

@@ -126,7 +126,9 @@ def test_a_killed_program_goes_on_and_the_rollout_has_the_weights_of_each_step(t
     assert has_no_monitor(program.checkpoints, END_S)
     assert_whole(program.checkpoints, [*range(1, STEPS + 1)])
     assert_moved(program, range(newest, STEPS + 1))
-    assert [step for event, step in events(program) if event == "commit"][:-1] == [*range(1, STEPS)]
+    recorded = [step for event, step in events(program) if event == "commit"][:-1]
+    # The program records a commit after the monitor has made it: a kill in between costs the event, never the step.
+    assert recorded in ([*range(1, STEPS)], [step for step in range(1, STEPS) if step != newest])
     logged = program.logged()
     assert sorted(logged) == [*range(newest + 1, STEPS + 1)]
     assert {data["weight_sync/mode_memory"] for data in logged.values()} == {1}

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from trinity_sync.actors import local
+from trinity_sync.actors.client import RemoteMethod
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.actors.local import ANSWER
 from trinity_sync.errors import RunError, WaitTimeout
@@ -32,7 +35,11 @@ def link() -> Iterator[WorkerLink]:
 
 
 def worker(link: WorkerLink, rank: int, **methods: Callable[..., object]) -> None:
-    serve(link.address, rank, methods, lambda: None, lambda: None)
+    serve(link.address, rank, SimpleNamespace(**methods), lambda: None, lambda: None)
+
+
+def method(name: str) -> RemoteMethod[..., object]:
+    return RemoteMethod(cast("Callable[..., object]", name), name)
 
 
 def nobody(link: WorkerLink, rank: int) -> Connection:
@@ -47,14 +54,14 @@ def test_all_workers_are_asked_side_by_side_and_answer_in_order(link: WorkerLink
     for rank in (1, 0):
         worker(link, rank, double=lambda number, rank=rank: (both.wait() >= 0, 2 * number, rank))
     link.wait(LIMIT)
-    assert link.ask("double", lambda rank: (rank + 5,), LIMIT) == [(True, 10, 0), (True, 12, 1)]
+    assert link.ask(method("double"), LIMIT, 7) == [(True, 14, 0), (True, 14, 1)]
     assert not Path(link.address.path).parent.exists(), "nobody else is to connect"
 
 
 def test_a_worker_hears_that_the_asking_end_is_gone(link: WorkerLink) -> None:
     gone = threading.Event()
     for rank in (0, 1):
-        serve(link.address, rank, {}, lambda: None, gone.set if rank else lambda: None)
+        serve(link.address, rank, object(), lambda: None, gone.set if rank else lambda: None)
     link.wait(LIMIT)
     assert not gone.is_set()
     link.close()
@@ -72,9 +79,9 @@ def test_an_error_of_a_worker_is_raised_as_what_it_is(link: WorkerLink) -> None:
     worker(link, 1, damaged=damaged, odd=lambda: 1)
     link.wait(LIMIT)
     with pytest.raises(ChecksumError, match="bucket 3 is damaged"):
-        link.ask("damaged", lambda rank: (), LIMIT)
+        link.ask(method("damaged"), LIMIT)
     with pytest.raises(RunError, match=r"^worker 0 of vLLM of explorer-0 could not odd: OSError: no such device"):
-        link.ask("odd", lambda rank: (), LIMIT)
+        link.ask(method("odd"), LIMIT)
 
 
 def test_what_cannot_be_sent_is_told_and_the_worker_lives(link: WorkerLink) -> None:
@@ -82,8 +89,8 @@ def test_what_cannot_be_sent_is_told_and_the_worker_lives(link: WorkerLink) -> N
         worker(link, rank, make=lambda: threading.Lock(), count=lambda: 7)
     link.wait(LIMIT)
     with pytest.raises(RunError, match=r"^worker 0 .* could not make: TypeError: cannot pickle"):
-        link.ask("make", lambda rank: (), LIMIT)
-    assert link.ask("count", lambda rank: (), LIMIT) == [7, 7]
+        link.ask(method("make"), LIMIT)
+    assert link.ask(method("count"), LIMIT) == [7, 7]
 
 
 def test_a_worker_that_dies_is_told_at_once_though_another_one_is_busy(link: WorkerLink) -> None:
@@ -94,7 +101,7 @@ def test_a_worker_that_dies_is_told_at_once_though_another_one_is_busy(link: Wor
     threading.Timer(0.2, dying.close).start()
     began = time.monotonic()
     with pytest.raises(EngineDied, match=r"worker 1 of vLLM of explorer-0 \(pid 4711\) has died"):
-        link.ask("work", lambda rank: (), LIMIT)
+        link.ask(method("work"), LIMIT)
     assert time.monotonic() - began < LIMIT / 2
     release.set()
 
@@ -105,10 +112,10 @@ def test_a_worker_whose_thread_fails_at_its_start_is_dead_at_once(link: WorkerLi
         raise OSError("no such device")
 
     worker(link, 0, work=len)
-    serve(link.address, 1, {"work": len}, fail, lambda: None)
+    serve(link.address, 1, SimpleNamespace(work=len), fail, lambda: None)
     link.wait(LIMIT / 4)
     with pytest.raises(EngineDied, match="worker 1 of vLLM of explorer-0"):
-        link.ask("work", lambda rank: (b"",), LIMIT)
+        link.ask(method("work"), LIMIT, b"")
 
 
 def test_a_worker_that_is_late_is_named_and_its_late_answer_is_no_answer_to_the_next_question(link: WorkerLink) -> None:
@@ -117,9 +124,9 @@ def test_a_worker_that_is_late_is_named_and_its_late_answer_is_no_answer_to_the_
     worker(link, 1, work=lambda word: (release.wait(LIMIT), word)[1])
     link.wait(LIMIT)
     with pytest.raises(WaitTimeout, match=r"worker 1 of vLLM of explorer-0 did not work within 0.2 s"):
-        link.ask("work", lambda rank: ("first",), 0.2)
+        link.ask(method("work"), 0.2, "first")
     release.set()
-    assert link.ask("work", lambda rank: ("second",), LIMIT) == ["second", "second"]
+    assert link.ask(method("work"), LIMIT, "second") == ["second", "second"]
 
 
 def test_a_worker_that_does_not_listen_is_named(link: WorkerLink) -> None:
@@ -129,7 +136,7 @@ def test_a_worker_that_does_not_listen_is_named(link: WorkerLink) -> None:
     with pytest.raises(
         WaitTimeout, match=r"worker 1 of vLLM of explorer-0 did not read the request to work within 2 s"
     ):
-        link.ask("work", lambda rank: (b"." * (4 << 20),), 2.0)
+        link.ask(method("work"), 2.0, b"." * (4 << 20))
     stopped.close()
 
 
@@ -142,9 +149,9 @@ def test_a_worker_that_is_busy_for_long_is_not_taken_for_dead(
         worker(link, rank, work=lambda: release.wait(LIMIT), count=len)
     link.wait(LIMIT)
     with pytest.raises(WaitTimeout):
-        link.ask("work", lambda rank: (), 0.1)
+        link.ask(method("work"), 0.1)
     threading.Timer(1.0, release.set).start()
-    assert link.ask("count", lambda rank: (b"." * (4 << 20),), LIMIT) == [4 << 20, 4 << 20]
+    assert link.ask(method("count"), LIMIT, b"." * (4 << 20)) == [4 << 20, 4 << 20]
 
 
 def test_a_link_closes_at_once_though_a_worker_does_not_read(link: WorkerLink) -> None:
@@ -152,7 +159,7 @@ def test_a_link_closes_at_once_though_a_worker_does_not_read(link: WorkerLink) -
     stopped = nobody(link, 1)
     link.wait(LIMIT)
     with pytest.raises(WaitTimeout):
-        link.ask("count", lambda rank: (b"." * (4 << 20),), 0.1)
+        link.ask(method("count"), 0.1, b"." * (4 << 20))
     began = time.monotonic()
     link.close()
     assert time.monotonic() - began < LIMIT / 4
@@ -168,7 +175,7 @@ def test_who_does_not_belong_to_it_is_not_taken_for_a_worker(link: WorkerLink) -
         worker(link, 0, work=lambda: 0)
         worker(link, 1, work=lambda: 1)
         link.wait(LIMIT)
-        assert link.ask("work", lambda rank: (), LIMIT) == [0, 1]
+        assert link.ask(method("work"), LIMIT) == [0, 1]
 
 
 def test_a_peer_that_connects_and_says_nothing_keeps_no_worker_out(
@@ -180,7 +187,7 @@ def test_a_peer_that_connects_and_says_nothing_keeps_no_worker_out(
         for rank in (0, 1):
             worker(link, rank, work=lambda rank=rank: rank)
         link.wait(LIMIT)
-        assert link.ask("work", lambda rank: (), LIMIT) == [0, 1]
+        assert link.ask(method("work"), LIMIT) == [0, 1]
 
 
 def test_an_answer_may_pause_for_longer_than_a_connection_may_take(
@@ -199,7 +206,7 @@ def test_an_answer_may_pause_for_longer_than_a_connection_may_take(
 
     threading.Thread(target=answer).start()
     link.wait(LIMIT)
-    assert link.ask("work", lambda rank: (), LIMIT) == [0, "late"]
+    assert link.ask(method("work"), LIMIT) == [0, "late"]
     slow.close()
 
 
@@ -219,4 +226,4 @@ def test_a_worker_waits_for_a_process_that_listens_and_does_not_answer_no_longer
         silent.bind(str(tmp_path / "silent"))
         silent.listen()
         with pytest.raises(WaitTimeout, match=f"listens at {tmp_path}/silent did not take the connection within 0.1 s"):
-            serve(WorkerAddress(str(tmp_path / "silent"), "00"), 0, {}, lambda: None, lambda: None)
+            serve(WorkerAddress(str(tmp_path / "silent"), "00"), 0, object(), lambda: None, lambda: None)

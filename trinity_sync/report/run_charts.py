@@ -104,7 +104,7 @@ def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
 
 def held(run: Run) -> Markup:
     """Draw the version of each explorer at the beginning of each step; of many explorers the oldest and the newest."""
-    found = timeline.held_by_step(run.metrics, run.events)
+    found = timeline.held_by_step(run.trained, run.events)
     steps = [step for step, _ in next(iter(found.values()), [])]
     curves = [
         Series(

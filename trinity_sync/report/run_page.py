@@ -145,7 +145,7 @@ def _training_tiles(run: Run) -> list[Tile]:
     ]
     if (validated := summary["validation"]) is not None:
         first, best = units.number(validated["first"]), units.number(validated["best"])
-        course = f"from {first}, {best} at step {validated['best_step']}"
+        course = f"from {first}; best {best} at step {validated['best_step']}"
         name = "Validation loss" if validated["metric"] == LOSS else "Validation"
         items.append((name, units.number(validated["last"]), course))
     if failed := summary["failed_rewards"]:

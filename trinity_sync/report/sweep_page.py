@@ -73,22 +73,22 @@ def _tiles(sweep: Sweep, comparison: SweepComparison, agreed: Agreement) -> list
     name = main_figure(comparison.rows)
     return [
         ("Runs", str(len(sweep.runs)), f"{done} completed"),
-        _leading(comparison, name, f"Best last {name}", "none"),
-        _leading(comparison, "steps_to_target", f"Fewest steps to {TARGET_REWARD}", "never"),
+        *_leading(comparison, name, f"Best last {name}"),
+        *_leading(comparison, "steps_to_target", f"Fewest steps to {TARGET_REWARD}"),
         *([("Digests", "agree" if agreed.agree else "differ", compared)] if agreed.agree is not None else []),
         ("Wall, all runs", units.seconds(sum(walls) if walls else None, "none"), None),
     ]
 
 
-def _leading(comparison: SweepComparison, key: str, label: str, nothing: str) -> tuple[str, str, str | None]:
-    """Return the best value of a column and its row, if it is the best for sure."""
+def _leading(comparison: SweepComparison, key: str, label: str) -> list[tuple[str, str, str | None]]:
+    """Return the best value of a column and its row, if it is the best for sure; empty if no row has a value."""
     column = BY_KEY[key]
     having = [row for row in comparison.rows if key in row.figures]
     if not having:
-        return label, nothing, None
+        return []
     best = (min if column.better == "lower" else max)(having, key=lambda row: row.figures[key].value)
     sure = best.marks.get(key) == "best" or len(comparison.rows) == 1
-    return label, column.text(best.figures[key].value), best.label if sure else "not distinguishable"
+    return [(label, column.text(best.figures[key].value), best.label if sure else "not distinguishable")]
 
 
 # Rows: jobs that differ by their seed only share a row.

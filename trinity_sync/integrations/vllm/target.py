@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.export import by_width, header, nbytes
 from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
-from trinity_sync.integrations.vllm.worker_link import WorkerLink
+from trinity_sync.integrations.vllm.worker_link import WorkerClient, WorkerLink
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.arrivals import Arrival, Arrived, Shapes, SharedSegment, engine_memory
 from trinity_sync.sync.base import ExplorerSide, LocalCopies, SyncMode
@@ -130,11 +130,22 @@ class WorkerTarget(EngineTarget):
         )
         self._link = WorkerLink(f"vLLM of {side.name}", workers)
         names = receivers(side.name, workers)
-        expectation = (side.node, dict(tensors), dict(side.settings), verify, side.timeout_s)
+        self._giver = self._link.address.key
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
-            self._workers_map = all(self._link.ask("expect", lambda rank: (names[rank], *expectation), start_timeout_s))
+            maps = self._link.ask(
+                WorkerClient.expect,
+                start_timeout_s,
+                self._giver,
+                names,
+                side.node,
+                dict(tensors),
+                dict(side.settings),
+                verify,
+                side.timeout_s,
+            )
+            self._workers_map = all(maps)
         except BaseException:
             self._link.close()
             raise
@@ -189,9 +200,8 @@ class WorkerTarget(EngineTarget):
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
         arrival = Arrival(replace(here, digest=None), broadcast, new, self._place)  # the digest is compared below
-        answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
+        arrived = self._link.ask(WorkerClient.take, self._side.timeout_s, self._giver, arrival)
         self._known.update(layout.digest for layout in new)
-        arrived = [cast(Arrived, answer) for answer in answers]
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # a slot holds the version only during the lease; a file does not change
         moved = arrived[0].moved if self._copies.moved is None else self._copies.moved
@@ -236,14 +246,16 @@ class WorkerTarget(EngineTarget):
 
     def _let_go(self) -> None:
         """Have the workers drop the version's bytes."""
-        self._link.ask("let go", lambda rank: (), self._side.timeout_s)
+        self._link.ask(WorkerClient.let_go, self._side.timeout_s, self._giver)
 
     def _spot_check(self, version: str) -> None:
         """Compare weights in the engine with the version."""
-        for rank, differing in enumerate(self._link.ask("show", lambda rank: (version,), self._side.timeout_s)):
+        shown = self._link.ask(WorkerClient.show, self._side.timeout_s, self._giver, version)
+        for rank, differing in enumerate(shown):
             if differing:
-                names = listed(cast(list[str], differing))
-                raise RunError(f"worker {rank} of vLLM was given version {version}, but holds other values of {names}")
+                raise RunError(
+                    f"worker {rank} of vLLM was given version {version}, but holds other values of {listed(differing)}"
+                )
 
 
 class FileTarget(EngineTarget):

@@ -7,7 +7,7 @@ A version arrives (`sync.arrivals`) on a request over the `worker_link`, while t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -82,17 +82,10 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         are never loaded for it. An address at which no process answers changes nothing.
         """
         giver, before = init_info.key, (self._giver, self._arrivals)
-        methods: dict[str, Callable[..., object]] = {
-            "expect": self._expect,
-            "take the version": self._take,
-            "show": self._show,
-            "let go": self._let_go,
-        }
-        bound = {name: partial(self._answer, giver, method) for name, method in methods.items()}
         address = WorkerAddress(init_info.path, init_info.key)
         self._giver, self._arrivals = giver, None
         try:
-            serve(address, self.parallel_config.rank, bound, self._use_device, partial(self._given_up, giver))
+            serve(address, self.parallel_config.rank, self, self._use_device, partial(self._given_up, giver))
         except BaseException:
             self._giver, self._arrivals = before
             raise
@@ -142,19 +135,26 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
 
-    # -- requests over the link
+    # -- requests over the link; `WorkerClient` is the other end
 
-    def _expect(
-        self, name: str, node: str, tensors: Shapes, sync: Mapping[str, object], verify: str, timeout_s: float
+    def expect(
+        self,
+        giver: str,
+        names: Sequence[str],
+        node: str,
+        tensors: Shapes,
+        sync: Mapping[str, object],
+        verify: str,
+        timeout_s: float,
     ) -> bool:
-        """Prepare for versions of these tensors; return whether their parts are mapped."""
+        """Prepare for versions of these tensors; return whether their parts are mapped. `names`: of all workers."""
+        self._check_giver(giver)
         self._check_dtypes(tensors)
         mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
-        layouts = LayoutCache({}, timeout_s)
-        side = ExplorerSide(name=name, node=node, agents={}, layouts=layouts, timeout_s=timeout_s)
+        layouts, rank = LayoutCache({}, timeout_s), self.parallel_config.rank
+        side = ExplorerSide(name=names[rank], node=node, agents={}, layouts=layouts, timeout_s=timeout_s)
         if (maps := mode.maps(side)) is not None:
-            share = Share(self.parallel_config.rank, self.parallel_config.world_size)
-            self._arrivals = Mapped(tensors, layouts, maps, verify, share)
+            self._arrivals = Mapped(tensors, layouts, maps, verify, Share(rank, self.parallel_config.world_size))
         else:
             self._arrivals = Received(tensors, layouts, mode.transport(side), verify)
         return maps is not None
@@ -173,11 +173,14 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{own}; set explorer.dtype=fp32, or leave them out of sync.keep_fp32"
             )
 
-    def _take(self, arrival: Arrival) -> Arrived:
+    def take(self, giver: str, arrival: Arrival) -> Arrived:
+        """Have a version arrive."""
+        self._check_giver(giver)
         return self._arrived().take(arrival)
 
-    def _show(self, version: str) -> list[str]:
+    def show(self, giver: str, version: str) -> list[str]:
         """Return the tensors that differ from those that arrived, of those that the model holds as they came."""
+        self._check_giver(giver)
         arrivals = self._arrived()
         self._check_memory(arrivals)
         held = dict(self.model.named_parameters())
@@ -202,7 +205,9 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if kept:
             raise RunError(f"vLLM did not copy {listed(sorted(kept))}, but uses them where the version lies")
 
-    def _let_go(self) -> None:
+    def let_go(self, giver: str) -> None:
+        """Drop the version's bytes."""
+        self._check_giver(giver)
         if self._arrivals is not None:
             self._arrivals.let_go()
 
@@ -210,10 +215,6 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Free the versions of an explorer that is gone."""
         if self._giver == giver:
             self._arrivals = None
-
-    def _answer(self, giver: str, method: Callable[..., object], *arguments: object) -> object:
-        self._check_giver(giver)
-        return method(*arguments)
 
     def _check_giver(self, giver: str | None) -> None:
         if giver != self._giver:

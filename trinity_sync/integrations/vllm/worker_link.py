@@ -14,19 +14,27 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
+from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.actors.local import Link, LocalHandle, LocalServer
 from trinity_sync.actors.pending import MemberDied
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection, pack
 from trinity_sync.host.threads import in_background
+
+if TYPE_CHECKING:
+    from trinity_sync.integrations.vllm.transfer import TrinityTransfer
+else:
+    TrinityTransfer = MethodNames()
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LONGEST_FOLDER = 70
 
@@ -51,10 +59,19 @@ class WorkerHello(NamedTuple):
     pid: int
 
 
+class WorkerClient(Client):
+    """Client of a worker. `giver` is the key of the explorer's address."""
+
+    expect = RemoteMethod(TrinityTransfer.expect, "prepare for versions")
+    take = RemoteMethod(TrinityTransfer.take, "take the version")
+    show = RemoteMethod(TrinityTransfer.show, "compare its weights with version {1}")
+    let_go = RemoteMethod(TrinityTransfer.let_go, "drop the version's bytes")
+
+
 class _Worker(NamedTuple):
-    name: str
     pid: int
     handle: LocalHandle
+    client: WorkerClient
 
 
 class WorkerLink:
@@ -84,7 +101,7 @@ class WorkerLink:
             raise WaitTimeout(self._who, f"have {self._count} workers connect", timeout_s)
         self._stop_listening()  # removes the folder now, however this process ends
 
-    def ask(self, method: str, arguments: Callable[[int], tuple[object, ...]], timeout_s: float) -> list[object]:
+    def ask(self, method: RemoteMethod[P, R], timeout_s: float, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method of all workers concurrently; return the answers in the order of the ranks.
 
         Args:
@@ -95,15 +112,15 @@ class WorkerLink:
         """
         until = time.monotonic() + timeout_s
 
-        def answer(rank: int) -> object:
+        def answer(rank: int) -> R:
             worker = self._workers[rank]
-            call = worker.handle.call(worker.name, method, method, arguments(rank), {})  # blocks if it is not read
+            call = method(worker.client, *args, **kwargs)  # blocks if it is not read
             if not call.has_ended(max(0.0, until - time.monotonic())):
-                raise WaitTimeout(worker.name, method, timeout_s)
+                raise WaitTimeout(call.who, call.what, timeout_s)
             try:
                 return call.result(0.0)
             except MemberDied as error:
-                raise EngineDied(f"{worker.name} (pid {worker.pid}) has died") from error
+                raise EngineDied(f"{call.who} (pid {worker.pid}) has died") from error
 
         # A death ends the wait at once, since the other workers may wait for the dead one. Any other error is raised
         # when all have answered, so that no worker is at this request while the next one is sent.
@@ -117,8 +134,8 @@ class WorkerLink:
                 return [one.result() for one in answers]
             left = max(0.0, until + _GRACE_S - time.monotonic())
             if not futures.wait(pending, left, futures.FIRST_EXCEPTION).done:
-                name = self._workers[answers.index(pending[0])].name
-                raise WaitTimeout(name, f"read the request to {method}", timeout_s)
+                late = self._workers[answers.index(pending[0])].client
+                raise WaitTimeout(late.who, f"read the request to {method.name}", timeout_s)
 
     @property
     def workers(self) -> list[int]:
@@ -145,9 +162,10 @@ class WorkerLink:
                 return
             if before := self._workers.pop(hello.rank, None):
                 before.handle.close()
-            name = f"worker {hello.rank} of {self._who}"
             # without a limit of its own for a request to be read: a busy worker reads it later
-            self._workers[hello.rank] = _Worker(name, hello.pid, LocalHandle(link, send_s=math.inf))
+            handle = LocalHandle(link, send_s=math.inf)
+            client = WorkerClient(handle, f"worker {hello.rank} of {self._who}")
+            self._workers[hello.rank] = _Worker(hello.pid, handle, client)
             if len(self._workers) == self._count:
                 self._complete.set()
 
@@ -155,13 +173,14 @@ class WorkerLink:
 def serve(
     address: WorkerAddress,
     rank: int,
-    methods: Mapping[str, Callable[..., object]],
+    body: object,
     begin: Callable[[], None],
     end: Callable[[], None],
 ) -> None:
     """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection.
 
     Args:
+        body: the actor.
         begin, end: called first and last in the thread.
 
     Raises:
@@ -175,7 +194,7 @@ def serve(
 
     async def answer() -> None:
         server = LocalServer()
-        server.serve(SimpleNamespace(**methods), None)
+        server.serve(body, None)
         await server.answer(connection)
 
     def work() -> None:
