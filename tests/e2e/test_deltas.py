@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import Run, launch, resume
+from tests.models.test_shapes import SMALL
 
 pytestmark = pytest.mark.all  # tests/sync tries the same parts
 
@@ -46,8 +48,10 @@ def test_versions_are_those_of_a_run_with_full_ones(tmp_path: Path, case: str) -
 
 
 def test_weights_without_an_engine_travel_as_deltas(tmp_path: Path) -> None:
-    bytes_ = ("workload=bytes", "backend.ranks=2", "trainer.steps=6", "live=line", "workload.changed=0.01")
-    run = launch(tmp_path / "run", *bytes_, *DELTA[:2], small=False)
+    shapes = tmp_path / "config.json"
+    shapes.write_text(json.dumps(SMALL))
+    given = (f"model.shapes={shapes}", "backend.ranks=2", "trainer.steps=6", "workload.changed=0.01")
+    run = launch(tmp_path / "run", "workload=bytes", *given, *DELTA[:2], small=False)
     assert_followed_by_deltas(run)
 
 

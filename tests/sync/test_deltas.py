@@ -16,6 +16,7 @@ from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_i
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
@@ -24,6 +25,12 @@ from trinity_sync.sync.checkpoint import CheckpointMode, DeltaPublisher
 from trinity_sync.sync.deltas import DeltaTransport, find_route, version_folder
 from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.delta import DeltaError
+
+
+def also(*values: Any) -> list[Any]:
+    """Cases that only the whole suite has."""
+    return [pytest.param(value, marks=pytest.mark.all) for value in values]
+
 
 Weights = dict[str, torch.Tensor]
 SHAPES = {"embed.weight": (300, 64), "layers.0.mlp.weight": (64, 100), "layers.0.norm.weight": (64,), "scale": ()}
@@ -48,8 +55,8 @@ class Run:
         store = FolderStore(self.root)
         self.publisher = DeltaPublisher(side, store, False, self.deltas, self._mode._delta)
 
-    def publish(self, count: int = 1, share: float = 0.02) -> None:
-        """Publish versions, each with a share of new elements."""
+    def publish(self, count: int = 1, share: float = 0.02) -> Sealed:
+        """Publish versions, each with a share of new elements; return the last."""
         for _ in range(count):
             for name, tensor in self.weights.items():
                 generator = torch.Generator().manual_seed(len(self.published))
@@ -58,6 +65,7 @@ class Run:
             sealed = self.trainer.seal(self.weights)
             self.sent.append(self.publisher.publish(sealed))
             self.published.append(sealed.version)
+        return sealed
 
     def side(self, **changes: Any) -> ExplorerSide:
         agents = self.trainer.agents
@@ -117,7 +125,7 @@ def assert_holds(loader: WeightLoader, here: Weights, run: Run) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("codec", ["auto", "gap8z", "sparse", "full"])
+@pytest.mark.parametrize("codec", ["auto", *also("gap8z", "sparse", "full")])
 def test_an_explorer_follows_the_trainer_by_deltas(
     trainer: PretendTrainer, tmp_path: Path, codec: str, dtype: torch.dtype
 ) -> None:
@@ -132,6 +140,7 @@ def test_an_explorer_follows_the_trainer_by_deltas(
         assert 0 < report.bytes_moved < (run.full_bytes / 2 if codec != "full" else run.full_bytes * 1.5)
 
 
+@pytest.mark.all
 def test_nothing_but_the_changed_pieces_travels(run: Run) -> None:
     loader, here = run.explorer()
     run.publish()
@@ -170,7 +179,7 @@ def test_a_new_explorer_reads_the_newest_full_version_and_what_follows(run: Run)
     assert run.full_bytes < report.bytes_moved < 1.5 * run.full_bytes
 
 
-@pytest.mark.parametrize("missed", [1, 5, 9])
+@pytest.mark.parametrize("missed", [*also(1, 5), 9])
 def test_an_explorer_that_missed_versions_takes_few_deltas(run: Run, missed: int) -> None:
     loader, here = run.explorer()
     run.publish(share=0.005)
@@ -184,6 +193,7 @@ def test_an_explorer_that_missed_versions_takes_few_deltas(run: Run, missed: int
     assert report.fault is None
 
 
+@pytest.mark.all
 def test_an_explorer_whose_version_is_gone_reads_a_full_one(run: Run) -> None:
     loader, here = run.explorer()
     run.publish()
@@ -194,6 +204,7 @@ def test_an_explorer_whose_version_is_gone_reads_a_full_one(run: Run) -> None:
     assert report.bytes_moved == run.piece_bytes
 
 
+@pytest.mark.all
 def test_deltas_that_no_reader_needs_are_deleted(run: Run) -> None:
     (run.deltas / "7-3").mkdir(parents=True)  # of an earlier attempt
     run.publish(2 * FULL_EVERY + 1)
@@ -224,7 +235,7 @@ DAMAGE: dict[str, Callable[[Run], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", ["lost", "flipped", *also("cut", "empty", "of another version", "a folder")])
 def test_a_delta_that_cannot_be_used_costs_a_full_version_and_is_told(run: Run, damage: str) -> None:
     loader, here = run.explorer()
     run.publish(2)
@@ -238,8 +249,15 @@ def test_a_delta_that_cannot_be_used_costs_a_full_version_and_is_told(run: Run, 
     assert assert_holds(loader, here, run).bytes_moved < run.full_bytes, "later versions are deltas again"
 
 
+INDEX = '{"format": 1, "full": "PLACE", "deltas": []}'
+
+
 @pytest.mark.parametrize(
-    "index", [None, "", "{}", "[]", '{"format": 2}', '{"format": 1, "full": "../x", "deltas": []}']
+    "index",
+    [
+        None,
+        *also("", "{}", "[]", INDEX.replace("1", "2"), INDEX.replace("PLACE", "../x"), INDEX.replace("PLACE", "/tmp")),
+    ],
 )
 def test_a_version_that_no_files_lead_to_is_asked_for_in_full(run: Run, index: str | None) -> None:
     loader, here = run.explorer()
@@ -249,7 +267,7 @@ def test_a_version_that_no_files_lead_to_is_asked_for_in_full(run: Run, index: s
     assert assert_holds(loader, here, run).bytes_moved == run.piece_bytes
 
 
-@pytest.mark.parametrize("back", [1, 2])
+@pytest.mark.parametrize("back", [*also(1), 2])
 def test_a_full_version_that_is_gone_is_asked_for(run: Run, back: int) -> None:
     run.publish(back)
     for path in run.root.glob("version-*/actor/*1.safetensors"):
@@ -280,18 +298,15 @@ def test_a_full_version_that_is_damaged_too_is_an_error_and_nothing_is_held(run:
     loader, _ = run.explorer()
     run.publish(2)
     loader.load(None)
-    sealed_before = run.published[-1]
-    run.publish()
+    sealed = run.publish()
     flip(run.file())
-    lease = run.trainer.synchronizer.lease("a test", None).result(LIMIT)
-    run.trainer.synchronizer.release(lease.id).result(LIMIT)
-    run.trainer.damage(lease, "rank-00001", 300)  # type: ignore[arg-type]
+    run.trainer.damage(sealed, "rank-00001", 300)
     with pytest.raises(RunError, match=f"cannot load version {run.published[-1]}: .*damaged"):
         loader.load(None)
     assert loader.held is None
-    assert sealed_before != run.published[-1]
 
 
+@pytest.mark.all
 def test_a_nan_that_wider_weights_lose_costs_a_full_version_only(run: Run) -> None:
     """A NaN has other bits in bf16 than in the fp32 of the explorer; the next change of its piece finds that."""
     loader, here = run.explorer(torch.float32)
@@ -302,8 +317,8 @@ def test_a_nan_that_wider_weights_lose_costs_a_full_version_only(run: Run) -> No
     assert assert_holds(loader, here, run).fault
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02])
-@pytest.mark.parametrize("harmed", [False, True])
+@pytest.mark.parametrize("share", [0.0, *also(0.02)])
+@pytest.mark.parametrize("harmed", [*also(False), True])
 def test_buckets_are_checked_where_versions_have_no_digest(
     synchronizer: Synchronizer, make_agent: Callable[..., AgentClient], tmp_path: Path, share: float, harmed: bool
 ) -> None:

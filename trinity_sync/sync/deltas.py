@@ -67,7 +67,7 @@ class VersionIndex(NamedTuple):
             body = json.loads(path.read_text(encoding="utf-8"))
             full = None if body["full"] is None else str(body["full"])
             deltas = [(Version(int(attempt), int(step)), int(nbytes)) for attempt, step, nbytes in body["deltas"]]
-            if body["format"] != _FORMAT or ".." in Path(full or "").parts:
+            if body["format"] != _FORMAT or {"..", "/"} & set(Path(full or "").parts):
                 raise ValueError(f"format {body['format']}, full version in {full}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DeltaError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
