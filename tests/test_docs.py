@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +127,7 @@ def _commands_of(parser: argparse.ArgumentParser, above: str = "") -> dict[str, 
 
 
 @pytest.fixture
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The files of the guide to extending, written where they can be imported and composed from."""
     assert set(example_files()) == {
         *("my_tasks.py", "my_trackers.py", "my_policies.py", "my_modes.py", "my_backends.py"),
@@ -137,7 +139,11 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    for file in tmp_path.glob("*.py"):  # other tests have modules of these names, too
+        sys.modules.pop(file.stem, None)
+    yield tmp_path
+    for file in tmp_path.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 def test_the_task_of_the_guide_composes_and_judges(examples: Path) -> None:

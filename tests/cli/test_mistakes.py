@@ -29,6 +29,12 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandI
         yield stand_in
 
 
+def test_several_experiments_are_composed_one_after_the_other(launcher: StandIn) -> None:
+    assert app.run_main(launch.main, ["experiment=[disk_budget,on_policy]"]) == 0
+    cfg = launcher.calls[0].cfg
+    assert (cfg.name, "keep_within_budget" in cfg.retention.policies) == ("on_policy", True)
+
+
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
@@ -36,7 +42,6 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandI
         (["-m", "sync=[memory,nccl]"], "sync takes one option, not a list; several are a sweep: -m sync=memory,nccl"),
         (["sync=[memory, nccl]"], "sync takes one option, not a list; several are a sweep: -m sync=memory,nccl"),
         (["-m", "backend=[fsdp],[fsdp2]"], "backend takes one option, not a list"),
-        (["experiment=[quick,gsm8k]"], "experiment takes one option, not a list"),
         (["hydra/launcher=[parallel]"], "hydra/launcher takes one option, not a list"),
         # a group written as a key
         (["-m", "hydra.launcher=parallel"], "written with a slash: hydra/launcher=parallel"),

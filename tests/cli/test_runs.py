@@ -299,7 +299,7 @@ def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(
         ),
         (
             ["task=jsonl", "task.path=good.jsonl,bad.jsonl"],
-            r"job 1 of the sweep .*bad.jsonl:1: there is no field .answer",
+            r"job 1 of the sweep .*: task.answer_key='answer': bad.jsonl:1 has no such field",
         ),
         (
             ["checkpoint.dir='${hydra:runtime.output_dir}/c','~no-user/c'"],
@@ -800,6 +800,7 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_rewards", None)  # of another test
     yield mark
     sys.modules.pop("my_rewards", None)
 

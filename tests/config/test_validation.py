@@ -70,7 +70,7 @@ def test_what_stands_in_a_file_of_validation_is_looked_at_before_the_start(tmp_p
     trained, bad = file(tmp_path / "train.jsonl", "a"), tmp_path / "val.jsonl"
     bad.write_text('{"prompt": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n')
     told = refusal("task=jsonl", f"task.path={trained}", f"task.validation.path={bad}")
-    assert told.startswith(f"{bad}:2: there is no field 'prompt'")
+    assert told.startswith(f"task.prompt_key='prompt': {bad}:2 has no such field; it has: 'question', 'answer'")
     told = refusal("task=jsonl", f"task.path={trained}", "task.validation.path=nowhere.jsonl")
     assert told == "task.validation.path is nowhere.jsonl, which is not a file; name an existing one"
     told = refusal("task=jsonl", f"task.path={trained}", ASKED)

@@ -22,6 +22,7 @@ from trinity_sync.launch.app import NewFolder
         ("model.path=/models/a=b", ["/models/a=b"]),
         ("name=größe,klein", ["größe", "klein"]),
         ("+task.path=~/a,~/b", ["/home/me/a", "/home/me/b"]),
+        ("task.path=[~/a*, ö]", ["['/home/me/a*', 'ö']"]),
     ],
 )
 def test_a_value_that_hydra_has_no_word_for_is_quoted(

@@ -28,9 +28,9 @@ def test_an_outcome_equals_itself_where_it_has_anything(outcome: Outcome) -> Non
 
 @given(outcomes, outcomes)
 def test_two_are_equal_exactly_where_the_new_one_has_all_of_the_old_one(old: Outcome, new: Outcome) -> None:
-    newest = max(new.digests, default=-1)
+    newest = max(new.digests or new.metrics, default=-1)
     same = all(
-        new.digests.get(step, digest if step < newest else None) == digest for step, digest in old.digests.items()
+        new.digests.get(step, digest if step <= newest else None) == digest for step, digest in old.digests.items()
     ) and all(new.metrics.get(step) == values for step, values in old.metrics.items())
     anything = bool({*old.digests} & {*new.digests}) or any(old.metrics.values())
     assert compare(old, new).equal == (same and anything)
@@ -48,6 +48,13 @@ def test_a_version_that_a_stop_has_saved_is_passed_over_where_a_later_one_follow
     assert compare(stopped, Outcome(digests={0: "a", 4: "c"})).equal
     assert compare(stopped, Outcome(digests={0: "a"})).absent == (3, 4)
     assert not compare(Outcome(digests={3: "b"}), Outcome(digests={4: "c"})).equal
+
+
+def test_a_run_whose_versions_nobody_loaded_is_repeated_without_versions() -> None:
+    old = Outcome(digests={0: "a", 1: "b", 2: "c"}, metrics={1: {"loss": 1.0}, 2: {"loss": 2.0}})
+    assert compare(old, Outcome(metrics=old.metrics)).equal
+    assert compare(old, Outcome(metrics={1: {"loss": 1.0}})).absent == (2,)
+    assert compare(Outcome(digests=old.digests), Outcome()).absent == (0, 1, 2)
 
 
 def test_the_first_version_and_the_first_metrics_that_differ_are_told() -> None:

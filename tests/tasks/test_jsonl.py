@@ -25,6 +25,10 @@ def broken(prompt: Prompt, response: str) -> float:
     raise ZeroDivisionError("nothing to divide by")
 
 
+def answered(prompt: Prompt, response: str) -> float:
+    return float(prompt.answer is not None)
+
+
 def short(prompt: Prompt, response: str, finished: bool = True) -> float:
     return 1.0 if finished else -1.0
 
@@ -58,10 +62,29 @@ def test_a_chat_is_kept_whole_and_its_last_message_is_the_text(tmp_path: Path) -
     assert prompt.messages == tuple(chat)
 
 
-@pytest.mark.parametrize("row", [{"question": "1+1="}, {"answer": "2"}, {"question": "1+1=", "answer": None}])
-def test_a_row_that_lacks_something_is_refused_at_once(tmp_path: Path, row: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"data\.jsonl:3: "):
+NULL = "; task.answer_key=null where the reward needs none"
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"answer": "2"}, "task.prompt_key='question': {row} has no such field; it has: 'answer'"),
+        ({"question": "1="}, "task.answer_key='answer': {row} has no such field; it has: 'question'" + NULL),
+        ({"question": "1=", "answer": None}, "{row}: the field 'answer' is null" + NULL),
+    ],
+)
+def test_a_row_that_lacks_something_is_refused_with_the_setting(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         task_of(tmp_path, [*ROWS, row])
+    assert str(caught.value) == told.format(row=f"{tmp_path}/data.jsonl:3")
+
+
+def test_without_an_answer_key_rewards_get_none_and_all_other_fields(tmp_path: Path) -> None:
+    rows = [{"question": "1+1=", "level": 1}, {"question": "2+3=", "answer": 5}]
+    task = task_of(tmp_path, rows, answered, answer_key=None)
+    prompts = task.prompts(1, 2)
+    assert [(prompt.answer, prompt.fields) for prompt in prompts] == [(None, {"level": 1}), (None, {"answer": 5})]
+    assert task.reward(prompts[1], "5", True).reward == 0
 
 
 def test_shuffling_changes_the_order_only(tmp_path: Path) -> None:

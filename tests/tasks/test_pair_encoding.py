@@ -298,7 +298,7 @@ def test_a_conversation_that_begins_with_what_is_learnt_is_refused() -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({}, "there is no field 'messages'; there is: 'text'"),
+        ({}, "has no such field; it has: 'text'"),
         ({"messages": []}, "must be a list of chat messages"),
         ({"messages": "61="}, "must be a list of chat messages"),
         ({"messages": [{"role": "user"}]}, "message 1 of the field 'messages' must be an object with the texts"),
@@ -311,7 +311,7 @@ def test_a_conversation_that_begins_with_what_is_learnt_is_refused() -> None:
 def test_a_row_that_is_no_conversation_is_refused_at_once(tmp_path: Path, row: dict[str, Any], told: str) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in (CHATS["one turn"], {"text": "x", **row})))
-    with pytest.raises(ConfigError, match=rf"chats\.jsonl:2: .*{told}"):
+    with pytest.raises(ConfigError, match=rf"chats\.jsonl:2[: ].*{told}"):
         ConversationsTask(path, "messages", 0)
 
 

@@ -46,5 +46,5 @@ def test_steps_go_through_the_file_in_an_order_of_seed_and_epoch(tmp_path: Path)
     ],
 )
 def test_a_row_that_is_no_pair_is_refused_at_once(tmp_path: Path, row: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"pairs\.jsonl:2: "):
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl:2[: ]"):
         task_of(tmp_path, [{"prompt": "61=", "response": "61"}, row])

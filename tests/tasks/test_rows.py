@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tasks.rows import RowFile
+from trinity_sync.host.references import matched_files
+from trinity_sync.tasks.pairs import PairsTask
+from trinity_sync.tasks.rows import FileRows
 
 
-def rows_of(path: Path, *, seed: int = 0, shuffle: bool = False) -> RowFile:
-    return RowFile(path, seed=seed, shuffle=shuffle)
+def rows_of(path: Path, *, seed: int = 0, shuffle: bool = False) -> FileRows:
+    return FileRows(path, seed=seed, shuffle=shuffle)
 
 
 def written(folder: Path, content: str | bytes, name: str = "data.jsonl") -> Path:
@@ -29,7 +31,7 @@ def numbered(folder: Path, count: int) -> Path:
     return written(folder, "".join(json.dumps({"n": number}) + "\n" for number in range(count)))
 
 
-def numbers(file: RowFile, step: int, count: int) -> list[int]:
+def numbers(file: FileRows, step: int, count: int) -> list[int]:
     return [row.values["n"] for row in file.following((step - 1) * count, count)]
 
 
@@ -149,7 +151,7 @@ def test_a_value_of_parquet_that_cannot_be_read_is_refused_where_it_is_asked_for
 def test_a_column_that_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.table({"n": [0], "q": ["a"]}), path)
-    file = RowFile(path, seed=0, shuffle=False, columns=("q", "answer"))
+    file = FileRows(path, seed=0, shuffle=False, columns=("q", "answer"))
     assert file.rows[0].values == {"q": "a"}
     with pytest.raises(ConfigError, match=r"row 1: there is no field 'answer'; there is: 'n', 'q'"):
         file.value(file.rows[0], "answer")
@@ -191,6 +193,69 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
         rows_of(written(tmp_path, '{"n": 0}', "data.parquet"))
 
 
+# several files
+
+
+def test_rows_of_several_files_follow_in_the_order_given_and_those_of_a_pattern_by_name(tmp_path: Path) -> None:
+    for name in "cab":
+        written(tmp_path, f'{{"n": "{name}1"}}\n{{"n": "{name}2"}}\n', f"{name}.jsonl")
+    paths = [tmp_path / "c.jsonl", str(tmp_path / "[ab].jsonl")]
+    rows = FileRows(paths, seed=0, shuffle=False)
+    assert [row.values["n"] for row in rows.rows] == ["c1", "c2", "a1", "a2", "b1", "b2"]
+    assert [row.where for row in rows.rows[-2:]] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]
+    assert numbers(rows, 2, 4) == ["b1", "b2", "c1", "c2"]
+
+
+def test_files_of_several_kinds_are_mixed_and_errors_have_the_words_of_each(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"n": [0], "q": BAD_TEXT[1:2]}), tmp_path / "a.parquet")
+    packed = written(tmp_path, gzip.compress(b'{"n": 1}\r\n'), "b.jsonl.gz")
+    rows = FileRows([tmp_path / "a.parquet", packed], seed=0, shuffle=False)
+    assert numbers(rows, 1, 2) == [0, 1]
+    assert [text.partition(":")[0] for text in rows.unread] == [f"{tmp_path}/a.parquet"]
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 1: the column 'q' cannot be read"):
+        rows.value(rows.rows[0], "q")
+    with pytest.raises(ConfigError, match=r"b\.jsonl\.gz:1: there is no field 'q'; there is: 'n'"):
+        rows.value(rows.rows[1], "q")
+
+
+def test_examples_of_several_files_with_the_same_lines_are_told_apart(tmp_path: Path) -> None:
+    paths = [written(tmp_path, f'{{"prompt": "p", "response": "{name}"}}\n', name) for name in ("a", "b")]
+    task = PairsTask(paths, "prompt", "response", 0)
+    assert sorted(pair.response for pair in task.pairs(1, 2)) == ["a", "b"]
+    task.leave_out([0])
+    assert [where for where, _ in task.all_rows()] == [f"{tmp_path}/b:1"]
+
+
+def test_a_file_with_the_signs_of_a_pattern_in_its_name_is_that_file(tmp_path: Path) -> None:
+    named, other = written(tmp_path, '{"n": 0}', "d[1].jsonl"), written(tmp_path, '{"n": 1}', "d1.jsonl")
+    assert matched_files(str(named)) == [str(named)]
+    assert matched_files([str(tmp_path / "d*.jsonl")]) == [str(other), str(named)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        ("none/*.jsonl", r"has the pattern none/\*\.jsonl, which matches no file; name an existing one"),
+        ("*", r"has the pattern \*, which matches no file"),
+        ([], "is an empty list; name a file"),
+        (["x/a", "x/b", "./x/a"], r"has the file \./x/a twice, by x/a and by \./x/a; name it once"),
+        (["x/link", "x/a"], "has the file x/a twice, by x/link and by x/a; name it once"),
+        (["x/b", "x/*"], r"has the file x/b twice, by x/b and by x/\*; name it once"),
+    ],
+)
+def test_a_pattern_without_files_and_a_file_named_twice_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: Any, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    for name in "ab":
+        written(tmp_path / "x", '{"n": 0}', name)
+    if "x/link" in paths:
+        (tmp_path / "x" / "link").symlink_to("a")
+    with pytest.raises(ConfigError, match=f"^the path of the rows {told}"):
+        FileRows(paths, seed=0, shuffle=False)
+
+
 # fields
 
 
@@ -198,7 +263,7 @@ def refused(folder: Path, value: Any, getter: str, key: str = "q") -> str:
     file = rows_of(written(folder, json.dumps({"q": value})))
     with pytest.raises(ConfigError) as caught:
         getattr(file, getter)(file.rows[0], key)
-    return str(caught.value).removeprefix(f"{file.path}:1: ")
+    return str(caught.value).removeprefix(f"{file.rows[0].where}: ")
 
 
 def test_a_missing_field_is_named_with_those_that_are_there(tmp_path: Path) -> None:

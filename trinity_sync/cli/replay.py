@@ -4,7 +4,6 @@ it lived, and the user's new overrides. `reproduce` calls `find_source`, `read_s
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +12,7 @@ from pathlib import Path
 
 from trinity_sync import config
 from trinity_sync.config import RunConfig
-from trinity_sync.config.comparison import (
-    ABSENT,
-    LOCATIONS,
-    is_place,
-    without_masked,
-)
+from trinity_sync.config.comparison import ABSENT, LOCATIONS, is_place, without_masked
 from trinity_sync.config.composition import NAMED_BY_PATH, fitted
 from trinity_sync.config.invocation import (
     Invocation,
@@ -29,10 +23,11 @@ from trinity_sync.config.invocation import (
     readable,
     saved_settings,
 )
-from trinity_sync.config.overrides import as_numbers, parse
+from trinity_sync.config.overrides import as_numbers, as_value, parse
 from trinity_sync.config.saved_config import saved_references
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
+from trinity_sync.host.references import path_list
 from trinity_sync.reproduction.bundle import read_bundle
 from trinity_sync.reproduction.outcome import Outcome, read_outcome
 from trinity_sync.tracking.run_record import RunFolderInUse, RunJson, lock_owner, read_record
@@ -62,7 +57,7 @@ def replay(source: ReplaySource, new: Sequence[str], allowed: Sequence[str]) -> 
     today = invocation.of(kept).recompose((), allowed, places="none", given=new)
     places = [*_own_places(today.config, new)]
     kept = [key for key in fitted(today.config.composed) if new and saved.has(key)]  # the user may move the model
-    pins = [*_pins(saved, today.config, source.place), *(f"{key}={_as_value(saved.select(key))}" for key in kept)]
+    pins = [*_pins(saved, today.config, source.place), *(f"{key}={as_value(saved.select(key))}" for key in kept)]
     pins += [pin for pin, _ in places]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(
         new, allowed, places="written"
@@ -88,7 +83,7 @@ def _pins(saved: RunConfig, today: RunConfig, place: Path) -> Iterator[str]:
                 f"{key} is {old} in the saved settings of {place}, and is not a setting of this version; install the "
                 "version that the run was made with: see packages in its run.json"
             )
-        yield f"{key}={_as_value(old)}"
+        yield f"{key}={as_value(old)}"
 
 
 def _own_places(cfg: RunConfig, new: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -99,7 +94,7 @@ def _own_places(cfg: RunConfig, new: Sequence[str]) -> Iterator[tuple[str, str]]
             yield f"~tracker.{name}", f"tracker={name}"
     for key, ours, here in RunConfig(config.compose()).diff(cfg):
         if key.startswith(_WRITTEN_TO) and ABSENT not in (ours, here):
-            yield f"{key}={_as_value(ours)}", masked_override(f"{key}={here}")
+            yield f"{key}={as_value(ours)}", masked_override(f"{key}={here}")
 
 
 def _anchored(saved: RunConfig, folder: Path) -> RunConfig:
@@ -109,24 +104,13 @@ def _anchored(saved: RunConfig, folder: Path) -> RunConfig:
     return found.updated({_BEGAN_WITH: str(folder / begun)}) if isinstance(begun, str) else found
 
 
-def _as_value(value: object) -> str:
-    """Return a value in Hydra's override grammar."""
-    if isinstance(value, str):
-        return config.quote(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_as_value(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_as_value, value)) + "]"
-    return json.dumps(value)
-
-
 def without_secret(override: str) -> str | None:
     """Return an override without its secrets; None: nothing is left of it."""
     if masked_override(override) == override:
         return override
     key, value = override.partition("=")[0], parse(override).value()
     kept = without_masked({key.lstrip("+"): value}) if isinstance(value, dict) else {}
-    return f"{key}={_as_value(kept.popitem()[1])}" if kept else None
+    return f"{key}={as_value(kept.popitem()[1])}" if kept else None
 
 
 def _says_where(override: str) -> bool:
@@ -144,11 +128,14 @@ def check_digest(source: ReplaySource, cfg: RunConfig) -> None:
     missing, renamed = [], {}
     for key in NAMED_BY_PATH:  # only the name of a file counted
         old, new = saved.select(key), cfg.select(key)
-        if isinstance(old, str) and not os.path.exists(old):  # noqa: PTH110 - also where it may not be reached
-            missing += [f"{key} is {old}, which does not exist here: give it again"] if old == new else []
+        paths = [] if old is None else path_list(old)
+        gone = [path for path in paths if not os.path.exists(path)]  # noqa: PTH110 - also where it may not be reached
+        if gone:
+            missing += [f"{key} is {gone[0]}, which does not exist here: give it again"] if old == new else []
             # a file under another name: the old name counted
-            same = isinstance(new, str) and Path(new).name == Path(old).name
-            renamed[key] = new if same else Path(old).name
+            same = [Path(path).name for path in path_list(new)] == [Path(path).name for path in paths]
+            names = [Path(path).name if path in gone else path for path in paths]
+            renamed[key] = new if same else names[0] if isinstance(old, str) else names
     if not saved.updated(renamed).has_digest(expected):
         raise ConfigError(
             f"the settings of {source.place} are not those of its record, which has config_digest {expected}: "

@@ -39,6 +39,7 @@ from trinity_sync.config.model_checks import (
     Get,
     Problem,
     check_attention,
+    check_files,
     check_model,
     check_positions,
     check_validation,
@@ -385,9 +386,9 @@ def _check_task(get: Get) -> Iterator[Problem]:
             "task._target_", "names no class; choose an option such as task=copy_digits, or give a dotted name"
         )
         return
-    path = task.get("path")
-    if isinstance(path, str) and not Path(path).is_file():
-        yield Problem("task.path", f"is {path}, which is not a file; name an existing one")
+    ours = is_dataclass(OmegaConf.get_type(task))  # the path of another task may be anything
+    if "path" in task and (isinstance(path := get("task.path"), str) or ours):
+        yield from check_files("task.path", path)
 
 
 _CHECKS: tuple[Check, ...] = (

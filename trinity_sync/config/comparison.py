@@ -15,7 +15,7 @@ import xxhash
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.checks import check
-from trinity_sync.config.composition import NAMED_BY_PATH, anchored, as_written, plain, rate_kind, section
+from trinity_sync.config.composition import NAMED_BY_PATH, anchored, as_written, each_path, plain, rate_kind, section
 from trinity_sync.config.lookup import TARGET, own_options, own_targets
 from trinity_sync.config.schema import Config, typed
 from trinity_sync.config.targets import check_inputs
@@ -58,11 +58,14 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
         owner = section(values, *parents)
-        path = owner.get(last)
-        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - also where it may not be reached
-            owner[last] = Path(path).resolve().name
+        if last in owner:
+            owner[last] = each_path(owner[last], _last_name)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _last_name(path: str) -> str:
+    return Path(path).resolve().name if os.path.exists(path) else path  # noqa: PTH110 - also where it may not be reached
 
 
 def without_masked(values: Settings) -> Settings:
@@ -210,10 +213,6 @@ class RunConfig:
         for key, value in values.items():
             OmegaConf.update(copied, key, value)
         return RunConfig(copied)
-
-    def with_steps(self, steps: int) -> RunConfig:
-        """Return a copy with a number of steps in place of the passes over the rows."""
-        return self.updated({"trainer.steps": steps, "trainer.total_epochs": None})
 
     def without_places(self) -> RunConfig:
         """Return a copy without `LOCATIONS`, resolved as far as possible."""

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,9 +21,10 @@ from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.overrides import as_typed, parse, quote
+from trinity_sync.config.overrides import as_typed, as_value, parse
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.process import replaced
-from trinity_sync.host.references import Settings, Value, resolved_part, run_name
+from trinity_sync.host.references import Settings, Value, matched_files, path_list, resolved_part, run_name
 
 _SEARCH_PATH = "hydra.searchpath"
 
@@ -203,13 +205,13 @@ def settle(cfg: DictConfig) -> list[str]:
 
 RESUME_FROM = "checkpoint.resume_from"
 """Not in `PATHS`: the digest has it as given, so it is resolved where it is read."""
+_OF_ROWS = ("task.path", "task.validation.path")
 NAMED_BY_PATH = (
     "model.path",
     "model.shapes",
     "model.lora.path",
     "algorithm.kl.reference",
-    "task.path",
-    "task.validation.path",
+    *_OF_ROWS,
     "task.reward.function_path",
 )
 """Keys with a path whose last component alone counts in `config_digest`."""
@@ -230,11 +232,31 @@ def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
     ``~/``.
     """
     found = copy.deepcopy(cfg)
+    elsewhere = folder.absolute() != Path.cwd()
     for key in PATHS:
         with suppress(OmegaConfBaseException):  # the checks report it
             value = OmegaConf.select(found, key)
-            if isinstance(value, str) and (value.startswith("~") or folder.absolute() != Path.cwd()):
-                OmegaConf.update(found, key, _absolute(key, value, folder))
+            if isinstance(value, str | ListConfig) and (elsewhere or any(one[:1] == "~" for one in path_list(value))):
+                OmegaConf.update(found, key, each_path(value, partial(_absolute, key, folder=folder)))
+    return found
+
+
+def each_path(value: object, change: Callable[[str], str]) -> Value:
+    """Return the value of a key in `PATHS` with its path, or each path of its list, changed; other values stay."""
+    if isinstance(value, list | ListConfig):
+        return [each_path(one, change) for one in value]
+    return change(value) if isinstance(value, str) else cast("Value", value)
+
+
+def pattern_files(cfg: DictConfig) -> dict[str, list[str]]:
+    """Return the files that match now, by the key of each setting with a pattern. References stay."""
+    found, written = {}, cast("Settings", as_written(cfg))
+    for key in _OF_ROWS:
+        *above, last = key.split(".")
+        value = section(written, *above).get(last)
+        with suppress(ConfigError):  # the checks report it
+            if value != "???" and "${" not in str(value) and (files := matched_files(value)) != path_list(value):
+                found[key] = files
     return found
 
 
@@ -252,10 +274,10 @@ def _from(here: Path, text: str) -> str:
     override = parse(text)
     name, value = override.get_key_element(), override.value()
     key = name.lstrip("+")
-    if key not in (*PATHS, RESUME_FROM) or not isinstance(value, str) or "${" in value:
+    if key not in (*PATHS, RESUME_FROM) or not isinstance(value, str | list) or "${" in str(value):
         return text
-    place = _absolute(key, value, here)
-    return text if place == value else f"{name}={quote(place)}"
+    place = each_path(value, partial(_absolute, key, folder=here))
+    return text if place == value else f"{name}={as_value(place)}"
 
 
 def _absolute(key: str, value: str, folder: Path) -> str:

@@ -172,11 +172,13 @@ def _kind(key: str, types_of: Mapping[str, type]) -> str:
         field = next((found for found in fields(owner) if found.name == name), None) if is_dataclass(owner) else None
         if field is None:
             return ""
-        hint = owner = typing.get_type_hints(owner)[name]
+        hint = owner = typing.get_type_hints(owner, include_extras=True)[name]
     return _words(hint, field.metadata if field else {})
 
 
 def _words(hint: object, metadata: Mapping[str, object]) -> str:
+    if typing.get_origin(hint) is typing.Annotated:
+        return str(typing.get_args(hint)[1])
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if isinstance(choices := metadata.get("choices"), tuple):
         told = " | ".join(map(str, choices))

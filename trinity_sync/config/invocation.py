@@ -20,7 +20,7 @@ from trinity_sync.config.comparison import ABSENT, RunConfig
 from trinity_sync.config.composition import compose, fitted, from_here, override_texts, section, texts_of
 from trinity_sync.config.lookup import chosen_by_option
 from trinity_sync.config.messages import explain
-from trinity_sync.config.overrides import as_numbers, quote
+from trinity_sync.config.overrides import as_numbers, as_value, quote
 from trinity_sync.config.saved_config import Places, Trust, only_trusted, only_trusted_places
 from trinity_sync.config.user_record import NOTHING, Recorded
 from trinity_sync.errors import ConfigError
@@ -222,8 +222,7 @@ class Recomposed:
         """
         defaults = fitted(self.config.composed)
         kept = [one for one in saved.diff(self.config) if one.key in defaults and one.old != ABSENT]
-        values = [quote(one.old) if isinstance(one.old, str) else one.old for one in kept]
-        return self.also([f"{one.key}={value}" for one, value in zip(kept, values, strict=True)]) if kept else self
+        return self.also([f"{one.key}={as_value(one.old)}" for one in kept]) if kept else self
 
     def command_line(self, folder: Path) -> list[str]:
         """Return the arguments with which Hydra composes the same for one run in a folder, even from a sweep's

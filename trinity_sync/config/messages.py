@@ -199,7 +199,7 @@ def near(word: str, known: Sequence[str]) -> str:
 DRY_RUN = "--dry-run"
 _PATH, _DIR = ("--config-path", "-cp"), ("--config-dir", "-cd")
 _GROUPS_OF_HYDRA = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging", "hydra.help")
-_OF_SEVERAL = ("retention", "tracker")
+_OF_SEVERAL = ("experiment", "retention", "tracker")
 """Groups of which several options may be chosen together."""
 _QUOTES = "'\""
 _GRAMMAR = "'\"\\[]{}()$"
@@ -254,9 +254,10 @@ def plain_override(text: str) -> str:
     """
     text = as_typed(text)
     key, found, value = text.partition("=")
-    if text.startswith("-") or not found or not value or any(sign in value for sign in _GRAMMAR) or _parses(text):
+    opened, inner, closed = ("[", value[1:-1], "]") if value[:1] + value[-1:] == "[]" else ("", value, "")
+    if text.startswith("-") or not found or not value or any(sign in inner for sign in _GRAMMAR) or _parses(text):
         return text
-    quoted = f"{key}={','.join(_plain_value(part) for part in value.split(','))}"
+    quoted = f"{key}={opened}{','.join(_plain_value(part.strip()) for part in inner.split(','))}{closed}"
     return quoted if _parses(quoted) else text
 
 

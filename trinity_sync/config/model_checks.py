@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from trinity_sync.config.lookup import LABELS
 from trinity_sync.config.schema import LossValidationConfig, ValidationConfig
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.references import matched_files
 from trinity_sync.models.attention import attention_problem
 from trinity_sync.models.families import class_problem, is_known, suggestion
 from trinity_sync.models.vllm_limits import temperature_problem
@@ -215,7 +217,22 @@ def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]
         )
 
 
-# -- validation (`task.validation`)
+# -- the files of a task, and its validation (`task.validation`)
+
+
+def check_files(key: str, value: object) -> Iterator[Problem]:
+    """Check a path of files of rows, a pattern, or a list of these."""
+    try:
+        files = matched_files(value)
+    except ConfigError as error:
+        yield Problem(key, str(error))
+        return
+    has = "has" if isinstance(value, ListConfig) else "is"
+    for file in files:
+        if not Path(file).is_file():
+            yield Problem(key, f"{has} {file}, which is not a file; name an existing one")
+        elif not os.access(file, os.R_OK):
+            yield Problem(key, f"{has} {file}, which cannot be read; change its permissions, or name another one")
 
 
 KEY = "task.validation"
@@ -271,9 +288,8 @@ def check_validation(get: Get) -> Iterator[Problem]:
             f"has no value; list '/base/{base}@validation' among the defaults of the task's option file",
         )
         return
-    path = task.validation.get("path")
-    if path is not None and not Path(path).is_file():
-        yield Problem(f"{KEY}.path", f"is {path}, which is not a file; name an existing one")
+    if (path := task.validation.get("path")) is not None:
+        yield from check_files(f"{KEY}.path", path)
     many, temperature = get(f"{KEY}.samples_per_prompt"), get(f"{KEY}.temperature")
     if not by_loss and many > 1 and temperature == 0:
         yield Problem(

@@ -5,6 +5,7 @@ settings; these functions quote text that it would change. And the short forms o
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
@@ -38,6 +39,17 @@ def quote(text: str) -> str:
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
     escaped = re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped)
     return f"'{escaped}'"
+
+
+def as_value(value: object) -> str:
+    """Return a value in Hydra's override grammar."""
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{as_value(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_value, value)) + "]"
+    return json.dumps(value)
 
 
 def as_typed(override: str, text: Callable[[str], str] = str) -> str:
@@ -88,7 +100,7 @@ def _is_text(key: str) -> bool:
             owners = []
     return (
         key in _OF_HYDRA
-        or isinstance(node, StringNode)
+        or isinstance(node, StringNode | AnyNode)  # which types `config.schema.Texts`
         or (isinstance(node, ListConfig) and node._metadata.element_type is str)
     )
 

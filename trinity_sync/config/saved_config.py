@@ -35,7 +35,7 @@ from trinity_sync.config.composition import (
     override_texts,
 )
 from trinity_sync.config.lookup import ModuleSource, module_source, own_options, own_targets_of
-from trinity_sync.config.overrides import REWARD, long_form, quote
+from trinity_sync.config.overrides import REWARD, as_value, long_form, quote
 from trinity_sync.config.user_record import FILE, NOTHING, Recorded, record
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import MASK, masked, masked_override, shown
@@ -270,21 +270,20 @@ def record_of(composed: Iterable[DictConfig], hydra: DictConfig, trust: Trust, *
 
 
 def saved_texts(
-    cfg: DictConfig, used: DictConfig, trust: Trust, *, saved_by_hydra: bool, steps: int | None = None
+    cfg: DictConfig, used: DictConfig, trust: Trust, *, saved_by_hydra: bool, made: Mapping[str, object]
 ) -> dict[str, str]:
     """Return the files of a run's `.hydra/` by name: its settings as Hydra composed them (`cfg`), unless Hydra has
     saved them, and this user's record of them and of those that the run uses. The settings come last: if only some
-    files are written, the next resume shows the difference. `steps`: what the start made of `trainer.total_epochs`.
+    files are written, the next resume shows the difference. `made`: the values that the start gave to settings.
     """
     hydra = copy.deepcopy(HydraConfig.instance().cfg)
     assert isinstance(hydra, DictConfig)
     OmegaConf.set_readonly(hydra.hydra, False)
     hydra.hydra.output_subdir = SETTINGS_FOLDER
     hydra.hydra.runtime.cwd = str(trust.started_in)
-    if steps is not None:
-        keys = ("trainer.steps", "trainer.total_epochs")
-        others = [text for text in override_texts(hydra.hydra) if text.lstrip("+").partition("=")[0] not in keys]
-        hydra.hydra.overrides.task = [*others, f"trainer.steps={steps}", "trainer.total_epochs=null"]
+    if made:
+        others = [text for text in override_texts(hydra.hydra) if text.lstrip("+").partition("=")[0] not in made]
+        hydra.hydra.overrides.task = [*others, *(f"{key}={as_value(value)}" for key, value in made.items())]
     OmegaConf.set_readonly(hydra.hydra, True)
     parts = {"hydra.yaml": hydra, "overrides.yaml": hydra.hydra.overrides.task, "config.yaml": cfg}
     texts = {} if saved_by_hydra else {name: OmegaConf.to_yaml(part) for name, part in parts.items()}
@@ -404,11 +403,12 @@ def _of_setting(
 def _of_place(key: str, text: object, value: object, trust: Trust) -> Iterator[Doubt]:
     """Yield the doubt about a setting that names a place outside the run's folder."""
     written = any(f"{key}.".startswith(f"{name}.") for name in _WRITTEN) or _of_tracker(key, value)
+    named_by = re.sub(r"\.\d+$", "", key)  # of a list
     looks = isinstance(value, str) and _ELSEWHERE.match(value) is not None
     url = isinstance(value, str) and "://" in value
-    if not (written or (looks and url) or (trust.places == "all" and (key in _READ or looks))):
+    if not (written or (looks and url) or (trust.places == "all" and (named_by in _READ or looks))):
         return
-    if isinstance(value, str) and not url and (looks or key in PATHS or key == RESUME_FROM):
+    if isinstance(value, str) and not url and (looks or named_by in PATHS or key == RESUME_FROM):
         place = trust.started_in / os.path.expanduser(value)  # noqa: PTH111 - the name of an unknown user stays
         named = not looks and is_name(key, place)
         if (named and key == "model.shapes") or (not named and _inside(place, trust.where)):

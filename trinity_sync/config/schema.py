@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -25,9 +25,12 @@ from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy, make_pol
 if TYPE_CHECKING:
     Option: TypeAlias = Settings
     """An option with a schema of its own, as plain values after `typed`."""
-    LayerNames: TypeAlias = str | list[str] | None
+    Texts: TypeAlias = str | list[str]
+    OptionalTexts: TypeAlias = str | list[str] | None
 else:
-    Option = LayerNames = Any  # OmegaConf has no unions of containers
+    Option = Any
+    # OmegaConf has no unions of containers
+    Texts, OptionalTexts = Annotated[Option, "text or list"], Annotated[Option, "text or list, or null"]
 
 
 LONGEST_S = 10**9
@@ -204,16 +207,16 @@ class ValidationConfig(ValidationTimesConfig):
 
 @dataclass(kw_only=True)
 class FileValidationConfig(ValidationConfig):
-    """The same, with prompts from a file."""
+    """The same, with prompts from files."""
 
-    path: str | None = MISSING
+    path: OptionalTexts = MISSING
 
 
 @dataclass(kw_only=True)
 class LossValidationConfig(ValidationTimesConfig):
     """When the trainer measures the loss of held-out rows."""
 
-    path: str | None = MISSING
+    path: OptionalTexts = MISSING
     rows: int | None = number(at_least=1)
 
 
@@ -229,10 +232,10 @@ class CopyDigitsConfig:
 
 @dataclass(kw_only=True)
 class PromptFileConfig:
-    """Prompts from a file."""
+    """Prompts from files."""
 
     _target_: str = MISSING
-    path: str = MISSING
+    path: Texts = MISSING
     prompt_key: str = MISSING
     shuffle: bool = MISSING
     reward: Settings = MISSING
@@ -245,9 +248,9 @@ class PromptFileConfig:
 
 @dataclass(kw_only=True)
 class JsonlConfig(PromptFileConfig):
-    """Prompts from a file, with a reward function."""
+    """Prompts from files, with a reward function."""
 
-    answer_key: str = MISSING
+    answer_key: str | None = MISSING
 
 
 @dataclass(kw_only=True)
@@ -259,10 +262,10 @@ class VerlConfig(PromptFileConfig):
 
 @dataclass(kw_only=True)
 class ResponseFileConfig:
-    """Prompts with their responses from a file."""
+    """Prompts with their responses from files."""
 
     _target_: str = MISSING
-    path: str = MISSING
+    path: Texts = MISSING
     max_length: int = number(at_least=2)
     too_long: str = choice(*TOO_LONG)
     chat_template: Settings = MISSING
@@ -271,7 +274,7 @@ class ResponseFileConfig:
 
 @dataclass(kw_only=True)
 class PairsConfig(ResponseFileConfig):
-    """Pairs of prompt and response from a file."""
+    """Pairs of prompt and response from files."""
 
     prompt_key: str = MISSING
     response_key: str = MISSING
@@ -279,7 +282,7 @@ class PairsConfig(ResponseFileConfig):
 
 @dataclass(kw_only=True)
 class ConversationsConfig(ResponseFileConfig):
-    """Conversations from a file."""
+    """Conversations from files."""
 
     messages_key: str = MISSING
     tools_key: str = MISSING
@@ -406,7 +409,7 @@ class LoraConfig:
 
     rank: int = number(at_least=0)
     alpha: int | None = number(at_least=1)
-    targets: LayerNames = MISSING
+    targets: OptionalTexts = MISSING
     path: str | None = MISSING
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked
 
 _FROM_ENVIRONMENT = "\0"
@@ -88,6 +91,35 @@ def resolved_part(node: DictConfig | ListConfig, part: object, written: Value) -
     return written if isinstance(value, str) and _FROM_ENVIRONMENT in value else value
 
 
+# -- the files that a setting names
+
+
+def path_list(value: object) -> list[str]:
+    """Return the paths and patterns of a setting that takes one or a list of them."""
+    return list(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
+
+
+def matched_files(value: object) -> list[str]:
+    """Return the files that a setting names: by a path, which is not checked, a pattern such as ``data/*.jsonl``, whose
+    files are sorted by name, or a list of these. Raises ConfigError, whose text lacks the key, where a pattern matches
+    no file or a file is named twice.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for named in path_list(value):
+        text = os.path.expanduser(named)  # noqa: PTH111 - the name of an unknown user stays
+        matching = glob.has_magic(text) and not os.path.exists(text)  # noqa: PTH110
+        files = [named] if not matching else sorted(filter(os.path.isfile, glob.glob(text, recursive=True)))  # noqa: PTH207
+        if not files:
+            raise ConfigError(f"has the pattern {named}, which matches no file; name an existing one")
+        for file in files:
+            place, pair = os.path.realpath(os.path.expanduser(file)), (file, named)  # noqa: PTH111
+            if (first := found.setdefault(place, pair)) is not pair:
+                raise ConfigError(f"has the file {file} twice, by {first[1]} and by {named}; name it once")
+    if not found:
+        raise ConfigError("is an empty list; name a file")
+    return [file for file, _ in found.values()]
+
+
 # -- the names of a run's task and model
 
 
@@ -96,7 +128,7 @@ _TELLS_NOTHING = re.compile(
     r"|huggingface|snapshots|models?|exports?|checkpoints?|actor|config|final|last|best|merged|(global_step|checkpoint|step)[_-]?\d+)"
 )
 """File and folder names that many tasks and models share; the folder above them has a better name."""
-_ENDING = re.compile(r"(?i)([-_.]?\d+-of-\d+)?(\.(jsonl?|parquet|gz))+$")
+_ENDING = re.compile(r"(?i)([-_.]?[\d*?]+-of-[\d*?]+)?(\.(jsonl?|parquet|gz))+$")
 _LONGEST_NAME = 40
 
 

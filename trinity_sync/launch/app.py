@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config import FORMER_MODULES, Config, RunConfig
 from trinity_sync.config.composed_jobs import ComposedJob, composed_before, is_fixed, note_settings, sweep_jobs
-from trinity_sync.config.composition import inspected, settle
+from trinity_sync.config.composition import inspected, pattern_files, settle
 from trinity_sync.config.messages import CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
 from trinity_sync.errors import ConfigError, RunError, TrinityError
@@ -41,6 +41,7 @@ from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.masking import hide_typed
 from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.process import replaced
+from trinity_sync.host.references import Settings, path_list
 from trinity_sync.host.terminal import output_lost, safe_streams
 from trinity_sync.launch import sweeps
 from trinity_sync.launch.start import Resume, planned_steps, used_places
@@ -51,6 +52,7 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; the configuration or command line is wrong; interrupted."""
 
 _EPOCHS = "trainer.total_epochs"
+_MATCHED = "matched_files.json"
 _LOOKED_AT = ("workload", "backend", "model", "task", "explorer", "sync", "cluster", "tracker")
 """Parts of a configuration that the slow checks before a start depend on."""
 
@@ -200,8 +202,9 @@ def _log_of(run_dir: Path) -> Path:
 
 def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
-    places: Mapping[str, str | int | None] = {}
+    places: Mapping[str, object] = {}
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
+    used = cfg.anchored(started_in)
     if hydra_cfg.mode == RunMode.MULTIRUN and sweeps.started_again(hydra_cfg, run_dir):
         sweeps.wait_until_free(run_dir)
         if sweeps.has_completed(run_dir):
@@ -209,7 +212,10 @@ def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> in
         resume, places = Resume(started_in=started_in), used_places(run_dir)
         if cfg.select(_EPOCHS) is not None and (steps := planned_steps(run_dir)):  # the file may have grown
             places = {**places, "trainer.steps": steps, _EPOCHS: None}
-    used = cfg.anchored(started_in).updated(places)  # the places as `trinity-sync resume` does, see `config.invocation`
+        with contextlib.suppress(OSError, ValueError):  # there was no pattern
+            places = {**places, **json.loads((run_dir / SETTINGS_FOLDER / _MATCHED).read_text("utf-8"))}
+    used = used.updated(places)  # as `trinity-sync resume` does, see `config.invocation`
+    used = used.updated(pattern_files(used.composed))
     used.check()
     from trinity_sync.launch import launcher
 
@@ -440,12 +446,16 @@ def settings_files(
     folder = run / SETTINGS_FOLDER
     trust = Trust(where=run, started_in=started_in)
     unsaved = saved_by_hydra and not folder.is_dir()  # hydra.output_subdir=null
-    steps = None if cfg.select(_EPOCHS) is None else used.settings.trainer.steps
-    if steps is not None:
-        cfg, saved_by_hydra = cfg.with_steps(steps), False
-    texts = (
-        {} if unsaved else saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra, steps=steps)
-    )
+    patterns = pattern_files(cfg.anchored(started_in).composed)
+    made: Settings = {key: [*path_list(used.select(key))] for key in patterns}
+    matched = {_MATCHED: json.dumps(made)} if made else {}
+    if cfg.select(_EPOCHS) is not None:
+        made |= {"trainer.steps": used.settings.trainer.steps, _EPOCHS: None}
+    if made:
+        cfg, saved_by_hydra = cfg.updated(made), False
+    texts: Mapping[str, str] = {}
+    if not unsaved:
+        texts = saved_texts(cfg.composed, used.composed, trust, saved_by_hydra=saved_by_hydra, made=made) | matched
     before = {name: path.read_text("utf-8") if (path := folder / name).exists() else None for name in texts}
     _write(folder, texts)
     try:

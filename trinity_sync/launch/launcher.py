@@ -191,7 +191,7 @@ def _with_steps(config: RunConfig, task: object) -> RunConfig:
     rows, per_step = len(all_rows()), int(str(config.select(key)))
     steps = -(-rows * epochs // per_step)
     _say(f"trainer.total_epochs={epochs}: {steps} steps for {rows} rows, {per_step} a step ({key})")
-    counted = config.with_steps(steps)
+    counted = config.updated({"trainer.steps": steps, "trainer.total_epochs": None})
     counted.check_values()
     return counted
 

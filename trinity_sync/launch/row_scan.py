@@ -26,7 +26,7 @@ from trinity_sync.config import Config, build_task, validation_items, validation
 from trinity_sync.config.composition import section
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
-from trinity_sync.host.references import Settings
+from trinity_sync.host.references import Settings, path_list
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.families import class_problem, noise
 from trinity_sync.models.vllm_limits import model_problem
@@ -135,20 +135,22 @@ def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
         return
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
+        trained, validated = _path_text(cfg.task), _path_text(section(cfg.task, "validation"), "the validation")
         _note(
-            f"{len(shared)} of the {count} rows of the validation{_named(section(cfg.task, 'validation'))} are also in "
-            f"the task{_named(cfg.task)}, the first of them {shared[0]}: the validation does not use new rows only"
+            f"{len(shared)} of the {count} rows of {validated} are also in {trained}, the first of them {shared[0]}: "
+            "the validation does not use new rows only"
         )
 
 
-def _named(node: Settings) -> str:
-    path = node.get("path")
-    return f" ({path})" if path else ""
+def _path_text(node: Settings, without: str = "the task") -> str:
+    """Return the first path of a task's rows, and how many others there are, for display."""
+    first, *others = path_list(node.get("path") or without)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _look_through(settings: Config, task: Any, node: Settings) -> RowCounts | None:
     """Check the model and the rows of a task with a file, and let the task leave out rows by its policy."""
-    path = None if node.get("path") is None else str(node["path"])
+    path = _path_text(node)
     _check_tokenizer(settings.model.path)
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     explores = algorithm_of(settings.algorithm).explores
@@ -167,7 +169,7 @@ def _look_through(settings: Config, task: Any, node: Settings) -> RowCounts | No
         vllm_on_cpu=on_cpu if vllm else None,
         rows=[(place, _plain(item) if explores else item) for place, item in (all_rows() if all_rows else ())],
     )
-    answer = _ask(request, path or "the task")
+    answer = _ask(request, path)
     if isinstance(answer, _UnreadableModel):
         if all_rows is None:
             return None
@@ -183,10 +185,8 @@ def _look_through(settings: Config, task: Any, node: Settings) -> RowCounts | No
         _note(note)
     if counts is None:
         return None
-    unread: Mapping[tuple[int | None, str], str] = getattr(task, "unread", {})
-    for (row, column), reason in {key[1]: (key, reason) for key, reason in reversed([*unread.items()])}.values():
-        place = path if row is None else f"{path}: row {row}"
-        _note(f"{place}: the column {column!r} cannot be read, and rewards do not get it: {reason}")
+    for text in getattr(task, "unread", ()):
+        _note(text)
     if counts.policy == "filter" and answer.too_long:
         task.leave_out(answer.too_long)
     if counts.too_long:

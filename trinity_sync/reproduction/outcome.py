@@ -94,7 +94,8 @@ DIGEST = "digest"
 
 def compare(old: Outcome, new: Outcome) -> Comparison:
     """Compare a run with its repetition, bit for bit. Steps that only the repetition has do not count."""
-    versions, values, newest = 0, 0, max(new.digests, default=-1)
+    versions, values = 0, 0
+    newest = max(new.digests or new.metrics, default=-1)  # SFT published versions before, for no explorer
     unequal: list[Unequal] = []
     absent: list[int] = []
     for step in sorted({*old.digests, *old.metrics}):

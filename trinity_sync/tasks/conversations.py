@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tasks.rows import FileExamples, Row, RowFile, chat_message
+from trinity_sync.tasks.rows import FileExamples, FilePaths, FileRows, Row, chat_message
 
 
 class Conversation(NamedTuple):
@@ -25,18 +24,18 @@ class ConversationsTask(FileExamples[Conversation]):
     Args:
         tools_key: field of the tools, a list; a row may lack it.
         enable_thinking_key: field of ``enable_thinking``, true or false; a row may lack it.
-        seed: the run's seed; the conversations are a pure function of the file, the seed and the step.
+        seed: the run's seed; the conversations are a pure function of the files, the seed and the step.
         max_length: longest conversation in tokens, for the trainer.
         chat_template: arguments of the tokenizer's chat template.
         ignore_input_ids_mismatch: accept turns whose tokens differ from those in the whole conversation.
 
     Raises:
-        ConfigError: the file is not as described; names file and line.
+        ConfigError: a file is not as described; names file and line.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: FilePaths,
         messages_key: str,
         seed: int,
         *,
@@ -49,12 +48,13 @@ class ConversationsTask(FileExamples[Conversation]):
     ) -> None:
         self._messages_key, self._tools_key, self._thinking_key = messages_key, tools_key, enable_thinking_key
         columns = (messages_key, tools_key, enable_thinking_key)
-        super().__init__(RowFile(path, seed=seed, shuffle=True, columns=columns), self._conversation)
+        keys = {"task.messages_key": messages_key}
+        super().__init__(FileRows(path, seed=seed, shuffle=True, columns=columns, keys=keys), self._conversation)
 
     def _conversation(self, row: Row) -> Conversation:
-        where = self._file.where(row)
-        self._file.value(row, self._messages_key)
-        messages = self._file.optional(row, self._messages_key)
+        where = row.where
+        self._rows.value(row, self._messages_key)
+        messages = self._rows.optional(row, self._messages_key)
         if not isinstance(messages, list) or not messages:
             raise ConfigError(f"{where}: the field {self._messages_key!r} must be a list of chat messages")
         for number, message in enumerate(messages, start=1):
@@ -65,7 +65,7 @@ class ConversationsTask(FileExamples[Conversation]):
                 )
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError(f"{where}: no message is the assistant's, so there is nothing to learn")
-        tools, thinking = self._file.optional(row, self._tools_key), self._file.optional(row, self._thinking_key)
+        tools, thinking = self._rows.optional(row, self._tools_key), self._rows.optional(row, self._thinking_key)
         if not isinstance(tools, list | None):
             raise ConfigError(f"{where}: the field {self._tools_key!r} must be a list of objects")
         if not isinstance(thinking, bool | None):

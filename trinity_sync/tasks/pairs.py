@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.samples.record import Message, Prompt
 from trinity_sync.tasks.conversations import Conversation
-from trinity_sync.tasks.rows import FileExamples, Row, RowFile
+from trinity_sync.tasks.rows import FileExamples, FilePaths, FileRows, Row
 
 
 class TextPair(NamedTuple):
@@ -27,17 +26,17 @@ class PairsTask(FileExamples[TextPair]):
 
     Args:
         prompt_key: field of the prompt, a text or a list of chat messages.
-        seed: the run's seed; the pairs are a pure function of the file, the seed and the step.
+        seed: the run's seed; the pairs are a pure function of the files, the seed and the step.
         max_length: longest prompt and response together in tokens, for the trainer.
         chat_template: arguments of the tokenizer's chat template.
 
     Raises:
-        ConfigError: the file is not as described; names file and line.
+        ConfigError: a file is not as described; names file and line.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: FilePaths,
         prompt_key: str,
         response_key: str,
         seed: int,
@@ -48,13 +47,14 @@ class PairsTask(FileExamples[TextPair]):
     ) -> None:
         self.max_length = max_length
         self._prompt_key, self._response_key = prompt_key, response_key
-        file = RowFile(path, seed=seed, shuffle=True, columns=(prompt_key, response_key))
-        super().__init__(file, self._pair)
+        keys = {"task.prompt_key": prompt_key, "task.response_key": response_key}
+        rows = FileRows(path, seed=seed, shuffle=True, columns=keys.values(), keys=keys)
+        super().__init__(rows, self._pair)
 
     def _pair(self, row: Row) -> TextPair:
-        prompt = self._file.text_or_messages(row, self._prompt_key)
-        response = self._file.text(row, self._response_key)
-        return TextPair(prompt if isinstance(prompt, str) else list(prompt), response, self._file.where(row))
+        prompt = self._rows.text_or_messages(row, self._prompt_key)
+        response = self._rows.text(row, self._response_key)
+        return TextPair(prompt if isinstance(prompt, str) else list(prompt), response, row.where)
 
 
 Item = Prompt | TextPair | Conversation

@@ -1,4 +1,4 @@
-"""Rows of a JSON Lines or Parquet file, in an order that depends on seed and step only; the base of file tasks."""
+"""Rows of JSON Lines or Parquet files, in an order that depends on seed and step only; the base of file tasks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.references import matched_files
 from trinity_sync.samples.keys import child, path
 from trinity_sync.samples.record import Message, Purpose
 
@@ -37,50 +38,49 @@ _LONG_NUMBER = re.compile(rf'"(?:[^"\\]|\\.)*"|-?\d{{{_DIGITS + 1},}}')
 _ONE_PER_LINE = "; where the file is one JSON document: jq -c '.[]' FILE writes one object per line"
 
 
-class Row(NamedTuple):
-    """One object of the file. `number`: its line (JSON Lines) or row (Parquet), from 1."""
+FilePaths: TypeAlias = str | Path | Sequence[str | Path]
+_Columns: TypeAlias = Collection[str] | None
+_Keys: TypeAlias = Mapping[str, str | None]
+_Numbered: TypeAlias = tuple[int, Mapping[str, object]]
 
+
+class Row(NamedTuple):
+    """One object of a file. `number`: its line (JSON Lines) or row (Parquet), from 1."""
+
+    file: DataFile
     number: int
     values: Mapping[str, object]
 
+    @property
+    def where(self) -> str:
+        """Its place, as in ``train.jsonl:17``."""
+        return f"{self.file.path}:{self.number}" if self.file.known is None else f"{self.file.path}: row {self.number}"
 
-class RowFile:
-    """A file of objects, read and checked at once.
 
-    Args:
-        path: the file; Parquet by its name or contents, else JSON Lines in UTF-8, blank lines skipped. Either may be
-            compressed by gzip.
-        shuffle: give each pass over the file (epoch) its own random order; otherwise that of the file.
-        columns: the columns of a Parquet file to read, if it has them; None: all.
-
-    Attributes:
-        unread: the errors of unreadable Parquet values, by row and column; row None: the whole column. Raised when the
-            value is used.
-
-    Raises:
-        ConfigError: the file cannot be read, is empty, or a line is not an object; names file and line.
+class DataFile:
+    """A file of objects: Parquet by its name or contents, else JSON Lines in UTF-8, blank lines skipped. Either may be
+    compressed by gzip. `known`: the columns of a Parquet file. `unread`: the errors of its unreadable values, by
+    row and column; row None: the whole column.
     """
 
-    def __init__(self, path: str | Path, *, seed: int, shuffle: bool, columns: Collection[str] | None = None) -> None:
-        self.path = Path(path).expanduser()
-        self._seed = seed
-        self._shuffle = shuffle
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: list[str] | None = None
         self.unread: dict[tuple[int | None, str], str] = {}
-        self._known: list[str] | None = None
+
+    def read(self, columns: _Columns) -> list[Row]:
+        """Read the rows; `columns`: those of a Parquet file to read, None: all. Raises ConfigError."""
         try:
             with self.path.open("rb") as file:
-                self.rows = list(self._read(file, columns))
+                rows = [Row(self, number, values) for number, values in self._objects(file, columns)]
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{self.path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-        if not self.rows:
-            raise ConfigError(f"{self.path} is empty; it must have one object per {self._unit}")
-        self._last_order: tuple[int, NDArray[np.int64]] = (-1, np.arange(0))
+        if not rows:
+            unit = "line" if self.known is None else "row"
+            raise ConfigError(f"{self.path} is empty; it must have one object per {unit}")
+        return rows
 
-    @property
-    def _unit(self) -> str:
-        return "line" if self._known is None else "row"
-
-    def _read(self, file: IO[bytes], columns: Collection[str] | None) -> Iterator[Row]:
+    def _objects(self, file: IO[bytes], columns: _Columns) -> Iterator[_Numbered]:
         name = self.path.name.lower()
         if _begins(file, _GZIP):
             file, name = io.BytesIO(gzip.decompress(file.read())), name.removesuffix(".gz")
@@ -91,24 +91,24 @@ class RowFile:
             return self._parquet(file, columns)
         return _json_lines(self.path, file)
 
-    def _parquet(self, file: IO[bytes], columns: Collection[str] | None) -> Iterator[Row]:
+    def _parquet(self, file: IO[bytes], columns: _Columns) -> Iterator[_Numbered]:
         import pyarrow
         from pyarrow import parquet
 
-        self._known = []
+        self.known = []
         try:
             table = parquet.ParquetFile(file)
-            self._known = list(table.schema_arrow.names)
+            self.known = list(table.schema_arrow.names)
             count = table.metadata.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{self.path} cannot be read as Parquet: {_in_one_line(error)}") from error
-        if repeated := next((name for name in self._known if self._known.count(name) > 1), None):
+        if repeated := next((name for name in self.known if self.known.count(name) > 1), None):
             raise ConfigError(f"{self.path}: the column {repeated!r} is there twice")
-        names = [name for name in self._known if columns is None or name in columns]
+        names = [name for name in self.known if columns is None or name in columns]
         cells = {name: self._column(table, name) for name in names}
         readable = {name: values for name, values in cells.items() if (None, name) not in self.unread}
         for place in range(count):
-            yield Row(place + 1, {name: values[place] for name, values in readable.items()})
+            yield place + 1, {name: values[place] for name, values in readable.items()}
 
     def _column(self, table: parquet.ParquetFile, name: str) -> list[object]:
         """Return the values of a column; None for an unreadable one, with its error in `unread`."""
@@ -129,6 +129,42 @@ class RowFile:
             self.unread[row, name] = _in_one_line(error)
             return None
 
+
+class FileRows:
+    """The rows of files of objects, one file after the other, read and checked at once. Raises ConfigError, with file
+    and line.
+
+    Args:
+        path: of a file, a pattern such as ``data/*.jsonl``, or a list of these; see `matched_files` and `DataFile`.
+        shuffle: give each pass over the rows (epoch) its own random order; otherwise that of the files.
+        columns: the columns of Parquet files to read, if they have them; None: all.
+        keys: the names of fields by the settings that give them (``{"task.prompt_key": "question"}``), for errors.
+    """
+
+    def __init__(
+        self, path: FilePaths, *, seed: int, shuffle: bool, columns: _Columns = None, keys: _Keys | None = None
+    ) -> None:
+        self._seed = seed
+        self._shuffle = shuffle
+        self._setting = {name: setting for setting, name in (keys or {}).items()}
+        try:
+            self._files = [DataFile(Path(file).expanduser()) for file in matched_files(path)]
+        except ConfigError as error:
+            raise ConfigError(f"the path of the rows {error}") from error
+        self.rows = [row for file in self._files for row in file.read(columns)]
+        self._last_order: tuple[int, NDArray[np.int64]] = (-1, np.arange(0))
+
+    @property
+    def unread(self) -> list[str]:
+        """The first error of each column of Parquet with values that cannot be read; raised where one is used."""
+        found: dict[tuple[DataFile, str], str] = {}
+        for file in self._files:
+            for (row, column), reason in file.unread.items():
+                place = file.path if row is None else f"{file.path}: row {row}"
+                text = f"{place}: the column {column!r} cannot be read, and rewards do not get it: {reason}"
+                found.setdefault((file, column), text)
+        return [*found.values()]
+
     def following(self, first: int, count: int) -> list[Row]:
         """Return rows by their number in the order of the data, one epoch after the other, from 0."""
         places = (divmod(position, len(self.rows)) for position in range(first, first + count))
@@ -148,36 +184,36 @@ class RowFile:
             self._last_order = (epoch, order)
         return self._last_order[1]
 
-    def where(self, row: Row) -> str:
-        """Return the place of a row, as in ``train.jsonl:17``."""
-        return f"{self.path}:{row.number}" if self._unit == "line" else f"{self.path}: row {row.number}"
-
     def value(self, row: Row, key: str) -> object:
         """Return a field of a row."""
         if self.optional(row, key) is not None:
             return row.values[key]
+        setting = self._setting.get(key)
+        needless = f"; {setting}=null where the reward needs none" if setting == "task.answer_key" else ""
         if key in row.values:
-            raise ConfigError(f"{self.where(row)}: the field {key!r} is null")
-        there = ", ".join(map(repr, row.values if self._known is None else self._known)) or "none"
-        raise ConfigError(f"{self.where(row)}: there is no field {key!r}; there is: {there}")
+            raise ConfigError(f"{row.where}: the field {key!r} is null{needless}")
+        there = ", ".join(map(repr, row.values if row.file.known is None else row.file.known)) or "nothing"
+        if setting is None:
+            raise ConfigError(f"{row.where}: there is no field {key!r}; there is: {there}")
+        raise ConfigError(f"{setting}={key!r}: {row.where} has no such field; it has: {there}{needless}")
 
     def optional(self, row: Row, key: str) -> object:
         """Return a field of a row; None: it is missing or null. Objects have no null values: Parquet adds those for
         keys of other rows.
         """
         for number in (row.number, None):
-            if (reason := self.unread.get((number, key))) is not None:
-                raise ConfigError(f"{self.where(row)}: the column {key!r} cannot be read: {reason}")
+            if (reason := row.file.unread.get((number, key))) is not None:
+                raise ConfigError(f"{row.where}: the column {key!r} cannot be read: {reason}")
         found = row.values.get(key)
-        return found if self._known is None else _without_nulls(found)
+        return found if row.file.known is None else _without_nulls(found)
 
     def text(self, row: Row, key: str) -> str:
         """Return a field that must be a non-empty text."""
         value = self.value(row, key)
         if not isinstance(value, str):
-            raise ConfigError(f"{self.where(row)}: the field {key!r} is {_kind(value)}; it must be a text")
+            raise ConfigError(f"{row.where}: the field {key!r} is {_kind(value)}; it must be a text")
         if not value:
-            raise ConfigError(f"{self.where(row)}: the field {key!r} is an empty text")
+            raise ConfigError(f"{row.where}: the field {key!r} is an empty text")
         return value
 
     def text_or_messages(self, row: Row, key: str) -> str | tuple[Message, ...]:
@@ -188,10 +224,10 @@ class RowFile:
             if isinstance(value, str):
                 return self.text(row, key)
             raise ConfigError(
-                f"{self.where(row)}: the field {key!r} is {_kind(value)}; it must be a text or a list of chat messages"
+                f"{row.where}: the field {key!r} is {_kind(value)}; it must be a text or a list of chat messages"
             )
         if not value:
-            raise ConfigError(f"{self.where(row)}: the field {key!r} is an empty list")
+            raise ConfigError(f"{row.where}: the field {key!r} is an empty list")
         for number, message in enumerate(value, start=1):
             if not (
                 isinstance(message, dict)
@@ -199,7 +235,7 @@ class RowFile:
                 and isinstance(message.get("content"), str)
             ):
                 raise ConfigError(
-                    f"{self.where(row)}: message {number} of the field {key!r} must be an object with the texts "
+                    f"{row.where}: message {number} of the field {key!r} must be an object with the texts "
                     f"'role' and 'content'"
                 )
         return tuple(chat_message(message) for message in value)
@@ -233,7 +269,7 @@ def _kind(value: object) -> str:
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
-def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
+def _json_lines(path: Path, file: IO[bytes]) -> Iterator[_Numbered]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -257,7 +293,7 @@ def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
         if not isinstance(value, dict):
             advice = _ONE_PER_LINE if isinstance(value, list) else ""
             raise ConfigError(f"{path}:{number}: {_kind(value)}; each line must be a JSON object{advice}")
-        yield Row(number, value)
+        yield number, value
 
 
 def _check_depth(text: str) -> None:
@@ -280,26 +316,17 @@ def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
     return found
 
 
-class Example(Protocol):
-    """A pair or conversation: an example of supervised training."""
-
-    @property
-    def where(self) -> str:
-        """Place in the file, as in ``train.jsonl:17``."""
-        ...
-
-
-E = TypeVar("E", bound=Example)
+E = TypeVar("E")
 
 
 class FileExamples(Generic[E]):
-    """The `SupervisedTask` of a file with one example per row. `example`: makes the example of a row; called for all at
+    """The `SupervisedTask` of files with one example per row. `example`: makes the example of a row; called for all at
     once.
     """
 
-    def __init__(self, file: RowFile, example: Callable[[Row], E]) -> None:
-        self._file = file
-        self._examples = {row.number: example(row) for row in file.rows}
+    def __init__(self, rows: FileRows, example: Callable[[Row], E]) -> None:
+        self._rows = rows
+        self._examples = {row.where: example(row) for row in rows.rows}
 
     def pairs(self, step: int, count: int) -> list[E]:
         """Return the examples of a trainer step (from 1)."""
@@ -307,16 +334,16 @@ class FileExamples(Generic[E]):
 
     def pairs_from(self, first: int, count: int) -> list[E]:
         """Return examples by their number in the order of the data, from 0."""
-        return [self._examples[row.number] for row in self._file.following(first, count)]
+        return [self._examples[row.where] for row in self._rows.following(first, count)]
 
     def all_rows(self) -> list[tuple[str, E]]:
         """Return each example of the file, with its place."""
-        return [(example.where, example) for example in self.validation_rows(None)]
+        return [(row.where, self._examples[row.where]) for row in self._rows.rows]
 
     def validation_rows(self, count: int | None) -> list[E]:
         """Return the first examples of the file, all for None."""
-        return [self._examples[row.number] for row in self._file.rows[:count]]
+        return [self._examples[row.where] for row in self._rows.rows[:count]]
 
     def leave_out(self, rows: Collection[int]) -> None:
         """Remove examples by their index in `all_rows`."""
-        self._file.leave_out(rows)
+        self._rows.leave_out(rows)

@@ -16,7 +16,7 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
 from trinity_sync.tasks.jsonl import FilePrompts
 from trinity_sync.tasks.rewards import Judging, check_function_file
-from trinity_sync.tasks.rows import Row, RowFile
+from trinity_sync.tasks.rows import FilePaths, FileRows, Row
 
 _SOURCE, _MODEL, _TRUTH, _EXTRA = "data_source", "reward_model", "ground_truth", "extra_info"
 _ARGUMENTS = (_SOURCE, "solution_str", _TRUTH, _EXTRA)
@@ -94,18 +94,18 @@ class VerlTask(FilePrompts):
     Args:
         prompt_key: column of the prompt, a list of chat messages or a text.
         shuffle: shuffle each pass over the file in another order.
-        seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
+        seed: the run's seed; the prompts are a pure function of the files, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens, for the explorers.
         judging: None: the defaults of `Judging`.
         chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:
-        ConfigError: the file is not as described; names file, row and column. Or the function is not.
+        ConfigError: a file is not as described; names file, row and column. Or the function is not.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: FilePaths,
         prompt_key: str,
         shuffle: bool,
         reward: Mapping[str, object],
@@ -118,16 +118,16 @@ class VerlTask(FilePrompts):
         chat_template: Mapping[str, object] | None = None,
     ) -> None:
         function, columns = _reward(reward), (prompt_key, _SOURCE, _MODEL, _EXTRA)
-        file = RowFile(path, seed=seed, shuffle=shuffle, columns=columns)
-        super().__init__(file, prompt_key, function, function.name, judging, prompt_length, response_length)
+        rows = FileRows(path, seed=seed, shuffle=shuffle, columns=columns, keys={"task.prompt_key": prompt_key})
+        super().__init__(rows, prompt_key, function, function.name, judging, prompt_length, response_length)
 
     def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
-        self._file.text(row, _SOURCE)
-        model = self._file.value(row, _MODEL)
+        self._rows.text(row, _SOURCE)
+        model = self._rows.value(row, _MODEL)
         if not isinstance(model, dict) or model.get(_TRUTH) is None:
-            raise ConfigError(f"{self._file.where(row)}: the field {_MODEL!r} must be an object with a {_TRUTH!r}")
-        if not isinstance(self._file.optional(row, _EXTRA), dict | None):
-            raise ConfigError(f"{self._file.where(row)}: the field {_EXTRA!r} must be an object")
+            raise ConfigError(f"{row.where}: the field {_MODEL!r} must be an object with a {_TRUTH!r}")
+        if not isinstance(self._rows.optional(row, _EXTRA), dict | None):
+            raise ConfigError(f"{row.where}: the field {_EXTRA!r} must be an object")
         return model[_TRUTH], {key: row.values[key] for key in (_SOURCE, _MODEL, _EXTRA) if key in row.values}
 
 
