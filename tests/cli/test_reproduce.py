@@ -449,7 +449,7 @@ def test_the_record_and_the_settings_alone_are_enough(
     shutil.copy(run / "run.json", sent)
     shutil.rmtree(run)
     assert reproduce(sent) == 0
-    assert capsys.readouterr().out == "equal: 1 versions and 0 values of metrics, bit for bit\n"
+    assert capsys.readouterr().out == "equal: 1 version and 0 values of metrics, bit for bit\n"
     launcher.spoilt = 5
     assert reproduce(sent, "hydra.run.dir=again") == 1
 

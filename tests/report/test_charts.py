@@ -125,6 +125,14 @@ def test_curves_that_never_move_are_a_line_of_text() -> None:
     assert "<svg" in charts.line_chart([Series(name="d", points=flat[0].points, **edges)], label="a", y_format=text)
 
 
+@pytest.mark.parametrize(("at", "ends"), [(1.0, False), (9.0, True)])
+def test_the_text_of_a_mark_stays_within_the_picture(at: float, ends: bool) -> None:
+    curve = Series(name="a", points=[(0.0, 0.5), (9.0, 0.6)])
+    drawing = charts.line_chart([curve], label="a", y_format=text, marks={at: "resumed"})
+    (found,) = re.findall(r"<text ([^>]*)>resumed</text>", drawing)
+    assert ('text-anchor="end"' in found) == ends
+
+
 @given(points=POINTS, by=st.floats(0, 1e6))
 def test_a_band_lies_within_the_picture_around_its_curve(points: list, by: float) -> None:
     known = [(x, y) for x, y in points if y is not None]

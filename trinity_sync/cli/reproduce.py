@@ -18,7 +18,7 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from trinity_sync.cli.replay import Replay, ReplaySource
     from trinity_sync.config.invocation import Recomposed
-    from trinity_sync.reproduction.outcome import Comparison, EnvironmentDifference, Outcome, Unequal
+    from trinity_sync.reproduction.outcome import Comparison, EnvironmentDifference, Outcome
 
 _RUN_DIR = "hydra.run.dir"
 _MOST_SHOWN = 5
@@ -253,8 +253,8 @@ def _repeat(
         "equal": comparison.equal,
         "versions": comparison.versions,
         "metrics": comparison.values,
-        "first_version": _told(comparison.first_version),
-        "first_metrics": [_told(one) for one in comparison.first_metrics],
+        "first_version": comparison.first_version and comparison.first_version._asdict(),
+        "first_metrics": [one._asdict() for one in comparison.first_metrics],
         "absent": comparison.absent,
         "changed": [one._asdict() for one in settings.changed],
         "environment": [one._asdict() for one in differs],
@@ -267,7 +267,9 @@ def _repeat(
 
 
 def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[EnvironmentDifference]) -> Iterator[str]:
-    compared = f"{comparison.versions} versions and {comparison.values} values of metrics"
+    from trinity_sync.tracking.units import plural
+
+    compared = f"{plural(comparison.versions, 'version')} and {plural(comparison.values, 'value')} of metrics"
     if comparison.equal:
         yield f"equal: {compared}, bit for bit"
         return
@@ -287,10 +289,6 @@ def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[Environ
     yield f"compared: {compared}; {len(comparison.unequal)} differ"
     reasons = [f"{one.key}: {one.old} -> {one.new}" for one in settings.changed] + [str(one) for one in differs]
     yield f"differences: {'; '.join(reasons) or 'none that is recorded'}"
-
-
-def _told(one: Unequal | None) -> dict[str, object] | None:
-    return None if one is None else one._asdict()
 
 
 def _outcome(folder: Path) -> Outcome:

@@ -109,8 +109,7 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
             versions += 1
             if old.digests[step] != new.digests[step]:
                 unequal.append(Unequal(step, DIGEST, old.digests[step], new.digests[step]))
-        unsaved = step in old.digests and step not in new.digests and step > newest
-        if (before is not None and after is None) or unsaved:
+        if (before is not None and after is None) or (step in old.digests and step > newest):
             absent.append(step)
     return Comparison(versions=versions, values=values, unequal=tuple(unequal), absent=tuple(absent))
 
