@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 
@@ -45,6 +45,17 @@ class StatePart:
     files: Sequence[tuple[str, Sequence[Extent]]]  # path below `folder`, sources of the holes; no holes: complete
 
 
+class WrittenDelta(NamedTuple):
+    """A part's delta that an agent has written."""
+
+    part: str
+    start: tuple[int, int]  # the version that it leads from: (attempt, step)
+    nbytes: int
+    codec: str
+    changed: int  # of its elements
+    elements: int
+
+
 class AgentClient(RayClient):
     """Client of a node agent.
 
@@ -66,6 +77,8 @@ class AgentClient(RayClient):
     layout = RemoteMethod(NodeAgent.layout, "describe {0}")
     share = RemoteMethod(NodeAgent.share, "hand out {2}")
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")
+
+    write_deltas = RemoteMethod(NodeAgent.write_deltas, "write the deltas of version {0} into {4}")
 
     save_published = RemoteMethod(NodeAgent.save_published, "write the explorers' version of step {0}")
     restore_published = RemoteMethod(NodeAgent.restore_published, "restore version {0}")

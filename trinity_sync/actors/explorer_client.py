@@ -66,6 +66,7 @@ class LoadReport:
     peak_rss: int  # of its process, bytes
     began: float | None = None  # time of the call by the caller's clock, Unix seconds
     base: str | None = None  # digest of an adapter's base; None: the version is whole
+    fault: str | None = None  # why the version was read a second time; None: it was read once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,6 +265,14 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
         )
 
 
+def _check_encoding(get: Get) -> Iterator[Problem]:
+    if get("sync.encoding") == "delta":
+        for key, takes in (("sync.mode", ("checkpoint",)), ("explorer.kind", ("hf", "vllm", "bytes"))):
+            if (chosen := get(key)) in own_labels(group := key.split(".")[0]) and chosen not in takes:
+                told = f"is delta, which {group}={chosen} does not take yet; choose {group}={takes[0]}"
+                yield Problem("sync.encoding", f"{told} or sync.encoding=full")
+
+
 def _check_explorer_dtype(get: Get) -> Iterator[Problem]:
     """Check that explorers need not round the weights that they receive."""
     wire, held = get("sync.wire_dtype"), get("explorer.dtype")
@@ -387,6 +395,7 @@ _CHECKS: tuple[Check, ...] = (
     *(partial(_check_option, group) for group in LABELS),
     _check_name,
     _check_staleness,
+    _check_encoding,
     _check_optimizer,
     _check_retention,
     *(partial(_check_saving, key) for key in _SAVING),

@@ -102,6 +102,9 @@ def _plain_values(cfg: Mapping[str, Value]) -> Settings:
     training = section(values, "trainer")
     if training.get("total_epochs", 0) is None:  # as in each run that has started
         del training["total_epochs"]
+    syncing = section(values, "sync")
+    if syncing.get("encoding") != "delta":
+        syncing.pop("delta", None)
     return values
 
 

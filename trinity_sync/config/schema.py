@@ -341,6 +341,14 @@ class MegatronConfig(BackendConfig):
 
 
 @dataclass(kw_only=True)
+class DeltaConfig:
+    """How deltas between versions are made."""
+
+    full_every: int = number(at_least=1)
+    codec: str = choice("auto", "class_gap", "gap8z", "sparse", "full")
+
+
+@dataclass(kw_only=True)
 class SyncConfig:
     """How versions of the weights reach the explorers."""
 
@@ -349,7 +357,8 @@ class SyncConfig:
     interval: int = number(at_least=1)
     max_staleness: int = number(at_least=0)
     what: str = choice("auto", "full", "adapter", "merged")
-    encoding: str = choice("full")
+    encoding: str = choice("full", "delta")
+    delta: DeltaConfig = MISSING
     wire_dtype: str = choice(*DTYPES)
     keep_fp32: list[str] | None = MISSING
     bucket_mb: int = number(at_least=1)

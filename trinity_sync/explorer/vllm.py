@@ -143,6 +143,7 @@ class VLLMEngine(VLLMBase):
             on_update=self._on_update,
             start_timeout_s=_START_S,
             on_switch=self._switch,
+            copies=mode.copies(side),
         )
         return self._target
 

@@ -119,6 +119,7 @@ class Job:
         return PublishedState(actors.synchronizer, agents, self._cfg.sync.timeout_s)
 
     def _publisher(self, saves: SaveSettings) -> Publisher:
+        from trinity_sync.checkpoint.folder.contents import DELTAS
         from trinity_sync.sync.base import SyncMode, TrainerSide
         from trinity_sync.trainer.full_saves import WeightSaves
 
@@ -130,6 +131,7 @@ class Job:
             timeout_s=cfg.timeout_s,
             use_gpu=self._setup.use_gpu,
             store=WeightSaves(actors.monitor, saves, self._recorder, cfg.durable),
+            deltas=self._start.checkpoints / DELTAS,
         )
         return build("sync", vars(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
 

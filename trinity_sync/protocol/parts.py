@@ -389,3 +389,8 @@ def part_name(rank: int) -> str:
 def shard_file(part: str) -> str:
     """Return the path of a part's file in a checkpoint folder."""
     return f"actor/weights_{part}.safetensors"
+
+
+def delta_file(part: str, start: tuple[int, int]) -> str:
+    """Return the name of a part's delta, in the folder of the version that it leads to from `start`."""
+    return f"{part}-from-{start[0]}-{start[1]}.delta"

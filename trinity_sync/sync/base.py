@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, results
@@ -76,6 +76,7 @@ class TrainerSide:
     timeout_s: float  # of each wait (`sync.timeout_s`)
     use_gpu: bool = False
     store: StateDictStore | None = None  # of weights-only checkpoints
+    deltas: Path | None = None  # folder of the deltas between versions, in that of the checkpoints
 
 
 class LayoutCache:
@@ -149,10 +150,22 @@ class Bucket(NamedTuple):
     data: Segment | None
     digest: bytes | None  # of the bytes; None where only the whole version is checked, or nothing
     cut: Cut = "bucket"  # the kind of pieces, see `PartLayout.pieces`
+    moved: int | None = None  # bytes that travelled for it; None: all of its bytes
 
 
 FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
 """`Receiver.destination`: the tensor into which a piece (layout, number, cut) can arrive without a copy, or None."""
+
+
+@runtime_checkable
+class Places(Protocol):
+    """Destinations (a `FindDestination`) whose bits can be read back, such as `weights.apply.Receiver`."""
+
+    def __call__(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None: ...
+
+    def read(self, layout: PartLayout, number: int, cut: Cut, into: memoryview) -> None:
+        """Write the bits of a piece, in the dtype in which it travels, to memory of its length."""
+        ...
 
 
 class SyncMode(ABC):
@@ -185,6 +198,10 @@ class SyncMode(ABC):
         """
         return None
 
+    def copies(self, side: ExplorerSide) -> LocalCopies | None:
+        """Return the copies that processes map in place of the parts; None: only parts of other nodes are copied."""
+        return None
+
     def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
         """Do a trainer rank's share of a broadcast, in modes whose `ranks_take_part`.
 
@@ -200,10 +217,20 @@ class SyncMode(ABC):
         raise RunError(f"{type(self).__name__} has nothing for a trainer rank to send")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What a publisher sent, where that is not the whole version as it was staged."""
+
+    encoding: str
+    nbytes: int
+    codec: str | None = None
+    changed: float | None = None  # share of the elements
+
+
 class Publisher(Protocol):
     """The driver's half of a sync mode."""
 
-    def publish(self, sealed: Sealed) -> None:
+    def publish(self, sealed: Sealed) -> Published | None:
         """Make the version available to explorers and commit it."""
         ...
 
@@ -307,6 +334,18 @@ class PartMaps(Protocol):
             RunError: a part is missing, or has another layout than was staged.
         """
         ...
+
+
+class LocalCopies(Protocol):
+    """Files of this node with the parts of the version that was localized last. `moved`: bytes that were read for it;
+    None: all of its bytes.
+    """
+
+    moved: int | None
+
+    def localize(self, lease: Lease) -> Lease: ...
+
+    def close(self) -> None: ...
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:

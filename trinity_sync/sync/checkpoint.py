@@ -15,8 +15,9 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from trinity_sync.actors.agent_client import WrittenDelta
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
@@ -36,12 +37,16 @@ from trinity_sync.sync.base import (
     FindDestination,
     LeaseFolder,
     MappedPart,
+    PartMaps,
+    Published,
     StateDictStore,
     SyncMode,
     TrainerSide,
     deliver_each,
 )
+from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, VersionIndex, version_folder
 from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
+from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
 
@@ -54,21 +59,32 @@ class CheckpointMode(SyncMode):
 
     Args:
         durable: fsync versions that are written for sync only (`sync.durable`).
+        encoding: ``full``, or ``delta``: the files of most versions are deltas (`sync.encoding`).
+        delta: how deltas are made; for ``delta`` only.
     """
 
-    def __init__(self, *, durable: bool, **settings: object) -> None:
+    def __init__(
+        self, *, durable: bool, encoding: str = "full", delta: DeltaOptions | None = None, **settings: object
+    ) -> None:
         self._durable = durable
+        self._delta = delta if encoding == "delta" else None
 
     def publisher(self, side: TrainerSide) -> CheckpointPublisher:
         if side.store is None:
             raise RunError("the sync mode is checkpoint, but there is no checkpoint folder to write versions to")
-        return CheckpointPublisher(side, side.store, self._durable)
+        if self._delta is None or side.deltas is None:
+            return CheckpointPublisher(side, side.store, self._durable)
+        return DeltaPublisher(side, side.store, self._durable, side.deltas, self._delta)
 
-    def transport(self, side: ExplorerSide) -> CheckpointTransport:
-        return CheckpointTransport(side.lease_folder)
+    def transport(self, side: ExplorerSide) -> CheckpointTransport | DeltaTransport:
+        full = CheckpointTransport(side.lease_folder)
+        return full if self._delta is None else DeltaTransport(side, full)
 
-    def maps(self, side: ExplorerSide) -> FileMaps:
-        return FileMaps()
+    def maps(self, side: ExplorerSide) -> PartMaps:
+        return FileMaps() if self._delta is None else SlotMaps(side.layouts)
+
+    def copies(self, side: ExplorerSide) -> DeltaCopies | None:
+        return None if self._delta is None else DeltaCopies(side, self.transport(side))
 
 
 class CheckpointPublisher:
@@ -79,9 +95,14 @@ class CheckpointPublisher:
         self._store = store
         self._durable = durable
 
-    def publish(self, sealed: Sealed) -> None:
+    def publish(self, sealed: Sealed) -> Published | None:
+        self._commit(sealed, self._write(sealed))
+        return None
+
+    def _write(self, sealed: Sealed) -> Path:
+        """Write and commit the files of a whole version; return their folder."""
         version = sealed.version
-        nodes = sorted({info.node for info in sealed.parts.values()})
+        nodes = _nodes(sealed)
         folder = self._store.begin(version, nodes)
         try:
             metadata = {"attempt": str(version.attempt), "step": str(version.step)}
@@ -92,15 +113,81 @@ class CheckpointPublisher:
                 nodes, results(calls, self._side.timeout_s, f"write version {version}"), strict=True
             ):
                 self._store.part_written(version, node, files)
-            location = self._store.commit(version, sealed.digest)
+            return self._store.commit(version, sealed.digest)
         except Exception as error:
             self._store.fail(version, str(error))
             raise
+
+    def _commit(self, sealed: Sealed, folder: Path) -> None:
         synchronizer = self._side.synchronizer
-        synchronizer.commit(version, str(location)).result(synchronizer.timeout_s)
+        synchronizer.commit(sealed.version, str(folder)).result(synchronizer.timeout_s)
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
+
+
+class DeltaOptions(Protocol):
+    """The keys of `sync.delta`."""
+
+    full_every: int  # versions from one full version to the next
+    codec: str  # see `PartEncoder`
+
+
+class DeltaPublisher(CheckpointPublisher):
+    """The driver's half with deltas: has the agents compare each version with the one before, whose slot nobody fills
+    meanwhile, and commits the first version and every so many in full, too.
+
+    Args:
+        root: folder of the deltas, in that of the checkpoints. Those of an earlier attempt are deleted.
+    """
+
+    def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaOptions) -> None:
+        super().__init__(side, store, durable)
+        self._root = root
+        self._keys = keys
+        self._before: tuple[Version, int] | None = None  # the last version and its slot
+        self._count = 0
+        self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
+
+    def publish(self, sealed: Sealed) -> Published:
+        is_full = self._count % self._keys.full_every == 0
+        full = self._write(sealed) if is_full else None
+        if self._before is None:
+            shutil.rmtree(self._root, ignore_errors=True)
+        folder = version_folder(self._root, sealed.version)
+        make_folder(folder)
+        base, slot = self._before or (None, -1)
+        written = [] if base is None else self._write_deltas(sealed, base, slot, folder)
+        by_start: dict[Version, list[WrittenDelta]] = {}
+        for one in written:
+            by_start.setdefault(Version(*one.start), []).append(one)
+        whole = {start: found for start, found in by_start.items() if len(found) == len(sealed.parts)}
+        deltas = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
+        named = None if full is None else os.path.relpath(full.resolve(), self._root.parent.resolve())
+        index = VersionIndex(named, deltas)
+        index.write(folder, durable=self._durable)
+        self._commit(sealed, folder)
+        self._before, self._count = (sealed.version, sealed.slot), self._count + 1
+        if is_full:
+            self._folders.append([])
+            for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
+                shutil.rmtree(old, ignore_errors=True)
+        self._folders[-1].append(folder)
+        nbytes = sum(one.nbytes for one in written) + is_full * sum(info.nbytes for info in sealed.parts.values())
+        if base is None:
+            return Published(encoding="full", nbytes=nbytes)
+        changed = sum(one.changed for one in by_start[base]) / max(1, sum(one.elements for one in by_start[base]))
+        return Published(encoding="delta", nbytes=nbytes, codec=written[0].codec, changed=changed)
+
+    def _write_deltas(self, sealed: Sealed, base: Version, base_slot: int, folder: Path) -> list[WrittenDelta]:
+        given = sealed.version, sealed.slot, base, base_slot, str(folder), self._keys.codec
+        calls = [self._side.agents[node].write_deltas(*given, fsync=self._durable) for node in _nodes(sealed)]
+        found = results(calls, self._side.timeout_s, f"write the deltas of version {sealed.version}")
+        return [one for of_node in found for one in of_node]
+
+
+def _nodes(sealed: Sealed) -> list[str]:
+    return sorted({info.node for info in sealed.parts.values()})
 
 
 class CheckpointTransport:

@@ -133,12 +133,16 @@ def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) ->
 class PartCopies:
     """Parts of other nodes for workers that map them, each copied to a file of this node that each version replaces."""
 
+    moved: int | None = None
+
     def __init__(self, side: ExplorerSide) -> None:
         self._side = side
         self._folder: Path | None = None
 
     def localize(self, lease: Lease) -> Lease:
         """Return the lease with parts of other nodes named by their copies."""
+        if lease.location is not None:  # files, which all nodes share
+            return lease
         return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
 
     def close(self) -> None:

@@ -21,19 +21,20 @@ from typing import TypeVar, TypeVarTuple
 import numpy as np
 import ray
 
-from trinity_sync.actors.agent_client import AgentClient, Coordinator, Slots, StatePart
+from trinity_sync.actors.agent_client import AgentClient, Coordinator, Slots, StatePart, WrittenDelta
 from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, own_log, story
 from trinity_sync.host.threads import PATIENCE, Yielding
-from trinity_sync.protocol.parts import FileTuple, PartInfo, shard_file
+from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.tracking import units
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.shard_file import ShardFile, write_image, write_shard_file
+from trinity_sync.weights.part_delta import PartEncoder
+from trinity_sync.weights.shard_file import DigestedFile, ShardFile, write_image, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
 from trinity_sync.weights.tensor_rows import RowProcesses
 
@@ -85,6 +86,7 @@ class NodeAgent:
         self._row_processes = RowProcesses(min(config.threads, _ROW_PROCESSES))
         self._arena: SlotArena | None = None
         self._maps: dict[tuple[int, str], mmap.mmap] = {}
+        self._encoders: dict[str, PartEncoder] = {}
         self._staged: dict[Version, dict[str, float]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
@@ -110,7 +112,7 @@ class NodeAgent:
         Args:
             layouts: by part; empty where the node's ranks hold replicas only.
         """
-        self._layouts = dict(layouts)
+        self._layouts, self._encoders = dict(layouts), {}
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
         self._lifeline = self._synchronizer.lifeline()
@@ -252,9 +254,11 @@ class NodeAgent:
         """Write this node's parts of a slot as shard files below `folder`; return (path relative to `folder`, bytes,
         xxh3_128 hex) of each file.
         """
-        calls = [self._run(self._write_part, slot, part, Path(folder), metadata, fsync) for part in self._layouts]
-        # An error is raised only after all have ended, for the caller then deletes the folder.
-        done = await asyncio.gather(*calls, return_exceptions=True)
+        return await self._of_each_part(lambda part: self._write_part(slot, part, Path(folder), metadata, fsync))
+
+    async def _of_each_part(self, work: Callable[[str], T]) -> list[T]:
+        """Do the work for all parts. An error is raised once all have ended, for the caller then deletes the folder."""
+        done = await asyncio.gather(*(self._run(work, part) for part in self._layouts), return_exceptions=True)
         for one in done:
             if isinstance(one, BaseException):
                 raise one
@@ -267,6 +271,27 @@ class NodeAgent:
         (folder / relative).parent.mkdir(parents=True, exist_ok=True)
         segment = self._maps[slot, part]
         return relative, *write_shard_file(folder / relative, self._layouts[part], segment, metadata, fsync=fsync)
+
+    async def write_deltas(
+        self, version: Version, slot: int, base: Version, base_slot: int, folder: str, codec: str, *, fsync: bool
+    ) -> list[WrittenDelta]:
+        """Write the deltas of this node's parts that end at a version to files in `folder`, see `PartEncoder.encode`.
+        Nobody fills the slots of both versions meanwhile.
+        """
+
+        def write(part: str) -> list[WrittenDelta]:
+            encoder = self._encoders.setdefault(part, PartEncoder(self._layouts[part], codec))
+            segments = self._maps[base_slot, part], self._maps[slot, part]
+            found = []
+            for one in encoder.encode(base, version, segments, self._pool):
+                with DigestedFile(Path(folder) / delta_file(part, one.start), durable=fsync) as file:
+                    for piece in one.parts:
+                        file.write(piece)
+                    nbytes, _ = file.finish()
+                found.append(WrittenDelta(part, one.start, nbytes, encoder.codec, one.changed, encoder.elements))
+            return found
+
+        return [one for of_part in await self._of_each_part(write) for one in of_part]
 
     # -- full checkpoints
 

@@ -24,6 +24,7 @@ from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import LayoutCache, Transport
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed
 
@@ -61,14 +62,14 @@ class InPlace:
         moved = 0
         if self._verify == "full":
             self._receiver.begin()
-        with closing(self._transport.buckets(lease, broadcast, self._receiver.destination)) as buckets:
-            for layout, number, data, digest, cut in buckets:
+        with closing(self._transport.buckets(lease, broadcast, self._receiver)) as buckets:
+            for layout, number, data, digest, cut, travelled in buckets:
                 if data is None:
                     self._receiver.received(layout, number, cut)
                 else:
                     self._receiver.take(layout, number, data, digest if self._verify != "off" else None, cut)
                 start, stop = layout.pieces(cut)[number]
-                moved += stop - start
+                moved += stop - start if travelled is None else travelled
         return moved
 
     def _prove(self, lease: Lease) -> str:
@@ -125,11 +126,12 @@ class WeightLoader:
         self._target = target
         self._synchronizer = synchronizer
         self._paused = 0.0
+        self._fault: str | None = None
         self.held: Version | None = None
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Load a committed version (None: the newest)."""
-        started = time.perf_counter()
+        started, self._fault = time.perf_counter(), None
         synchronizer = self._synchronizer
         lease = synchronizer.lease(self._member, version).result(synchronizer.timeout_s)
         try:
@@ -151,6 +153,7 @@ class WeightLoader:
             total_s=ended - started,
             paused_s=ended - self._paused,
             peak_rss=peak_rss(),
+            fault=self._fault,
         )
 
     def _check(self, lease: Lease) -> None:
@@ -164,9 +167,10 @@ class WeightLoader:
         for attempt in range(1, tries + 1):
             try:
                 return self._target.take(lease, broadcast, self._give_up)
-            except ChecksumError as error:
+            except (ChecksumError, DeltaError) as error:
                 if attempt == tries:
                     raise self._cannot(lease, error) from error
+                self._fault = f"version {lease.version} was read once more: {error}"
         raise AssertionError("a load is tried at least once")
 
     def _give_up(self) -> None:

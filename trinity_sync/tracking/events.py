@@ -49,7 +49,9 @@ class RowsEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishEvent(Event):
-    """A version is available; `sealed_s` until it was digested, `base` the digest of an adapter's base."""
+    """A version is available; `sealed_s` until it was digested, `base` the digest of an adapter's base; of a delta its
+    `codec` and the share of elements that `changed`.
+    """
 
     version: int
     mode: str
@@ -62,6 +64,8 @@ class PublishEvent(Event):
     sealed_s: float | None = None
     total_s: float | None
     base: str | None = None
+    codec: str | None = None
+    changed: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,9 +259,9 @@ class FreeLoop:
         try:
             sealed = self._steps.wait_sealed(version)
             staged = Staged(sealed, sealed.blocked_s, started, time.perf_counter() - started)
-            self._mode.publish(sealed)
+            published = self._mode.publish(sealed)
             self._source.published(version.step)
-            self._steps.record_publish(staged)
+            self._steps.record_publish(staged, published)
         except BaseException as error:
             self._source.fail(error)  # the trainer may be waiting for samples of this version
             raise

@@ -189,8 +189,8 @@ class TrainingLoop:
 
     def _publish(self, staged: Staged, timing: Timing) -> None:
         with timing.of("publish"):
-            self._mode.publish(staged.sealed)
-        self._steps.record_publish(staged)
+            published = self._mode.publish(staged.sealed)
+        self._steps.record_publish(staged, published)
         with timing.of("load"):
             reports = self._data.load(staged.sealed.version)
         for report in reports:

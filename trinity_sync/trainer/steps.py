@@ -23,10 +23,12 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
 from trinity_sync.samples.metrics import Line, ValidationTimes, batch_metrics, drawn_metrics
+from trinity_sync.sync.base import Published
 from trinity_sync.tracking.events import (
     AllRejectedEvent,
     Event,
     FailedRewardsEvent,
+    FaultEvent,
     FilledBatchEvent,
     GenerateEvent,
     LoadEvent,
@@ -267,23 +269,26 @@ class Steps:
         """Free the slot of a version that is not published."""
         self._synchronizer.discard(version).result(self._synchronizer.timeout_s)
 
-    def record_publish(self, staged: Staged) -> None:
+    def record_publish(self, staged: Staged, published: Published | None) -> None:
         """Record that a version is available. Any thread."""
         sealed = staged.sealed
         nbytes = sum(info.nbytes for info in sealed.parts.values())
+        sent = published or Published(encoding="full", nbytes=nbytes)
         self.log.event(
             PublishEvent(
                 version=sealed.version.step,
                 mode=self.settings.mode,
-                encoding="full",
+                encoding=sent.encoding,
                 digest=sealed.digest,
                 bytes_full=nbytes,
-                bytes_moved=nbytes,
+                bytes_moved=sent.nbytes,
                 blocked_s=staged.blocked_s,
                 digest_s=sealed.digest_s,
                 sealed_s=staged.sealed_s,
                 total_s=time.perf_counter() - staged.started,
                 base=self.settings.base,
+                codec=sent.codec,
+                changed=sent.changed,
             )
         )
 
@@ -309,6 +314,8 @@ def record_load(log: Log, report: LoadReport) -> None:
             base=report.base,
         )
     )
+    if report.fault is not None:
+        log.event(FaultEvent(where=report.explorer, error=report.fault))
 
 
 def record_generated(log: Log, generated: Generated) -> None:

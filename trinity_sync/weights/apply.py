@@ -150,6 +150,20 @@ class Receiver:
         """
         return self._plan(layout, cut).destinations[number]
 
+    def __call__(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None:
+        """See `destination`."""
+        return self.destination(layout, number, cut)
+
+    def read(self, layout: PartLayout, number: int, cut: Cut, into: memoryview) -> None:
+        """Write the bytes of a piece to memory of its length, as they travel; casts may change the bits of a NaN."""
+        here = byte_tensor(into)
+        for copy in self._plan(layout, cut).copies[number]:
+            held = torch.from_numpy(copy.target) if isinstance(copy.target, np.ndarray) else copy.target
+            place = here[copy.start : copy.stop]
+            if copy.dtype is not None:
+                place = place.view(copy.dtype).view(held.shape)
+            place.copy_(held.to(place.dtype))
+
     def received(self, layout: PartLayout, number: int, cut: Cut) -> None:
         for copy in self._plan(layout, cut).copies[number]:
             self._note(copy.rows)

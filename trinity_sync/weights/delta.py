@@ -77,6 +77,11 @@ def digest(array: Array) -> bytes:
     return bytes(xxh3_128_digest(array.reshape(-1).view(np.uint8).data))
 
 
+def result_of(start: Part) -> bytes | None:
+    """Return the digest of the array that a sound delta makes, from its first part; None: nothing changes."""
+    return _Header(*_HEADER.unpack(start[: _HEADER.size])).result if len(start) >= _HEADER.size else None
+
+
 def encode(
     old: Array,
     new: Array,

@@ -31,7 +31,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-Cut = Literal["bucket", "tensor"]
+Cut = Literal["bucket", "tensor", "shard"]
 """How a part is cut into messages: see `PartLayout.pieces`."""
 
 _ALONE_BYTES = 1 << 20
@@ -151,9 +151,25 @@ class PartLayout:
     def pieces(self, cut: Cut) -> list[tuple[int, int]]:
         """Return (start, stop) in bytes of each message. `cut`: ``bucket``: `buckets`. ``tensor``: a large shard
         travels by itself, in pieces of a bucket's length from its own start, so that it can be received in its
-        destination; small ones travel together. The gaps between shards are left out.
+        destination; small ones travel together. ``shard``: as ``tensor``, but each shard by itself, so that a piece has
+        one dtype. The gaps between shards are left out.
         """
+        if cut == "shard":
+            return self._by_shard
         return self._by_bucket if cut == "bucket" else self._by_tensor
+
+    @cached_property
+    def by_shard(self) -> list[tuple[int, int, str]]:
+        """(start, stop) in bytes and the dtype of each piece of the cut ``shard``."""
+        return [
+            (at, min(at + self.bucket_bytes, end), dtype)
+            for _, dtype, _, start, end in self.table
+            for at in range(start, end, self.bucket_bytes)
+        ]
+
+    @cached_property
+    def _by_shard(self) -> list[tuple[int, int]]:
+        return [(start, stop) for start, stop, _ in self.by_shard]
 
     @cached_property
     def _by_tensor(self) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@
       .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `leases`
       .pruned/10-0, .pruned/12-0.weights                                     notes of deletions, see `deletion`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
+      .deltas/0-20/...                                                       deltas to a version, see `sync.deltas`
       abandoned-global_step_30-attempt_0/                                    later than the step of a resume
       .condemned-..., .trash-..., .replaced-...                              being deleted or replaced
       .lock, .monitor.lock                                                   see `lock`
@@ -46,6 +47,7 @@ PINS = ".pins"
 LEASES = ".leases"
 PRUNED = ".pruned"
 VERSIONS = ".versions"
+DELTAS = ".deltas"
 ABANDONED_PREFIX = "abandoned-"
 TRASH_PREFIX = ".trash-"
 CONDEMNED_PREFIX = ".condemned-"

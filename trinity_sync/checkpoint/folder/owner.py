@@ -27,7 +27,7 @@ MARK = ".run.json"
 # Files that a run moves, overwrites or deletes in its checkpoint folder.
 _MANAGED = (
     *("*global_step_*", *contents.TRACKERS.values(), f"{contents.TRASH_PREFIX}*"),
-    *(f"{folder}/*" for folder in (contents.STAGING, contents.VERSIONS)),
+    *(f"{folder}/*" for folder in (contents.STAGING, contents.VERSIONS, contents.DELTAS)),
 )
 
 Recorded: TypeAlias = Collection[tuple[object, object, object, object]]
@@ -203,7 +203,7 @@ def _may_be_locked(lock: Path) -> bool:
 
 
 def _managed(root: Path) -> str | None:
-    for folder in (root, root / contents.STAGING, root / contents.VERSIONS):
+    for folder in (root, *(root / name for name in (contents.STAGING, contents.VERSIONS, contents.DELTAS))):
         _listed(folder)  # raises: `glob` takes an unreadable folder for an empty one
     return next((path.relative_to(root).as_posix() for name in _MANAGED for path in root.glob(name)), None)
 

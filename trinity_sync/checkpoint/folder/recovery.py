@@ -52,8 +52,9 @@ def recover(
 
 def _check_links(root: Path) -> None:
     """Refuse links in place of our folders: deleting behind one would delete another folder's files."""
-    folders = [root / name for name in (contents.STAGING, contents.VERSIONS, contents.LEASES, contents.PRUNED)]
-    for path in [*folders, *(root / contents.STAGING).glob("*"), *(root / contents.VERSIONS).glob("*")]:
+    folders = [root / name for name in (contents.STAGING, contents.VERSIONS, contents.DELTAS)]
+    inner = [path for folder in folders for path in folder.glob("*")]
+    for path in [*folders, *inner, root / contents.LEASES, root / contents.PRUNED]:
         if path.is_symlink():
             raise RunError(f"{path} is a link, and its target would be deleted; delete the link")
 

@@ -28,7 +28,7 @@ from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.worker_link import WorkerClient, WorkerLink
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.arrivals import Arrival, Arrived, Shapes, SharedSegment, engine_memory
-from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LocalCopies, SyncMode
 from trinity_sync.sync.memory import PartCopies
 from trinity_sync.sync.weight_loader import InPlace, LoadResult, check_digest, damage, lost_lease
 from trinity_sync.weights.apply import ChecksumError, Receiver
@@ -101,6 +101,7 @@ class WorkerTarget(EngineTarget):
         tensors: the tensors of a version, as the engine takes them.
         start_timeout_s: limit for the workers to connect, seconds.
         on_switch: as of `EngineTarget`.
+        copies: of parts that workers cannot map where they are; None: of parts on other nodes.
     """
 
     def __init__(
@@ -114,12 +115,13 @@ class WorkerTarget(EngineTarget):
         on_update: OnUpdate,
         start_timeout_s: float,
         on_switch: Callable[[Version], None] = lambda version: None,
+        copies: LocalCopies | None = None,
     ) -> None:
         super().__init__(control, side, on_update, on_switch)
         self._verify = verify
         self._known: set[str] = set()
         self._checked: frozenset[str] = frozenset()
-        self._copies = PartCopies(side)
+        self._copies = copies or PartCopies(side)
         self._dtypes = {name: to_torch(dtype) for name, (dtype, _) in tensors.items()}
         self._together = SharedSegment()
         self._place: str | None = None
@@ -159,8 +161,9 @@ class WorkerTarget(EngineTarget):
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Have a version arrive, then load it into the model."""
-        with self._kept(lease) as go_on:
-            taken = self._receive(lease, broadcast)
+        here = lease if broadcast is not None else self._copies.localize(lease)
+        with self._kept(here) as go_on:
+            taken = self._receive(lease, here, broadcast)
             go_on()
             try:
                 with self._paused(lease, taken, give_up):
@@ -193,16 +196,16 @@ class WorkerTarget(EngineTarget):
             return None
         return str(self._together.laid_out(together).path(0, TOGETHER))
 
-    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> LoadResult:
+    def _receive(self, lease: Lease, here: Lease, broadcast: Broadcast | None) -> LoadResult:
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
-        here = lease if broadcast is not None or lease.location is not None else self._copies.localize(lease)
         arrival = Arrival(replace(here, digest=None), broadcast, new, self._place)  # the digest is compared below
         arrived = self._link.ask(WorkerClient.take, self._side.timeout_s, self._giver, arrival)
         self._known.update(layout.digest for layout in new)
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # a slot holds the version only during the lease; a file does not change
-        return LoadResult(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
+        moved = arrived[0].moved if self._copies.moved is None else self._copies.moved
+        return LoadResult(moved, digest, reread=arrived[0].reread and lease.location is None)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
         """Return the version digest from all workers' tensors.

@@ -1,0 +1,79 @@
+"""`sync.encoding=delta` as a user runs it: the same weights as with full versions, everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, launch, resume
+from tests.models.test_shapes import SMALL
+
+pytestmark = pytest.mark.all  # tests/sync tries the same parts
+
+DELTA = ("sync=checkpoint", "sync.encoding=delta", "sync.delta.full_every=2", "trainer.lr=1e-5")
+CASES = {
+    "fsdp2-hf": ("backend=fsdp2", "explorer.replicas=2"),
+    "fsdp2-fp32": ("backend=fsdp2", "explorer.dtype=fp32", "sync.verify=bucket"),
+    "fsdp2-lora": ("backend=fsdp2", "model.lora.rank=4"),
+    "fsdp2-vllm": ("backend=fsdp2", "explorer=vllm"),
+    "fsdp2-vllm-tp2": ("backend=fsdp2", "explorer=vllm", "explorer.tp=2"),
+    "megatron-tp2-hf": ("backend=megatron", "backend.tp=2"),
+    "megatron-tp2-vllm": ("backend=megatron", "backend.tp=2", "explorer=vllm"),
+}
+
+
+def assert_followed_by_deltas(run: Run) -> None:
+    assert run.code == 0, run.output
+    assert not run.events("fault")
+    assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
+    published = run.events("publish")
+    assert [event["encoding"] for event in published if event["version"]] == ["delta"] * (len(published) - 1)
+    assert all(0 <= event["changed"] <= 1 and event["codec"] for event in published if event["version"])
+    last = published[-1]
+    moved = [load["bytes"] for load in run.events("load") if load["version"] == last["version"]]
+    assert all(nbytes < last["bytes_full"] for nbytes in moved)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_versions_are_those_of_a_run_with_full_ones(tmp_path: Path, case: str) -> None:
+    deltas = launch(tmp_path / "deltas", *CASES[case], *DELTA)
+    assert_followed_by_deltas(deltas)
+    full = launch(tmp_path / "full", *CASES[case], *DELTA, "sync.encoding=full")
+    assert full.code == 0, full.output
+    assert deltas.digests == full.digests
+    assert len(set(full.digests.values())) > 1
+    deltas.assert_reproduced()
+
+
+def test_weights_without_an_engine_travel_as_deltas(tmp_path: Path) -> None:
+    shapes = tmp_path / "config.json"
+    shapes.write_text(json.dumps(SMALL))
+    given = (f"model.shapes={shapes}", "backend.ranks=2", "trainer.steps=6", "workload.changed=0.01")
+    run = launch(tmp_path / "run", "workload=bytes", *given, *DELTA[:2], small=False)
+    assert_followed_by_deltas(run)
+
+
+def test_explorers_of_a_free_run_follow_at_their_own_pace(tmp_path: Path) -> None:
+    free = ("trainer.schedule=free", "sync.max_staleness=4", "trainer.steps=30", "explorer.replicas=2")
+    run = launch(tmp_path / "run", *DELTA, *free, "sync.delta.full_every=8")
+    assert_followed_by_deltas(run)
+    steps = {event["step"] for event in run.events("commit") if event["kind"] == "state_dict"}
+    assert 0 < len(steps) < len(run.digests) / 4
+    kept = {int(path.name.split("-")[1]) for path in run.folder.glob("checkpoints/.deltas/*")}
+    assert kept < set(run.digests)
+
+
+def test_a_resume_from_an_older_step_begins_with_a_full_version(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", *DELTA, "trainer.steps=5", "sync.delta.full_every=16", "retention=[keep_all]")
+    assert_followed_by_deltas(run)
+    run.go_back_to(2)
+    again = resume(run.folder, "--skip-unreadable")
+    assert again.code == 0, again.output
+    again.assert_begins_with(2)
+    mine = [event for event in again.events("publish") if event["attempt"] == 1]
+    assert [event["encoding"] for event in mine] == ["full", "delta", "delta", "delta"]
+    assert [event["digest"] for event in mine[1:]] == [run.digests[step] for step in (3, 4, 5)]
+    assert not again.events("fault")
+    assert {path.name.split("-")[0] for path in run.folder.glob("checkpoints/.deltas/*")} == {"1"}

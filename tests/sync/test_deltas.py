@@ -1,0 +1,376 @@
+"""Versions as deltas: an explorer holds what was published, by the shortest way, or takes the version in full."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
+from tests.sync.test_loading import FolderStore, side_of
+from tests.weights.helpers import reference_digest
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, Published
+from trinity_sync.sync.checkpoint import CheckpointMode, DeltaPublisher
+from trinity_sync.sync.deltas import DeltaTransport, find_route, version_folder
+from trinity_sync.sync.weight_loader import WeightLoader
+from trinity_sync.weights.delta import DeltaError
+
+
+def also(*values: Any) -> list[Any]:
+    """Cases that only the whole suite has."""
+    return [pytest.param(value, marks=pytest.mark.all) for value in values]
+
+
+Weights = dict[str, torch.Tensor]
+SHAPES = {"embed.weight": (300, 64), "layers.0.mlp.weight": (64, 100), "layers.0.norm.weight": (64,), "scale": ()}
+FULL_EVERY = 6
+
+
+class Run:
+    """A trainer that publishes deltas to a folder, and its explorers."""
+
+    def __init__(self, trainer: PretendTrainer, root: Path, codec: str = "auto") -> None:
+        self.trainer, self.root, self.deltas = trainer, root, root / ".deltas"
+        self.weights = random_weights(1, SHAPES)
+        self.published: list[Version] = []
+        self.sent: list[Published] = []
+        self._mode = CheckpointMode(
+            durable=False, encoding="delta", delta=SimpleNamespace(full_every=FULL_EVERY, codec=codec)
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        side = side_of(self.trainer)
+        store = FolderStore(self.root)
+        self.publisher = DeltaPublisher(side, store, False, self.deltas, self._mode._delta)
+
+    def publish(self, count: int = 1, share: float = 0.02) -> Sealed:
+        """Publish versions, each with a share of new elements; return the last."""
+        for _ in range(count):
+            for name, tensor in self.weights.items():
+                generator = torch.Generator().manual_seed(len(self.published))
+                changed = torch.rand(tensor.shape, generator=generator) < share
+                self.weights[name] = torch.where(changed, tensor + tensor.abs() / 64 + 1, tensor).to(tensor.dtype)
+            sealed = self.trainer.seal(self.weights)
+            self.sent.append(self.publisher.publish(sealed))
+            self.published.append(sealed.version)
+        return sealed
+
+    def side(self, **changes: Any) -> ExplorerSide:
+        agents = self.trainer.agents
+        layouts = LayoutCache(agents, LIMIT)
+        given = {"name": "explorer-0", "node": node_id(), "agents": agents, "layouts": layouts, "timeout_s": LIMIT}
+        return ExplorerSide(**given | changes)
+
+    def explorer(self, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[WeightLoader, Weights]:
+        here = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in empty(self.weights).items()
+        }
+        transport = self._mode.transport(self.side())
+        assert isinstance(transport, DeltaTransport)
+        return make_loader(self.trainer, here, transport=transport, **settings), here
+
+    def folder(self, back: int = 1) -> Path:
+        return version_folder(self.deltas, self.published[-back])
+
+    def file(self, back: int = 1) -> Path:
+        before = self.published[-back - 1]
+        return self.folder(back) / f"rank-00001-from-{before.attempt}-{before.step}.delta"
+
+    @property
+    def piece_bytes(self) -> int:
+        """Without what only aligns them."""
+        layouts = self.trainer.layouts.values()
+        return sum(stop - start for layout in layouts for start, stop in layout.pieces("tensor"))
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(layout.nbytes for layout in self.trainer.layouts.values())
+
+
+@pytest.fixture(scope="module")
+def trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
+    return make_trainer(synchronizer, make_agent(synchronizer.client))
+
+
+def make_trainer(synchronizer: Synchronizer, agent: AgentClient) -> PretendTrainer:
+    weights = random_weights(0, SHAPES)
+    return PretendTrainer(synchronizer.client, {node_id(): agent}, weights=weights, bucket_bytes=4096)
+
+
+@pytest.fixture
+def run(trainer: PretendTrainer, tmp_path: Path) -> Run:
+    return Run(trainer, tmp_path)
+
+
+def assert_holds(loader: WeightLoader, here: Weights, run: Run) -> Any:
+    report = loader.load(None)
+    assert loader.held == report.version == run.published[-1]
+    assert report.digest in (None, reference_digest(run.weights, "BF16"))
+    assert reference_digest(here, "BF16") == reference_digest(run.weights, "BF16")
+    assert not list(run.deltas.glob("*/full-*"))
+    return report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("codec", ["auto", *also("gap8z", "sparse", "full")])
+def test_an_explorer_follows_the_trainer_by_deltas(
+    trainer: PretendTrainer, tmp_path: Path, codec: str, dtype: torch.dtype
+) -> None:
+    run = Run(trainer, tmp_path, codec)
+    loader, here = run.explorer(dtype)
+    run.publish()
+    assert_holds(loader, here, run)
+    for _ in range(FULL_EVERY + 1):
+        run.publish()
+        report = assert_holds(loader, here, run)
+        assert report.fault is None
+        assert 0 < report.bytes_moved < (run.full_bytes / 2 if codec != "full" else run.full_bytes * 1.5)
+
+
+@pytest.mark.all
+def test_nothing_but_the_changed_pieces_travels(run: Run) -> None:
+    loader, here = run.explorer()
+    run.publish()
+    loader.load(None)
+    run.publish(share=0.0)
+    assert assert_holds(loader, here, run).bytes_moved == 0
+
+
+def test_a_version_says_its_codec_what_it_changes_and_what_was_written(run: Run) -> None:
+    run.publish(2, share=0.1)
+    first, second = run.sent
+    assert (first.encoding, first.codec, first.changed, first.nbytes) == ("full", None, None, run.full_bytes)
+    assert second.encoding == "delta"
+    assert second.codec
+    assert 0.05 < (second.changed or 0) < 0.15
+    assert second.nbytes == sum(path.stat().st_size for path in run.folder().glob("*.delta"))
+
+
+def test_a_version_is_written_in_full_every_so_many_versions_and_by_each_new_publisher(run: Run) -> None:
+    run.publish(FULL_EVERY + 2)
+    run.restart()
+    run.publish(2)
+    whole = [index for index, version in enumerate(run.published) if (run.root / f"version-{version.step}").exists()]
+    assert whole == [0, FULL_EVERY, FULL_EVERY + 2]
+    assert [one.encoding for one in run.sent][FULL_EVERY + 1 :] == ["delta", "full", "delta"]
+
+
+def test_a_new_explorer_reads_the_newest_full_version_and_what_follows(run: Run) -> None:
+    run.publish(FULL_EVERY + 3)
+    route = find_route(run.folder(), run.published[-1], None, run.full_bytes)
+    assert route is not None
+    assert route.full == (run.published[FULL_EVERY], run.root / f"version-{run.published[FULL_EVERY].step}")
+    loader, here = run.explorer()
+    report = assert_holds(loader, here, run)
+    assert report.fault is None
+    assert run.full_bytes < report.bytes_moved < 1.5 * run.full_bytes
+
+
+@pytest.mark.parametrize("missed", [*also(1, 5), 9])
+def test_an_explorer_that_missed_versions_takes_few_deltas(run: Run, missed: int) -> None:
+    loader, here = run.explorer()
+    run.publish(share=0.005)
+    loader.load(None)
+    run.publish(missed, share=0.005)
+    route = find_route(run.folder(), run.published[-1], loader.held, run.full_bytes)
+    assert route is not None
+    assert route.full is None
+    assert list(route.starts) == [run.published[at] for at in {1: [0], 5: [0, 4], 9: [0, 4, 8]}[missed]]
+    report = assert_holds(loader, here, run)
+    assert report.fault is None
+
+
+@pytest.mark.all
+def test_an_explorer_whose_version_is_gone_reads_a_full_one(run: Run) -> None:
+    loader, here = run.explorer()
+    run.publish()
+    loader.load(None)
+    run.publish(3 * FULL_EVERY)
+    report = assert_holds(loader, here, run)
+    assert report.fault is None
+    assert report.bytes_moved == run.piece_bytes
+
+
+@pytest.mark.all
+def test_deltas_that_no_reader_needs_are_deleted(run: Run) -> None:
+    (run.deltas / "7-3").mkdir(parents=True)  # of an earlier attempt
+    run.publish(2 * FULL_EVERY + 1)
+    kept = {version_folder(run.deltas, version).name for version in run.published[FULL_EVERY:]}
+    assert {path.name for path in run.deltas.iterdir()} == kept
+
+
+# ---- deltas that cannot be used
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Run], None]] = {
+    "lost": lambda run: run.file().unlink(),
+    "cut": lambda run: cut(run.file()),
+    "empty": lambda run: run.file().write_bytes(b""),
+    "flipped": lambda run: flip(run.file()),
+    "of another version": lambda run: run.file().write_bytes(run.file(2).read_bytes()),
+    "a folder": lambda run: (run.file().unlink(), run.file().mkdir()),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("damage", ["lost", "flipped", *also("cut", "empty", "of another version", "a folder")])
+def test_a_delta_that_cannot_be_used_costs_a_full_version_and_is_told(run: Run, damage: str) -> None:
+    loader, here = run.explorer()
+    run.publish(2)
+    loader.load(None)
+    run.publish()
+    DAMAGE[damage](run)
+    report = assert_holds(loader, here, run)
+    assert report.fault.startswith(f"version {run.published[-1]} was read once more: ")
+    assert run.file().name in report.fault
+    run.publish(2)  # two slots serve two more versions only if all leases have ended
+    assert assert_holds(loader, here, run).bytes_moved < run.full_bytes, "later versions are deltas again"
+
+
+INDEX = '{"format": 1, "full": "PLACE", "deltas": []}'
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        None,
+        *also("", "{}", "[]", INDEX.replace("1", "2"), INDEX.replace("PLACE", "../x"), INDEX.replace("PLACE", "/tmp")),
+    ],
+)
+def test_a_version_that_no_files_lead_to_is_asked_for_in_full(run: Run, index: str | None) -> None:
+    loader, here = run.explorer()
+    run.publish(2)
+    path = run.folder() / "index.json"
+    path.unlink() if index is None else path.write_text(index)
+    assert assert_holds(loader, here, run).bytes_moved == run.piece_bytes
+
+
+@pytest.mark.parametrize("back", [*also(1), 2])
+def test_a_full_version_that_is_gone_is_asked_for(run: Run, back: int) -> None:
+    run.publish(back)
+    for path in run.root.glob("version-*/actor/*1.safetensors"):
+        path.unlink()
+    loader, here = run.explorer()
+    assert "is missing" in assert_holds(loader, here, run).fault
+
+
+def test_other_weights_than_the_base_are_found_and_replaced(run: Run) -> None:
+    loader, here = run.explorer()
+    run.publish()
+    loader.load(None)
+    run.publish(share=1.0)
+    here["embed.weight"][3] += 1
+    assert "a delta of other weights" in assert_holds(loader, here, run).fault
+
+
+def test_other_weights_where_nothing_changes_are_found_by_the_digest_of_the_version(run: Run) -> None:
+    loader, here = run.explorer()
+    run.publish()
+    loader.load(None)
+    run.publish(share=0.0)
+    here["embed.weight"][3] += 1
+    assert "damaged: embed.weight" in assert_holds(loader, here, run).fault
+
+
+def test_a_full_version_that_is_damaged_too_is_an_error_and_nothing_is_held(run: Run) -> None:
+    loader, _ = run.explorer()
+    run.publish(2)
+    loader.load(None)
+    sealed = run.publish()
+    flip(run.file())
+    run.trainer.damage(sealed, "rank-00001", 300)
+    with pytest.raises(RunError, match=f"cannot load version {run.published[-1]}: .*damaged"):
+        loader.load(None)
+    assert loader.held is None
+
+
+@pytest.mark.all
+def test_a_nan_that_wider_weights_lose_costs_a_full_version_only(run: Run) -> None:
+    """A NaN has other bits in bf16 than in the fp32 of the explorer; the next change of its piece finds that."""
+    loader, here = run.explorer(torch.float32)
+    run.publish()
+    loader.load(None)
+    here["embed.weight"][0, 0] = float("nan")
+    run.publish(share=1.0)
+    assert assert_holds(loader, here, run).fault
+
+
+@pytest.mark.parametrize("share", [0.0, *also(0.02)])
+@pytest.mark.parametrize("harmed", [*also(False), True])
+def test_buckets_are_checked_where_versions_have_no_digest(
+    synchronizer: Synchronizer, make_agent: Callable[..., AgentClient], tmp_path: Path, share: float, harmed: bool
+) -> None:
+    run = Run(make_trainer(synchronizer, make_agent(synchronizer.client, verify="bucket")), tmp_path)
+    loader, here = run.explorer(verify="bucket")
+    run.publish()
+    loader.load(None)
+    run.publish(share=share)
+    if harmed:
+        here["embed.weight"][3] += 1
+    assert (assert_holds(loader, here, run).fault is not None) == harmed
+
+
+def test_the_folder_of_the_full_version_is_kept_while_it_is_read(run: Run) -> None:
+    held: list[tuple[Path, Version]] = []
+
+    @contextmanager
+    def hold(folder: Path, version: Version) -> Iterator[Callable[[], None]]:
+        held.append((folder, version))
+        yield lambda: None
+
+    run.publish(2)
+    transport = run._mode.transport(run.side(lease_folder=hold))
+    loader = make_loader(run.trainer, empty(run.weights), transport=transport)
+    loader.load(None)
+    assert held == [(run.root / f"version-{run.published[0].step}", run.published[0])]
+
+
+# ---- explorers whose engine cannot give weights back
+
+
+def test_copies_for_workers_follow_by_deltas_and_heal(run: Run) -> None:
+    copies = run._mode.copies(run.side())
+    assert copies is not None
+    moved = []
+    for damaged in (False, False, False, True, False):
+        run.publish()
+        lease = run.trainer.synchronizer.lease("explorer-0", None).result(LIMIT)
+        if damaged:
+            flip(run.file())
+            with pytest.raises(DeltaError, match="is damaged"):
+                copies.localize(lease)
+        here = copies.localize(lease)
+        run.trainer.synchronizer.release(lease.id).result(LIMIT)
+        for part in run._mode.maps(run.side()).map(here):
+            slot = run.trainer.segment(lease.slot, part.layout.part)
+            pieces = part.layout.pieces("shard")
+            assert all(part.data[start:stop] == slot[start:stop] for start, stop in pieces)
+        moved.append(copies.moved)
+    assert moved[0] == moved[3] == run.piece_bytes
+    assert all(0 < nbytes < run.full_bytes / 2 for nbytes in (moved[1], moved[2], moved[4]))
+    paths = [Path(info.path) for info in here.parts.values()]
+    assert all(path.exists() for path in paths)
+    copies.close()
+    assert not any(path.exists() for path in paths)

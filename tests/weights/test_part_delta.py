@@ -1,0 +1,147 @@
+"""Deltas of parts: whatever the versions and the spans, a reader gets the bits of the newest version."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trinity_sync.weights import delta
+from trinity_sync.weights.delta import DeltaError, WrongBaseError
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.part_delta import PartDelta, PartEncoder
+from trinity_sync.weights.shards import itemsize, whole
+
+LAYOUT = PartLayout.build(
+    "rank-00000",
+    [
+        whole("embedding", "BF16", (700, 3)),
+        whole("norm", "F32", (65,)),
+        whole("nothing", "BF16", (0, 4)),
+        whole("scale", "F32", ()),
+        whole("steps", "I64", (5,)),
+        whole("large", "BF16", (9, 250)),
+    ],
+    bucket_bytes=1024,
+)
+POOL = ThreadPoolExecutor(2)
+
+
+def arrays(segment: bytearray, layout: PartLayout = LAYOUT) -> list[Any]:
+    return [
+        np.frombuffer(memoryview(segment)[start:stop], f"<u{itemsize(dtype)}") for start, stop, dtype in layout.by_shard
+    ]
+
+
+def versions(*shares: float, layout: PartLayout = LAYOUT) -> list[bytearray]:
+    """Segments, each with any bits in a share of the elements of the one before; some bits come back."""
+    random = np.random.default_rng(0)
+    found = [bytearray(layout.nbytes)]
+    for start, stop, _ in layout.by_shard:
+        found[0][start:stop] = random.bytes(stop - start)
+    for share in shares:
+        new = bytearray(found[-1])
+        for view, first in zip(arrays(new, layout), arrays(found[0], layout), strict=True):
+            changed = random.random(view.size) < share
+            bits = view + random.integers(-3, 4, view.size).astype(view.dtype)
+            far = random.random(view.size) < 0.1
+            view[changed] = np.where(far, np.frombuffer(random.bytes(view.nbytes), view.dtype), bits)[changed]
+            back = random.random(view.size) < share / 4
+            view[back] = first[back]
+        found.append(new)
+    return found
+
+
+def all_deltas(segments: list[bytearray], codec: str = "auto") -> dict[tuple[int, int], bytes]:
+    encoder = PartEncoder(LAYOUT, codec)
+    found = {}
+    for step, (old, new) in enumerate(itertools.pairwise(segments)):
+        for one in encoder.encode((0, step), (0, step + 1), (old, new), POOL):
+            found[one.start[1], step + 1] = b"".join(one.parts)
+    return found
+
+
+def applied(segment: bytearray, data: bytes, layout: PartLayout = LAYOUT) -> bytearray:
+    found, read = bytearray(segment), PartDelta(layout, data, "a file")
+    for number, view in enumerate(arrays(found, layout)):
+        if (piece := read.pieces[number]) is not None:
+            delta.apply(view, piece, layout.by_shard[number][2], view)
+        assert delta.digest(view) == read.digests[number]
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.01])
+@pytest.mark.parametrize("codec", ["auto", "gap8z", "sparse", "full"])
+def test_every_delta_leads_from_its_start_to_its_end(codec: str, share: float) -> None:
+    segments = versions(*[share] * 17)
+    deltas = all_deltas(segments, codec)
+    spans = {(start, start + 4) for start in (0, 4, 8, 12)} | ({(0, 16)} if share < 0.01 else set())
+    assert deltas.keys() == {(step, step + 1) for step in range(17)} | spans
+    for (start, end), data in deltas.items():
+        assert applied(segments[start], data) == segments[end], (start, end)
+
+
+def test_a_merged_delta_is_smaller_than_those_that_it_stands_for() -> None:
+    deltas = all_deltas(versions(*[0.01] * 4))
+    assert len(deltas[0, 4]) < 0.8 * sum(len(deltas[step, step + 1]) for step in range(4))
+
+
+def test_a_span_is_given_up_where_its_log_would_cost_too_much_and_the_next_one_begins_anew() -> None:
+    deltas = all_deltas(versions(*[0.5] * 4, *[0.001] * 4))
+    assert (0, 4) not in deltas
+    assert (4, 8) in deltas
+
+
+def test_an_encoder_that_missed_a_version_begins_its_spans_anew() -> None:
+    segments = versions(*[0.01] * 6)
+    encoder = PartEncoder(LAYOUT, "auto")
+    starts = []
+    for base, step in [(0, 1), (0, 2), (2, 3), (3, 4), (4, 5)]:
+        found = encoder.encode((0, base), (0, step), (segments[base], segments[step]), POOL)
+        assert applied(segments[base], b"".join(found[0].parts)) == segments[step]
+        starts.append([one.start[1] for one in found])
+    assert starts == [[0], [0], [2], [3], [4, 0]]
+
+
+def test_changed_elements_are_counted_whatever_the_codec() -> None:
+    old, new = versions(0.3)
+    for codec in ("class_gap", "sparse", "full"):
+        encoder = PartEncoder(LAYOUT, codec)
+        [found] = encoder.encode((0, 0), (0, 1), (old, new), POOL)
+        differ = sum(int((a != b).sum()) for a, b in zip(arrays(old), arrays(new), strict=True))
+        assert (found.changed, encoder.elements) == (differ, 700 * 3 + 65 + 1 + 5 + 9 * 250), codec
+
+
+@pytest.mark.parametrize("cut", [0, 7, 9, 200, -1])
+def test_a_truncated_delta_is_found(cut: int) -> None:
+    data = all_deltas(versions(0.01))[0, 1]
+    with pytest.raises(DeltaError):
+        PartDelta(LAYOUT, data[:cut], "a file")
+
+
+@pytest.mark.parametrize("byte", [0, 3, 4, 20, 36, 68, 80, -1])
+def test_a_flipped_byte_is_found(byte: int) -> None:
+    data = bytearray(all_deltas(versions(0.01))[0, 1])
+    data[byte] ^= 1
+    with pytest.raises(DeltaError, match="a file is "):
+        PartDelta(LAYOUT, bytes(data), "a file")
+
+
+def test_a_delta_of_another_layout_is_refused() -> None:
+    other = PartLayout.build("rank-00001", LAYOUT.shards, LAYOUT.bucket_bytes)
+    with pytest.raises(WrongBaseError, match="a file has layout"):
+        PartDelta(other, all_deltas(versions(0.01))[0, 1], "a file")
+
+
+def test_a_thousand_versions_end_bitwise_equal() -> None:
+    layout = PartLayout.build("rank-00000", [whole("one", "BF16", (90, 3))], bucket_bytes=1024)
+    segments = versions(*[0.02] * 50, layout=layout)
+    walk = [*segments, *segments[-2:0:-1]] * 10 + segments[:2]
+    encoder, held = PartEncoder(layout, "auto"), walk[0]
+    for step, pair in enumerate(itertools.pairwise(walk)):
+        held = applied(held, b"".join(encoder.encode((0, step), (0, step + 1), pair, POOL)[0].parts), layout)
+    assert step >= 1000
+    assert held == walk[-1] != walk[0]

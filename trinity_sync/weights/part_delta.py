@@ -1,0 +1,194 @@
+"""The delta of a part between two versions: `PartEncoder` on the side where both lie beside each other, `PartDelta` at
+a reader.
+
+A part is cut into pieces of one dtype (`PartLayout.by_shard`), each with a delta of its own. A reader that missed
+versions takes merged deltas: the encoder makes one for each span of `SPANS` versions as well. docs/delta.md has the
+format.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128
+
+from trinity_sync.weights import delta, native
+from trinity_sync.weights.delta import DeltaError, Part, WrongBaseError
+from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.shards import itemsize
+
+if TYPE_CHECKING:
+    from trinity_sync.weights.delta_gaps import Elements, Places
+
+Point = tuple[int, int]
+"""A version: (attempt, step)."""
+
+SPANS = (4, 16)
+"""Lengths in versions of the merged deltas. A reader that is k versions behind needs 12 + k / 16 deltas or fewer."""
+
+_HEAD = struct.Struct("<4s16s16s4Q")
+"""Magic, digest of what follows the digest, digest of the layout, the versions from and to."""
+_MAGIC = b"TSP1"
+_DIGESTED = 20
+_TABLE = np.dtype([("length", "<u8"), ("result", "V16")])
+_MOST_LOGGED = 1 / 8
+"""Share of a part's bytes from which on a span is given up: its log costs too much memory."""
+
+
+class EncodedDelta(NamedTuple):
+    """The delta of a part from one version to the encoder's newest."""
+
+    start: Point
+    parts: list[Part]  # to be written one after another, before the newest segment changes
+    changed: int  # elements; of a span those that changed at some version in it
+
+
+class _PieceDelta(NamedTuple):
+    parts: list[Part]
+    result: bytes
+    changed: int
+
+
+class _Span:
+    """The elements that changed since `start`, by piece: their places, ascending, and their bits at `start`."""
+
+    def __init__(self, start: Point, digests: list[bytes]) -> None:
+        self.start = start
+        self.digests = digests
+        self.logs: dict[int, tuple[Elements, Elements]] = {}
+
+    def note(self, number: int, old: Elements, places: Places) -> None:
+        """Note the places of a piece that change now, in which it had the bits of `old`."""
+        if (known := self.logs.get(number)) is not None:
+            places = places[~np.isin(places, known[0], assume_unique=True)]
+        fresh = places.astype(np.min_scalar_type(old.size)), old[places]
+        if known is not None:
+            joined = [np.concatenate(pair) for pair in zip(known, fresh, strict=True)]
+            order = np.argsort(joined[0], kind="stable")
+            fresh = joined[0][order], joined[1][order]
+        self.logs[number] = fresh
+
+    @property
+    def nbytes(self) -> int:
+        return sum(places.nbytes + bits.nbytes for places, bits in self.logs.values())
+
+
+class PartEncoder:
+    """Encodes the versions of one part, each against the one before.
+
+    It keeps the digests of the last version's pieces and the logs of the open spans, at most an eighth of the part for
+    each length; the versions themselves stay where the caller has them.
+
+    Args:
+        codec: a name of `delta.CODECS`, or ``auto``: ``class_gap``, without the native library ``gap8z``.
+    """
+
+    def __init__(self, layout: PartLayout, codec: str) -> None:
+        self._layout = layout
+        self.codec = codec if codec != "auto" else "class_gap" if native.library() is not None else "gap8z"
+        self._last: Point | None = None
+        self._digests: list[bytes] = []
+        self._count = 0
+        self._spans: dict[int, _Span] = {}
+
+    @property
+    def elements(self) -> int:
+        return sum((stop - start) // itemsize(dtype) for start, stop, dtype in self._layout.by_shard)
+
+    def encode(
+        self, base: Point, version: Point, segments: tuple[Segment, Segment], pool: Executor
+    ) -> list[EncodedDelta]:
+        """Return the deltas that end at `version`: the one from `base`, and those of the spans that end here.
+
+        Args:
+            base, version: where `base` is not the version of the last call, spans begin anew.
+            segments: the part's bytes of both. They do not change during the call.
+            pool: encodes the pieces.
+        """
+        old, new = (_arrays(self._layout, segment) for segment in segments)
+        if base != self._last:
+            self._count, self._digests = 0, list(pool.map(delta.digest, old))
+            self._spans = {length: _Span(base, self._digests) for length in SPANS}
+        self._last = None  # after an error the next call begins anew
+        pieces = list(pool.map(self._piece, range(len(old)), old, new))
+        self._count, self._digests = self._count + 1, [piece.result for piece in pieces]
+        found = [self._joined(base, version, pieces)]
+        for length in SPANS:
+            span = self._spans.get(length)
+            if span is not None and span.nbytes > _MOST_LOGGED * self._layout.nbytes:
+                span = None
+                del self._spans[length]
+            if self._count % length == 0:
+                if span is not None:
+                    merged = list(pool.map(self._merged, [span] * len(new), range(len(new)), new))
+                    found.append(self._joined(span.start, version, merged))
+                self._spans[length] = _Span(version, self._digests)
+        self._last = version
+        return found
+
+    def _piece(self, number: int, old: Elements, new: Elements) -> _PieceDelta:
+        known, dtype = self._digests[number], self._layout.by_shard[number][2]
+        parts = delta.encode(old, new, dtype, self.codec, base_digest=known)
+        result = delta.result_of(parts[0])
+        if result is None:
+            return _PieceDelta(parts, known, 0)
+        places = np.flatnonzero(old != new)
+        for span in self._spans.values():
+            span.note(number, old, places)
+        return _PieceDelta(parts, result, len(places))
+
+    def _merged(self, span: _Span, number: int, new: Elements) -> _PieceDelta:
+        places, bits = span.logs.get(number, (np.empty(0, np.uint8), new[:0]))
+        before, base, result = new.copy(), span.digests[number], self._digests[number]
+        before[places] = bits
+        dtype = self._layout.by_shard[number][2]
+        parts = delta.encode(before, new, dtype, self.codec, base_digest=base, result_digest=result)
+        return _PieceDelta(parts, result, len(places))
+
+    def _joined(self, start: Point, version: Point, pieces: list[_PieceDelta]) -> EncodedDelta:
+        rows = [(sum(map(len, piece.parts)), piece.result) for piece in pieces]
+        body: list[Part] = [np.array(rows, _TABLE).tobytes(), *(part for piece in pieces for part in piece.parts)]
+        layout = bytes.fromhex(self._layout.digest)
+        hasher = xxh3_128(_HEAD.pack(_MAGIC, b"", layout, *start, *version)[_DIGESTED:])
+        for part in body:
+            hasher.update(part)
+        head = _HEAD.pack(_MAGIC, hasher.digest(), layout, *start, *version)
+        return EncodedDelta(start, [head, *body], sum(piece.changed for piece in pieces))
+
+
+class PartDelta:
+    """The delta of a part, read. `name`: of its file, for messages.
+
+    Attributes:
+        start, end: the versions that it leads from and to.
+        digests: of the pieces of the newer one.
+        pieces: the delta of each piece; None: it has not changed.
+
+    Raises:
+        DeltaError: it is damaged, or of another format; WrongBaseError: of another layout.
+    """
+
+    def __init__(self, layout: PartLayout, data: bytes, name: str) -> None:
+        if data[: len(_MAGIC)] != _MAGIC:
+            raise DeltaError(f"{name} is no delta of a part, or one of another format")
+        if len(data) < _HEAD.size or xxh3_128(memoryview(data)[_DIGESTED:]).digest() != data[4:_DIGESTED]:
+            raise DeltaError(f"{name} is damaged: its digest is not that of its bytes")
+        _, _, named, *points = _HEAD.unpack_from(data)
+        if named.hex() != layout.digest:
+            raise WrongBaseError(f"{name} has layout {named.hex()}, and {layout.part} has {layout.digest}")
+        self.start, self.end = (points[0], points[1]), (points[2], points[3])
+        table = np.frombuffer(data, _TABLE, len(layout.by_shard), _HEAD.size)
+        self.digests = [bytes(result) for result in table["result"]]
+        ends = [int(end) for end in np.cumsum([_HEAD.size + table.nbytes, *table["length"]])]
+        pieces = [memoryview(data)[at:end] for at, end in itertools.pairwise(ends)]
+        self.pieces = [piece if len(piece) > 1 else None for piece in pieces]
+
+
+def _arrays(layout: PartLayout, segment: Segment) -> list[Elements]:
+    """Return the pieces of a segment as integers that hold the bits of their elements."""
+    view = layout.view(segment)
+    return [np.frombuffer(view[start:stop], f"<u{itemsize(dtype)}") for start, stop, dtype in layout.by_shard]
