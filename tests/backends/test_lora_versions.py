@@ -100,5 +100,5 @@ class TestVersions:
         refused = [of_rank["refused"] for of_rank in facts[case] if "refused" in of_rank]
         assert refused, "one of the ranks holds some of the tensor that was changed"
         for text in refused:
-            assert "other: what the trainer holds" in text
+            assert "other: the trainer's base of the adapter differs" in text
             assert "in model.layers.1.mlp.up_proj.weight, so explorers" in text

@@ -57,10 +57,16 @@ def test_rollouts_of_an_export_end_where_sft_taught_the_model_to_end(tmp_path: P
     (tmp_path / "learnt.jsonl").write_text("\n".join(map(json.dumps, learnt)))
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
     task = ["algorithm=sft", f"task={kind}", f"task.path={tmp_path}/learnt.jsonl", "task.max_length=64"]
-    steps = ["trainer.steps=60", "trainer.lr=0.005", "checkpoint.interval=60", "algorithm.batch_size=16"]
+    steps = [
+        "trainer.steps=60",
+        "trainer.lr=0.005",
+        "checkpoint.interval=60",
+        "algorithm.batch_size=16",
+        "trainer.micro_batch_size=16",
+    ]
     taught = launch(tmp_path / "sft", *task, *steps, f"model.path={model}", "backend.ranks=1", small=False)
     assert taught.code == 0, taught.output
-    export_checkpoint(taught.folder / "checkpoints/global_step_60", tmp_path / "exported")
+    export_checkpoint(taught.folder / "checkpoints/global_step_150", tmp_path / "exported")
     task = ["task=jsonl", f"task.path={tmp_path}/asked.jsonl", "task.response_length=8", "task.prompt_length=64"]
     samples = ["samples.record_interval=1", "samples.record_groups=4", "trainer.steps=1"]
     run = launch(tmp_path / "run", *task, *samples, f"model.path={tmp_path}/exported", "backend.ranks=1")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
@@ -156,6 +157,21 @@ def logits_in_fp32(engine: FsdpEngine) -> None:
         return output
 
     engine.module.register_forward_hook(widen)
+
+
+def accumulate_without_unused() -> None:
+    """Let gradients add up over micro-batches where no micro-batch uses some modules, such as a vision tower.
+
+    FSDP2 of torch 2.13 raises AttributeError for their parameters, which were never gathered; with one micro-batch it
+    leaves them out.
+    """
+    accumulate = FSDPParam.to_accumulated_grad_if_needed
+
+    def accumulate_used(parameter: FSDPParam) -> None:
+        if hasattr(parameter, "_unsharded_param"):
+            accumulate(parameter)
+
+    FSDPParam.to_accumulated_grad_if_needed = accumulate_used  # type: ignore[method-assign,assignment]
 
 
 def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:

@@ -144,6 +144,11 @@ class FsdpOption(FsdpConfig, BackendOption):
             raise ConfigError(" ".join(text))
         return wanted != "never" and unpackable(model, attention) is None
 
+    def prepare(self) -> None:
+        from trinity_sync.backends.fsdp import accumulate_without_unused
+
+        accumulate_without_unused()
+
     def divide_in_fp32(self, engine: Engine) -> None:
         from trinity_sync.backends.fsdp import logits_in_fp32
 
