@@ -58,9 +58,9 @@ def test_rollouts_of_an_export_end_where_sft_taught_the_model_to_end(tmp_path: P
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
     task = ["algorithm=sft", f"task={kind}", f"task.path={tmp_path}/learnt.jsonl", "task.max_length=64"]
     steps = [
-        "trainer.steps=60",
+        "trainer.steps=150",
         "trainer.lr=0.005",
-        "checkpoint.interval=60",
+        "checkpoint.interval=150",
         "algorithm.batch_size=16",
         "trainer.micro_batch_size=16",
     ]
