@@ -80,9 +80,10 @@ def test_weights_that_are_committed_are_not_written_again_and_nobody_waits_for_t
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")
 def test_the_pieces_of_a_save_yield_until_somebody_waits_for_it(coordinator: CheckpointCoordinator) -> None:
     policies: list[int] = []
-    first, hurried = threading.Event(), threading.Event()
+    begun, first, hurried = threading.Event(), threading.Event(), threading.Event()
 
     def write() -> list[Path]:
+        assert begun.wait(LIMIT)
         for go_on in (first, hurried):
             policies.append(piece(lambda: os.sched_getscheduler(0)))
             go_on.set()
@@ -91,6 +92,7 @@ def test_the_pieces_of_a_save_yield_until_somebody_waits_for_it(coordinator: Che
         return []
 
     coordinator.save_async("model", write, 21, True, part="model-0")
+    begun.set()
     assert first.wait(LIMIT)
     coordinator.wait_all()
     assert policies == [os.SCHED_IDLE, os.sched_getscheduler(0)]
