@@ -382,7 +382,7 @@ _DATA = [
         files={**ROW, **model(max_position_embeddings=None)},
         says=["model.path", "config.json has null for max_position_embeddings"],
     ),
-    Bad(given=JSONL, files=jsonl({"prompt": "a"}), says=["d.jsonl:1", "'answer'", "there is: 'prompt'"], when="data"),
+    Bad(given=JSONL, files=jsonl({"prompt": "a"}), says=["d.jsonl:1", "'answer'", "it has: 'prompt'"], when="data"),
     Bad(given=JSONL, files=jsonl({"prompt": None, "answer": "b"}), says=["d.jsonl:1", "'prompt' is null"], when="data"),
     Bad(given=JSONL, files=jsonl({"prompt": "", "answer": "b"}), says=["d.jsonl:1", "empty text"], when="data"),
     Bad(given=JSONL, files=jsonl({"prompt": 3, "answer": "b"}), says=["d.jsonl:1", "a number"], when="data"),
