@@ -15,7 +15,7 @@ pytestmark = pytest.mark.all  # tests/sync tries the same parts
 DELTA = ("sync=checkpoint", "sync.encoding=delta", "sync.delta.full_every=2", "trainer.lr=1e-5")
 CASES = {
     "fsdp2-hf": ("backend=fsdp2", "explorer.replicas=2"),
-    "fsdp2-fp32": ("backend=fsdp2", "explorer.dtype=fp32", "sync.verify=bucket"),
+    "fsdp2-fp32": ("backend=fsdp2", "explorer.dtype=fp32"),
     "fsdp2-lora": ("backend=fsdp2", "model.lora.rank=4"),
     "fsdp2-vllm": ("backend=fsdp2", "explorer=vllm"),
     "fsdp2-vllm-tp2": ("backend=fsdp2", "explorer=vllm", "explorer.tp=2"),

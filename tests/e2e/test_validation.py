@@ -44,7 +44,7 @@ def test_the_best_by_a_validation_are_kept_and_training_is_bitwise_that_without(
     assert all(line["text"] and line["response"] and 0 <= line["reward"] <= 1 for line in recorded)
     page = (run.folder / "report.html").read_text()
     assert "Validation by step" in page
-    assert "waits for a validation" in page
+    assert "wait for a validation" in page
     assert "Samples of the validation" in page
 
     without = launch(tmp_path / "without", "trainer.steps=4", "checkpoint.interval=2", "explorer.replicas=2")
