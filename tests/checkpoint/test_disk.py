@@ -17,7 +17,7 @@ from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.execution import EventLog, Execution
-from trinity_sync.checkpoint.folder import catalog, commits, deletion, resume_point
+from trinity_sync.checkpoint.folder import catalog, commits, deletion, recovery, resume_point
 from trinity_sync.checkpoint.folder.contents import (
     Base,
     Manifest,
@@ -252,6 +252,16 @@ def test_versions_of_a_run_that_was_killed_go_with_the_next_though_leases_are_le
     life.clock.now += 61
     life.save(21, STATE_DICT, WEIGHTS)
     assert not Path(told["path"]).exists()
+
+
+def test_deltas_stay_for_a_restarted_monitor_and_go_with_their_attempt(tmp_path: Path) -> None:
+    index = tmp_path / ".deltas" / "0-3" / "index.json"
+    index.parent.mkdir(parents=True)
+    index.touch()
+    recovery.recover(tmp_path, attempt=0)
+    assert index.exists()
+    recovery.recover(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_config_of_weights_beside_is_that_of_the_nearest_checkpoint(left: Path) -> None:

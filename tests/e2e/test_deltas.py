@@ -61,8 +61,7 @@ def test_explorers_of_a_free_run_follow_at_their_own_pace(tmp_path: Path) -> Non
     assert_followed_by_deltas(run)
     steps = {event["step"] for event in run.events("commit") if event["kind"] == "state_dict"}
     assert 0 < len(steps) < len(run.digests) / 4
-    kept = {int(path.name.split("-")[1]) for path in run.folder.glob("checkpoints/.deltas/*")}
-    assert kept < set(run.digests)
+    assert not (run.folder / "checkpoints" / ".deltas").exists()
 
 
 def test_a_resume_from_an_older_step_begins_with_a_full_version(tmp_path: Path) -> None:
@@ -76,4 +75,3 @@ def test_a_resume_from_an_older_step_begins_with_a_full_version(tmp_path: Path) 
     assert [event["encoding"] for event in mine] == ["full", "delta", "delta", "delta"]
     assert [event["digest"] for event in mine[1:]] == [run.digests[step] for step in (3, 4, 5)]
     assert not again.events("fault")
-    assert {path.name.split("-")[0] for path in run.folder.glob("checkpoints/.deltas/*")} == {"1"}

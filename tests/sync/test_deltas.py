@@ -206,7 +206,6 @@ def test_an_explorer_whose_version_is_gone_reads_a_full_one(run: Run) -> None:
 
 @pytest.mark.all
 def test_deltas_that_no_reader_needs_are_deleted(run: Run) -> None:
-    (run.deltas / "7-3").mkdir(parents=True)  # of an earlier attempt
     run.publish(2 * FULL_EVERY + 1)
     kept = {version_folder(run.deltas, version).name for version in run.published[FULL_EVERY:]}
     assert {path.name for path in run.deltas.iterdir()} == kept
@@ -250,13 +249,22 @@ def test_a_delta_that_cannot_be_used_costs_a_full_version_and_is_told(run: Run, 
 
 
 INDEX = '{"format": 1, "full": "PLACE", "deltas": []}'
+NOT_NOW = INDEX.replace("PLACE", "x" * 300)  # the system has an error for it, as for a disk that does not answer
 
 
 @pytest.mark.parametrize(
     "index",
     [
-        None,
-        *also("", "{}", "[]", INDEX.replace("1", "2"), INDEX.replace("PLACE", "../x"), INDEX.replace("PLACE", "/tmp")),
+        NOT_NOW,
+        *also(
+            None,
+            "",
+            "{}",
+            "[]",
+            INDEX.replace("1", "2"),
+            INDEX.replace("PLACE", "../x"),
+            INDEX.replace("PLACE", "/tmp"),
+        ),
     ],
 )
 def test_a_version_that_no_files_lead_to_is_asked_for_in_full(run: Run, index: str | None) -> None:
@@ -265,6 +273,22 @@ def test_a_version_that_no_files_lead_to_is_asked_for_in_full(run: Run, index: s
     path = run.folder() / "index.json"
     path.unlink() if index is None else path.write_text(index)
     assert assert_holds(loader, here, run).bytes_moved == run.piece_bytes
+
+
+def test_a_version_is_asked_for_in_full_where_that_costs_less_than_its_deltas(run: Run) -> None:
+    run.publish(5, share=1.0)
+    loader, here = run.explorer()
+    assert assert_holds(loader, here, run).bytes_moved == run.piece_bytes
+
+
+def test_no_delta_is_applied_to_bytes_of_a_slot_whose_lease_ended_meanwhile(run: Run) -> None:
+    run.publish(2)
+    (run.folder() / "index.json").unlink()
+    transport = run._mode.transport(run.side(still_leased=lambda lease_id: False))
+    loader = make_loader(run.trainer, empty(run.weights), transport=transport)
+    loader.load(None)
+    run.publish()
+    assert loader.load(None).bytes_moved >= run.piece_bytes
 
 
 @pytest.mark.parametrize("back", [*also(1), 2])
@@ -276,22 +300,17 @@ def test_a_full_version_that_is_gone_is_asked_for(run: Run, back: int) -> None:
     assert "is missing" in assert_holds(loader, here, run).fault
 
 
-def test_other_weights_than_the_base_are_found_and_replaced(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("share", "told"), [(1.0, "a delta of other weights"), (0.0, "damaged: embed.weight")], ids=["changed", "unchanged"]
+)
+def test_other_weights_than_the_base_are_found_and_replaced(run: Run, share: float, told: str) -> None:
+    """By the delta of a piece, and where it has none by the digest of the version."""
     loader, here = run.explorer()
     run.publish()
     loader.load(None)
-    run.publish(share=1.0)
+    run.publish(share=share)
     here["embed.weight"][3] += 1
-    assert "a delta of other weights" in assert_holds(loader, here, run).fault
-
-
-def test_other_weights_where_nothing_changes_are_found_by_the_digest_of_the_version(run: Run) -> None:
-    loader, here = run.explorer()
-    run.publish()
-    loader.load(None)
-    run.publish(share=0.0)
-    here["embed.weight"][3] += 1
-    assert "damaged: embed.weight" in assert_holds(loader, here, run).fault
+    assert told in assert_holds(loader, here, run).fault
 
 
 def test_a_full_version_that_is_damaged_too_is_an_error_and_nothing_is_held(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_a_span_is_given_up_where_its_log_would_cost_too_much_and_the_next_one_b
     deltas = all_deltas(versions(*[0.5] * 4, *[0.001] * 4))
     assert (0, 4) not in deltas
     assert (4, 8) in deltas
+
+
+def test_a_log_takes_little_memory_even_of_a_version_in_which_all_changes() -> None:
+    layout = PartLayout.build("rank-00000", [whole("large", "BF16", (1000, 1000))], bucket_bytes=1 << 16)
+    encoder, pair = PartEncoder(layout, "full"), (bytearray(layout.nbytes), bytearray(b"\1") * layout.nbytes)
+    tracemalloc.start()
+    try:
+        encoder.encode((0, 0), (0, 1), pair, POOL)
+        assert tracemalloc.get_traced_memory()[1] < layout.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_encoder_that_missed_a_version_begins_its_spans_anew() -> None:

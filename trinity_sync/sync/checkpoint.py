@@ -138,7 +138,7 @@ class DeltaPublisher(CheckpointPublisher):
     meanwhile, and commits the first version and every so many in full, too.
 
     Args:
-        root: folder of the deltas, in that of the checkpoints. Those of an earlier attempt are deleted.
+        root: folder of the deltas, in that of the checkpoints.
     """
 
     def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaOptions) -> None:
@@ -152,8 +152,6 @@ class DeltaPublisher(CheckpointPublisher):
     def publish(self, sealed: Sealed) -> Published:
         is_full = self._count % self._keys.full_every == 0
         full = self._write(sealed) if is_full else None
-        if self._before is None:
-            shutil.rmtree(self._root, ignore_errors=True)
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
         base, slot = self._before or (None, -1)

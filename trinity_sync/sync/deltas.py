@@ -87,19 +87,21 @@ class Route(NamedTuple):
 
 def find_route(folder: Path, version: Version, held: Version | None, full_bytes: int) -> Route | None:
     """Return the route of the fewest bytes to the version of a folder, from the held version or from a full one of so
-    many bytes; None: no files lead there.
+    many bytes; None: no files lead there, or so many that to write and read the version anew costs less.
     """
     checkpoints = folder.parent.parent
     todo: list[tuple[int, Version, Route]] = [(0, version, Route((), None))]
     done = set[Version]()
     while todo:
         nbytes, at, route = heapq.heappop(todo)
+        if nbytes > 2 * full_bytes:
+            break
         if at == held or route.full is not None:
             return route
         if at in done:
             continue
         done.add(at)
-        with contextlib.suppress(DeltaError):  # another way may lead there
+        with contextlib.suppress(DeltaError, OSError):  # another way may lead there
             full, deltas = VersionIndex.read(version_folder(folder.parent, at))
             if full is not None and (checkpoints / full).is_dir():
                 heapq.heappush(todo, (nbytes + full_bytes, at, Route(route.starts, (at, checkpoints / full))))
@@ -135,7 +137,8 @@ class DeltaTransport:
                 yield from self._follow(lease, route, find_destination)
             except RunError as error:  # whatever it is, the second try does without these files
                 raise error if isinstance(error, DeltaError) else DeltaError(str(error)) from error
-        self._held = lease.version
+        if route is not None or self._side.still_leased(lease.id):  # else the slot may have had another version's bytes
+            self._held = lease.version
 
     def _asked(self, lease: Lease, folder: Path, find_destination: FindDestination) -> Generator[Bucket, None, None]:
         """Have the agents write the leased slot to a folder, and read that."""

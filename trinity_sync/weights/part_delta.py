@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,27 +55,31 @@ class _PieceDelta(NamedTuple):
 
 
 class _Span:
-    """The elements that changed since `start`, by piece: their places, ascending, and their bits at `start`."""
+    """The elements that changed since `start`, by piece: their places, ascending, and their bits at `start`. Once the
+    log has more than `most` bytes, it is not complete.
+    """
 
-    def __init__(self, start: Point, digests: list[bytes]) -> None:
+    def __init__(self, start: Point, digests: list[bytes], most: float) -> None:
         self.start = start
         self.digests = digests
         self.logs: dict[int, tuple[Elements, Elements]] = {}
+        self.nbytes, self.most = 0, most
+        self._lock = threading.Lock()
 
     def note(self, number: int, old: Elements, places: Places) -> None:
-        """Note the places of a piece that change now, in which it had the bits of `old`."""
+        """Note the places of a piece that change now, in which it had the bits of `old`. Any thread."""
+        if self.nbytes > self.most:
+            return
         if (known := self.logs.get(number)) is not None:
             places = places[~np.isin(places, known[0], assume_unique=True)]
         fresh = places.astype(np.min_scalar_type(old.size)), old[places]
+        with self._lock:
+            self.nbytes += sum(one.nbytes for one in fresh)
         if known is not None:
             joined = [np.concatenate(pair) for pair in zip(known, fresh, strict=True)]
             order = np.argsort(joined[0], kind="stable")
             fresh = joined[0][order], joined[1][order]
         self.logs[number] = fresh
-
-    @property
-    def nbytes(self) -> int:
-        return sum(places.nbytes + bits.nbytes for places, bits in self.logs.values())
 
 
 class PartEncoder:
@@ -112,23 +117,26 @@ class PartEncoder:
         old, new = (_arrays(self._layout, segment) for segment in segments)
         if base != self._last:
             self._count, self._digests = 0, list(pool.map(delta.digest, old))
-            self._spans = {length: _Span(base, self._digests) for length in SPANS}
+            self._spans = {length: self._span(base) for length in SPANS}
         self._last = None  # after an error the next call begins anew
         pieces = list(pool.map(self._piece, range(len(old)), old, new))
         self._count, self._digests = self._count + 1, [piece.result for piece in pieces]
         found = [self._joined(base, version, pieces)]
         for length in SPANS:
             span = self._spans.get(length)
-            if span is not None and span.nbytes > _MOST_LOGGED * self._layout.nbytes:
+            if span is not None and span.nbytes > span.most:
                 span = None
                 del self._spans[length]
             if self._count % length == 0:
                 if span is not None:
                     merged = list(pool.map(self._merged, [span] * len(new), range(len(new)), new))
                     found.append(self._joined(span.start, version, merged))
-                self._spans[length] = _Span(version, self._digests)
+                self._spans[length] = self._span(version)
         self._last = version
         return found
+
+    def _span(self, start: Point) -> _Span:
+        return _Span(start, self._digests, _MOST_LOGGED * self._layout.nbytes)
 
     def _piece(self, number: int, old: Elements, new: Elements) -> _PieceDelta:
         known, dtype = self._digests[number], self._layout.by_shard[number][2]

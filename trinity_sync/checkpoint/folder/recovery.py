@@ -26,7 +26,8 @@ def recover(
     clock: Callable[[], float] = time.time,
 ) -> None:
     """Finish or undo deletions and replacements, and clean staged files. Raises RunError if one of our folders is a
-    link. Nothing has been changed then. `clock`: Unix seconds, for the expiry of leases.
+    link. Nothing has been changed then. `attempt`: the one that goes on, whose deltas stay; None: none does. `clock`:
+    Unix seconds, for the expiry of leases.
     """
     if not root.is_dir():
         return
@@ -44,6 +45,8 @@ def recover(
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
     clean_versions(root, attempt=attempt, now=clock())
+    if attempt is None and (root / contents.DELTAS).is_dir():  # no explorer holds a version of an ended attempt
+        delete_folder(root, root / contents.DELTAS)
     for name in (*contents.TRACKERS.values(), contents.COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
